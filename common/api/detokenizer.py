@@ -1,0 +1,164 @@
+"""Token ids to text as they arrive, and stop strings in that text.
+
+One ``TextStream`` per choice. 1 ``add`` decodes a short window of ids and emits only what later tokens cannot change: a
+character whose bytes are spread over tokens comes out whole, with its last token. 2 What could be the beginning of a
+stop string is held back. 3 At a stop string the text ends before it and no later token is consumed. 4 ``finish``
+gives up what was held. Owns nothing but its own lists; not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes, so at most 3 are pending; byte-fallback decoders show one replacement for each.
+MAX_PENDING_CHARS = 3
+# Ids of earlier tokens that stay in the window: some decoders drop the space of the first token they see.
+CONTEXT_TOKENS = 6
+# Above this, ids on the left leave the window, so that a step's cost does not grow with the output.
+MAX_WINDOW_TOKENS = 24
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> Sequence[str | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one ``add`` produced.
+
+    ``num_tokens_consumed`` counts the given ids that belong to the output: all, or up to and with the one whose text
+    completed a stop string. ``stopped`` is that stop string.
+    """
+
+    text: str
+    num_tokens_consumed: int
+    stopped: str | None = None
+
+
+class TextStream:
+    """Text of one choice.
+
+    Args:
+        tokenizer: decodes ids.
+        stop: stop strings; the one that ends first in the text wins, however the text is cut into tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        min_tokens: no stop string is looked for before this many tokens.
+        context_token_ids: ids before the first (the prompt's last ones), for decoders that need a left neighbour.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        *,
+        min_tokens: int = 0,
+        context_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest_stop = max((len(item) for item in self._stop), default=0)
+        self._skip_special_tokens = skip_special_tokens
+        self._min_tokens = min_tokens
+        # Window of ids, and how many characters of its text were taken from it already.
+        self._window = list(context_token_ids[-CONTEXT_TOKENS:])
+        self._num_taken = len(self._stable(self._decode())) if self._window else 0
+        self._held = ""
+        self._num_tokens = 0
+        self._stopped: str | None = None
+        self._finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens consumed so far; what ``usage`` counts."""
+        return self._num_tokens
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stopped
+
+    def add(self, token_ids: Sequence[int], *, hide_last: bool = False) -> Delta:
+        """Text that became certain with ``token_ids``.
+
+        ``hide_last``: the last id ended the sequence (end of text, or a stop token); it counts as consumed and has no
+        text.
+        """
+        assert not self._finished, "text stream used after its end"
+        texts: list[str] = []
+        num_visible = len(token_ids) - 1 if hide_last else len(token_ids)
+        for index in range(num_visible):
+            self._num_tokens += 1
+            texts.append(self._match(self._advance(token_ids[index])))
+            if self._stopped is not None:
+                self._finished = True
+                return Delta("".join(texts), index + 1, self._stopped)
+        if hide_last and token_ids:
+            self._num_tokens += 1
+        return Delta("".join(texts), len(token_ids))
+
+    def finish(self) -> Delta:
+        """The rest: text held back for a stop string that did not come, and bytes that never became a character."""
+        if self._finished:
+            return Delta("", 0, self._stopped)
+        self._finished = True
+        rest = self._match(self._decode()[self._num_taken :]) if self._window else ""
+        if self._stopped is not None:
+            return Delta(rest, 0, self._stopped)
+        rest, self._held = rest + self._held, ""
+        return Delta(rest, 0)
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+    @staticmethod
+    def _stable(text: str) -> str:
+        """``text`` without replacement characters at its end that a next token may still turn into a character."""
+        num_pending = 0
+        while num_pending < min(MAX_PENDING_CHARS, len(text)) and text[-1 - num_pending] == REPLACEMENT:
+            num_pending += 1
+        return text[: len(text) - num_pending]
+
+    def _advance(self, token_id: int) -> str:
+        """Append one id to the window; returns the characters that became certain."""
+        self._window.append(token_id)
+        text = self._decode()
+        stable = self._stable(text)
+        new = stable[self._num_taken :]
+        self._num_taken = max(self._num_taken, len(stable))
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            # The pending characters stem from the last few ids, which stay; all text before them was taken.
+            num_pending = len(text) - len(stable)
+            self._window = self._window[-(CONTEXT_TOKENS + 3 * num_pending) :]
+            self._num_taken = len(self._decode()) - num_pending
+        return new
+
+    def _match(self, new: str) -> str:
+        """Look for stop strings in held + ``new`` text; returns what may be emitted, keeps the rest."""
+        if not self._stop or self._num_tokens < self._min_tokens:
+            return new
+        text = self._held + new
+        found: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is not None:
+            self._held = ""
+            self._stopped = found[2]
+            return text[: found[1]]
+        num_held = 0
+        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                num_held = length
+                break
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]

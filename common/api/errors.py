@@ -1,0 +1,124 @@
+"""Every failure of an app as one shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+``install_error_handlers`` is called once per app. Errors of our own tree carry their status and text; third parties'
+(an unknown route, a validation error of the framework) are translated here; anything else is a 500 that tells the
+caller nothing but the request id, and is logged with its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError
+
+logger = logging.getLogger(__name__)
+
+INTERNAL_MESSAGE = "internal error"
+
+# Status -> (type, code) of errors that frameworks raise.
+_HTTP_KINDS: Mapping[int, tuple[str, str]] = {
+    400: ("invalid_request_error", "bad_request"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+}
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The JSON body of ``error``; one that is not ours says nothing about itself."""
+    if isinstance(error, TandemError):
+        return _body(error.message, error.type, error.param, error.code)
+    return _body(INTERNAL_MESSAGE, TandemError.type, None, TandemError.code)
+
+
+def error_response(error: Exception) -> Response:
+    """``error`` as a response: status, body and headers."""
+    if isinstance(error, RequestAbortedError):
+        return Response(status_code=error.status)
+    headers: dict[str, str] = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(max(1, error.retry_after_s))
+    status = error.status if isinstance(error, TandemError) else TandemError.status
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status_code=status, headers=headers)
+
+
+def translate_validation(errors: Sequence[Any]) -> InvalidRequestError:
+    """The first of a framework's validation errors, naming field and value."""
+    if not errors:
+        return InvalidRequestError("the request is invalid")
+    first = errors[0]
+    # The first element says where the value came from (body, query ...), the others are its path.
+    name = ".".join(str(part) for part in first.get("loc", ())[1:])
+    message = str(first.get("msg", "is invalid"))
+    return InvalidRequestError(f"{name or 'body'}: {message}", param=name or None)
+
+
+def install_error_handlers(app: Starlette) -> None:
+    """Give ``app`` (FastAPI or Starlette) the handlers of this module."""
+    app.add_exception_handler(TandemError, _on_tandem_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _request_id(request: Request) -> str:
+    return str(getattr(request.state, "request_id", "-"))
+
+
+async def _on_tandem_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    if isinstance(error, RequestAbortedError):
+        logger.info("request aborted by client request_id=%s path=%s", _request_id(request), request.url.path)
+    elif error.status >= 500:
+        logger.warning(
+            "request failed request_id=%s path=%s status=%d code=%s message=%s",
+            _request_id(request),
+            request.url.path,
+            error.status,
+            error.code,
+            error.message,
+        )
+    return error_response(error)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(translate_validation(error.errors()))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind, code = _HTTP_KINDS.get(error.status_code, ("server_error", "http_error"))
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"no route for {request.method} {request.url.path}"
+    elif error.status_code == 405:
+        message = f"method {request.method} is not allowed for {request.url.path}"
+    return JSONResponse(_body(message, kind, None, code), status_code=error.status_code, headers=error.headers)
+
+
+async def _on_client_disconnect(request: Request, error: Exception) -> Response:
+    return await _on_tandem_error(request, RequestAbortedError("the client closed the connection"))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    request_id = _request_id(request)
+    logger.error("unexpected error request_id=%s path=%s", request_id, request.url.path, exc_info=error)
+    response = error_response(error)
+    # This handler runs outside the middleware that adds the header.
+    response.headers["X-Request-Id"] = request_id
+    return response

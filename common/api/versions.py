@@ -1,0 +1,19 @@
+"""Versions for ``GET /version`` and ``build_info``, read from package metadata: nothing is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+_DISTRIBUTIONS = {"tandem": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of ``tandem``, ``torch``, ``transformers`` and ``nixl``; None for what is not installed."""
+    return {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,270 @@
+"""Keeps a group of child processes running until told to stop.
+
+Life cycle: 1 start every child, each in a session of its own (a Ctrl-C in the terminal reaches the supervisor alone),
+2 wait until each is ready; a child that dies before that ends everything, 3 watch: a restartable child that dies is
+started again after 1, 2, 4 .. 30 s, any other death ends everything, 4 stop: SIGTERM to all, SIGKILL to what is left
+after a deadline. Leaves by: a signal (status 0), a death at start or of an essential child (status 1). No child
+outlives ``run``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import httpx
+
+from common.errors import ConfigError
+
+READY_POLL_S = 0.1
+READY_TIMEOUT_S = 2.0
+STOP_DEADLINE_S = 10.0
+KILL_DEADLINE_S = 5.0
+MAX_BACKOFF_S = 30.0
+STEADY_AFTER_S = 60.0
+TAIL_LINES = 12
+LINE_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to start: ``url`` is where ``GET /ready`` answers 200 once it can serve."""
+
+    name: str
+    argv: tuple[str, ...]
+    url: str
+    is_restarted: bool
+
+
+class ChildDiedError(Exception):
+    """A child exited when it should not have."""
+
+    def __init__(self, name: str, status: int, tail: Sequence[str]) -> None:
+        super().__init__(f"{name} {describe_status(status)}")
+        self.name, self.status, self.tail = name, status, list(tail)
+
+
+def describe_status(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"
+
+
+class Child:
+    """One life of one child process. Owns the process group and the reader of its stderr."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: TextIO) -> None:
+        self.spec = spec
+        self._process = process
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._reader = asyncio.create_task(self._forward(log))
+
+    @classmethod
+    async def start(cls, spec: ChildSpec, environ: Mapping[str, str], log: TextIO) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            *spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(environ),
+            limit=LINE_LIMIT_BYTES,
+            start_new_session=True,
+        )
+        return cls(spec, process, log)
+
+    async def wait(self) -> ChildDiedError:
+        """The exit, once it happened and the output's end was read."""
+        status = await self._process.wait()
+        # A grandchild may hold the pipe open; the tail is worth a moment, not a hang.
+        await asyncio.wait({self._reader}, timeout=1.0)
+        return ChildDiedError(self.spec.name, status, self._tail)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send ``number`` to the whole group; nothing happens when it is gone already."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    async def stop(self, deadline_s: float) -> None:
+        """SIGTERM, then SIGKILL after ``deadline_s``; returns when the process is gone."""
+        if self._process.returncode is None:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), deadline_s)
+        # Also when it went by itself: what it started itself is in its group.
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), KILL_DEADLINE_S)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _forward(self, log: TextIO) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # one line beyond the limit; asyncio dropped it
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip("\n")
+            self._tail.append(text)
+            log.write(f"[{self.spec.name}] {text}\n")
+            log.flush()
+
+
+class Supervisor:
+    """Runs ``specs`` until a signal. ``on_ready`` is called with each spec that became ready, ``on_all_ready`` once."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        *,
+        environ: Mapping[str, str],
+        startup_timeout_s: float,
+        on_ready: Callable[[ChildSpec], None],
+        on_all_ready: Callable[[], None],
+        log: TextIO | None = None,
+        stop_deadline_s: float = STOP_DEADLINE_S,
+        first_backoff_s: float = 1.0,
+    ) -> None:
+        self._specs = list(specs)
+        self._environ = dict(environ)
+        self._startup_timeout_s = startup_timeout_s
+        self._on_ready = on_ready
+        self._on_all_ready = on_all_ready
+        self._log = log or sys.stderr
+        self._stop_deadline_s = stop_deadline_s
+        self._first_backoff_s = first_backoff_s
+        self._children: dict[str, Child] = {}
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Start, watch and stop everything; returns the exit status. ``stop`` set: stop and return 0."""
+        work = asyncio.create_task(self._start_and_watch())
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                self._say("stopping")
+                return 0
+            return work.result()
+        finally:
+            stopped.cancel()
+            work.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
+            await self._stop_all()
+
+    def kill(self) -> None:
+        """Do not wait for anybody: SIGKILL now."""
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+
+    async def _start_and_watch(self) -> int:
+        try:
+            async with asyncio.timeout(self._startup_timeout_s):
+                await _all_or_first_error([self._start(spec) for spec in self._specs])
+        except ChildDiedError as exc:
+            self._report_death(exc, "while starting")
+            return 1
+        except TimeoutError:
+            self._say(f"error: not ready after {self._startup_timeout_s:g} s; stopping")
+            return 1
+        self._on_all_ready()
+        try:
+            await _all_or_first_error([self._watch(spec) for spec in self._specs])
+        except ChildDiedError as exc:
+            self._report_death(exc, "and everything stops with it")
+        return 1
+
+    async def _start(self, spec: ChildSpec) -> None:
+        """Start one child and wait until it is ready; raises ChildDiedError when it dies first."""
+        child = self._children[spec.name] = await Child.start(spec, self._environ, self._log)
+        exited = asyncio.create_task(child.wait())
+        ready = asyncio.create_task(_wait_ready(spec.url))
+        try:
+            await asyncio.wait({exited, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                raise exited.result()
+        finally:
+            exited.cancel()
+            ready.cancel()
+            await asyncio.gather(exited, ready, return_exceptions=True)
+        self._on_ready(spec)
+
+    async def _watch(self, spec: ChildSpec) -> None:
+        """Restart one child whenever it dies; raises ChildDiedError for one that is not to be restarted."""
+        backoff_s = self._first_backoff_s
+        ready_at_s = time.monotonic()
+        death = await self._children[spec.name].wait()
+        while True:
+            if not spec.is_restarted:
+                raise death
+            if time.monotonic() - ready_at_s > STEADY_AFTER_S:
+                backoff_s = self._first_backoff_s
+            await self._children[spec.name].stop(0.0)
+            self._say(f"{death}; restarting it in {backoff_s:g} s")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+            try:
+                await self._start(spec)
+                ready_at_s = time.monotonic()
+                death = await self._children[spec.name].wait()
+            except ChildDiedError as exc:
+                death, ready_at_s = exc, time.monotonic()
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*(child.stop(self._stop_deadline_s) for child in self._children.values()))
+
+    def _report_death(self, death: ChildDiedError, where: str) -> None:
+        self._say(f"error: {death} {where}")
+        if death.tail:
+            self._say(f"the last lines of {death.name}:")
+            for line in death.tail:
+                self._log.write(f"    {line}\n")
+            self._log.flush()
+
+    def _say(self, text: str) -> None:
+        self._log.write(f"tandem up: {text}\n")
+        self._log.flush()
+
+
+async def _all_or_first_error(works: Sequence[collections.abc.Coroutine[None, None, None]]) -> None:
+    """Await all; the first error cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        for done in asyncio.as_completed(tasks):
+            await done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait_ready(url: str) -> None:
+    async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(f"{url}/ready")).status_code == 200:
+                    return
+            await asyncio.sleep(READY_POLL_S)
+
+
+def check_port_free(host: str, port: int, what: str) -> None:
+    """Raise ConfigError when something else listens on the port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+    except OSError as exc:
+        raise ConfigError(f"{what}: cannot listen on {host}:{port}: {exc.strerror}", param="--port") from exc

@@ -1,0 +1,136 @@
+"""``tandem up``: a whole service on this machine.
+
+1 read the flags, 2 check that every port is free, 3 without ``--model`` let a short child process make the built-in
+one, 4 start nodes and proxy under the supervisor, each with its effective flags in argv and nothing of ours in its
+environment, 5 print the URL and a curl example, 6 run until SIGINT, SIGTERM or SIGHUP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.cli.flags import UpConfig, parse_up
+from common.cli.supervisor import ChildSpec, Supervisor, check_port_free, describe_status
+from common.config import NodeConfig, ProxyConfig, to_argv
+from common.errors import ConfigError
+
+BUILTIN_MODULE = "common.models.builtin"
+ENVIRONMENT_PREFIX = "TANDEM_"
+
+
+def run_up(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Start everything and wait; returns the exit status. Raises ConfigError before anything was started."""
+    config = parse_up(argv, environ)
+    check_port_free(config.host, config.port, f"--port {config.port}")
+    for role, node in config.node_configs("any"):
+        check_port_free(
+            node.host, node.port, f"port of {role} node {node.node_name}, which follows from --port {config.port}"
+        )
+    return asyncio.run(_run(config, environ))
+
+
+async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
+    # Installed first and explicitly: a process that a script starts in the background inherits SIGINT as ignored.
+    stop = asyncio.Event()
+    supervisors: list[Supervisor] = []
+
+    def on_signal() -> None:
+        if stop.is_set():
+            for supervisor in supervisors:
+                supervisor.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+
+    # Every effective flag is in argv; a variable would only say the same again, or something else.
+    child_environ = {name: value for name, value in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    model = config.model
+    if model is None:
+        model = await _builtin_model(child_environ, stop)
+        if model is None:
+            return 0
+    supervisor = Supervisor(
+        child_specs(config, model),
+        environ=child_environ,
+        startup_timeout_s=config.startup_timeout_seconds,
+        on_ready=lambda spec: _print(f"{spec.name:<14} ready at {spec.url}"),
+        on_all_ready=lambda: _print(welcome(config.proxy_config())),
+    )
+    supervisors.append(supervisor)
+    return await supervisor.run(stop)
+
+
+def child_specs(config: UpConfig, model: str) -> list[ChildSpec]:
+    """The processes to start. The proxy is essential, nodes are restarted."""
+    specs = [_spec(f"{role}_node", node.node_name or role, node, True) for role, node in config.node_configs(model)]
+    return [*specs, _spec("proxy", "proxy", config.proxy_config(), False)]
+
+
+def welcome(config: ProxyConfig) -> str:
+    """What to print when everything is ready: the URL and a command to try."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True})
+    key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
+    url = _url(config.host, config.port)
+    return (
+        f"\nTandem is ready at {url}  (Ctrl-C stops it)\n\n"
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
+    )
+
+
+def _spec(module: str, name: str, config: NodeConfig | ProxyConfig, is_restarted: bool) -> ChildSpec:
+    argv = (sys.executable, "-m", module, *to_argv(config))
+    return ChildSpec(name, argv, _url(config.host, config.port), is_restarted)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+    return f"http://{shown}:{port}"
+
+
+async def _builtin_model(environ: Mapping[str, str], stop: asyncio.Event) -> str | None:
+    """The folder of the built-in model, made when it is not there yet; None when told to stop meanwhile."""
+    _print("no --model given: preparing the built-in model")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        BUILTIN_MODULE,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(environ),
+        start_new_session=True,
+    )
+    output = asyncio.create_task(process.communicate())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({output, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not output.done():
+            return None
+        stdout, stderr = output.result()
+    finally:
+        stopped.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await asyncio.gather(output, stopped, return_exceptions=True)
+    lines = stdout.decode(errors="replace").split("\n")
+    path = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if process.returncode != 0 or not Path(path).is_dir():  # noqa: ASYNC240 - nothing runs yet
+        tail = "\n".join(stderr.decode(errors="replace").splitlines()[-8:])
+        raise ConfigError(
+            f"making the built-in model: {BUILTIN_MODULE} {describe_status(process.returncode or 0)}\n{tail}"
+        )
+    _print(f"using the built-in model in {path}")
+    return path
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

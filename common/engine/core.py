@@ -1,0 +1,365 @@
+"""The engine: one synchronous, deterministic ``step`` that a single thread calls over and over.
+
+A step: 1 expire leases, 2 schedule, 3 start pulls, 4 forward, 5 publish what the step completed, 6 hand out or fork
+finished prompts, 7 sample, 8 finish. Everything else (add, abort, finish, pull results, leases) is called by the same
+thread between steps. Publication follows completion: nobody ever reads a block or state that is still being written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from common.engine.model_runner import ModelRunner
+from common.engine.sampler import Sampler, SampleTask
+from common.engine.scheduler import Schedule, Scheduler
+from common.engine.sequence import Sequence, SequenceStatus
+from common.errors import TandemError, TransferError
+from common.kv_cache.manager import KVCacheManager, PullPlan
+from common.request import FinishReason, PhaseSeconds, Request, RequestOutput, TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixSource(Protocol):
+    """Moves a remote prefix into this node's pools; implemented by the node over its transfer layer.
+
+    ``start`` must not block. Exactly one ``EngineCore.finish_pull`` follows each ``start`` (and, when that one said the
+    read is not terminal, exactly one ``EngineCore.end_quarantine`` some day).
+    """
+
+    def start(self, seq_id: str, remote: Any, plan: PullPlan) -> None: ...
+
+    def cancel(self, seq_id: str) -> None: ...
+
+
+class PullResult(Protocol):
+    """What the core needs of a pull's outcome. ``terminal`` False: the destination may still be written."""
+
+    ok: bool
+    terminal: bool
+    reason: str
+    num_bytes: int
+    num_blocks: int
+    num_states: int
+
+
+class EngineCore:
+    """Joins scheduler, cache manager, model runner and sampler. Owned by the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: KVCacheManager,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        lease_seconds: float,
+        recompute_on_load_failure: bool,
+        source: PrefixSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._runner = runner
+        self._sampler = sampler
+        self._max_model_len = max_model_len
+        self._lease_seconds = lease_seconds
+        self._recompute = recompute_on_load_failure
+        self.source = source
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._by_request: dict[str, list[Sequence]] = {}
+        self._outputs: list[RequestOutput] = []
+
+    # --- called between steps
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work() or bool(self._outputs)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running) + len(self._scheduler.transferring)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    def next_deadline_s(self) -> float | None:
+        return self._manager.next_lease_deadline()
+
+    def add_request(self, request: Request) -> None:
+        keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt)
+        self._track(Sequence(request, 0, keys))
+        self._scheduler.add(self._by_request[request.request_id][0])
+
+    def abort(self, request_id: str) -> None:
+        """The caller left: frees everything the request holds; unknown or finished ids are ignored."""
+        for sequence in list(self._by_request.get(request_id, ())):
+            if sequence.status is SequenceStatus.TRANSFERRING:
+                sequence.aborted = True  # its memory is a destination until the read is terminal: finish_pull frees it
+                assert self.source is not None
+                self.source.cancel(sequence.seq_id)
+            else:
+                self._end(sequence, donate=False)
+        logger.info("aborted request_id=%s", request_id)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """Ends one continuation that is complete for its reader (a stop string); its state stays cached."""
+        for sequence in list(self._by_request.get(request_id, ())):
+            if sequence.index == index and sequence.status is not SequenceStatus.TRANSFERRING:
+                sequence.finish_reason = FinishReason.STOP
+                self._emit(sequence, [], None)
+                self._end(sequence, donate=True)
+
+    def fail_running(self, error: TandemError) -> list[RequestOutput]:
+        """After a step raised: nothing of it was published, so its sequences fail and their memory is free again."""
+        for sequence in list(self._scheduler.running):
+            self._emit_error(sequence, error)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def finish_pull(self, seq_id: str, result: PullResult) -> None:
+        """The pull of a remote prefix ended: commit what was validated, or discard and recompute, or fail typed."""
+        sequence = self._sequences[seq_id]
+        sequence.transfer_end_s = self._clock()
+        if result.ok and not sequence.aborted:
+            self._commit_pull(sequence, result)
+            return
+        self._manager.abandon_remote(seq_id, quarantine=not result.terminal)
+        if sequence.aborted:
+            self._untrack(sequence)
+            return
+        sequence.remote = None
+        logger.warning("pull failed request_id=%s reason=%s", sequence.request.request_id, result.reason)
+        if self._recompute:
+            del self._scheduler.transferring[seq_id]
+            self._scheduler.add(sequence)
+        else:
+            message = f"the prefix of {sequence.num_prompt_tokens} tokens could not be pulled: {result.reason}"
+            self._emit_error(sequence, TransferError(message))
+
+    def end_quarantine(self, seq_id: str) -> None:
+        self._manager.release_quarantine(seq_id)
+
+    def _commit_pull(self, sequence: Sequence, result: PullResult) -> None:
+        row = sequence.remote.output_row
+        self._manager.commit_remote(sequence.seq_id, row)
+        sequence.remote = None
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.is_prompt_done = True
+        sequence.transferred_bytes = result.num_bytes
+        sequence.transferred_blocks = result.num_blocks
+        sequence.transferred_states = result.num_states
+        del self._scheduler.transferring[sequence.seq_id]
+        self._scheduler.add_running(sequence)
+        sequence.prompt_done_s = self._clock()
+        if self._finish_without_sampling(sequence):
+            return
+        for ready in (sequence, *self._fork(sequence, row)):
+            ready.pending_row = row
+
+    # --- the step
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns what it produced. A step without work only expires leases."""
+        self._manager.expire_leases()
+        schedule = self._scheduler.schedule()
+        for sequence, plan in schedule.pulls:
+            assert self.source is not None
+            self.source.start(sequence.seq_id, sequence.remote, plan)
+        rows: list[torch.Tensor] = []
+        if schedule.sequences or schedule.plan.block_copies:
+            rows = self._runner.forward(schedule.plan)
+        to_sample = self._complete(schedule, rows)
+        for sequence in schedule.row_only:
+            row, sequence.pending_row = sequence.pending_row, None
+            if not sequence.is_prompt_done:  # an exact prefix hit: the prompt is done without a forward
+                self._finish_prompt(sequence, row, to_sample)
+            else:
+                to_sample.append((sequence, row))
+        self._sample(to_sample)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _complete(self, schedule: Schedule, rows: list[torch.Tensor]) -> list[tuple[Sequence, torch.Tensor]]:
+        """Publishes what the forward wrote; returns the (sequence, last row) pairs whose next token is due."""
+        to_sample: list[tuple[Sequence, torch.Tensor]] = []
+        for sequence, segment, hidden in zip(schedule.sequences, schedule.plan.segments, rows, strict=True):
+            sequence.num_computed_tokens += segment.num_tokens
+            self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
+            if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
+                self._append_prompt_logprobs(sequence, segment.start, hidden)
+            if sequence.num_uncomputed_tokens:
+                continue
+            row = hidden[-1]
+            if sequence.is_prompt_done:
+                to_sample.append((sequence, row))
+            else:
+                self._finish_prompt(sequence, row.clone(), to_sample)  # kept: must not pin the whole step's rows
+        return to_sample
+
+    def _finish_prompt(
+        self, sequence: Sequence, row: torch.Tensor, to_sample: list[tuple[Sequence, torch.Tensor]]
+    ) -> None:
+        """The last prompt token's row is known: publish it, then hand the prompt out, or go on to sample from it."""
+        sequence.is_prompt_done = True
+        sequence.prompt_done_s = self._clock()
+        sampling = sequence.sampling
+        self._manager.finish_prompt(sequence.seq_id, row, seal=sampling is None)
+        if sampling is None:
+            deadline = self._clock() + self._lease_seconds
+            lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
+            sequence.finish_reason = FinishReason.LENGTH
+            self._emit(sequence, [], None, handoff=lease)
+            self._end(sequence, donate=True)
+        elif not self._finish_without_sampling(sequence):
+            to_sample.append((sequence, row))
+            to_sample.extend((child, row) for child in self._fork(sequence, row))
+
+    def _finish_without_sampling(self, sequence: Sequence) -> bool:
+        """Ends a sequence that asked for its prompt only (``max_tokens`` 0, with echo)."""
+        if sequence.sampling is None or sequence.sampling.max_tokens > 0:
+            return False
+        sequence.finish_reason = FinishReason.LENGTH
+        self._emit(sequence, [], None)
+        self._end(sequence, donate=True)
+        return True
+
+    def _fork(self, sequence: Sequence, row: torch.Tensor) -> list[Sequence]:
+        """Makes the other continuations of a finished prompt; returns those that can sample from ``row`` now.
+
+        A child without memory waits like a new request and finds the prompt in the cache, or computes it.
+        """
+        if sequence.index or sequence.sampling is None:
+            return []
+        ready: list[Sequence] = []
+        request = sequence.request
+        for index in range(len(self._by_request[request.request_id]), request.num_forks):
+            child = Sequence(request, index, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
+            child.remote = None
+            self._track(child)
+            if self._scheduler.has_room() and self._manager.fork(sequence.seq_id, child.seq_id):
+                child.keys = self._manager.sequence(child.seq_id).keys
+                child.num_computed_tokens = child.num_prompt_tokens
+                child.is_prompt_done = True
+                child.prompt_done_s = sequence.prompt_done_s
+                self._scheduler.add_running(child)
+                ready.append(child)
+            else:
+                self._scheduler.add(child)
+        return ready
+
+    def _append_prompt_logprobs(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
+        assert sequence.prompt_logprobs is not None
+        assert sequence.sampling is not None
+        following = sequence.token_ids[start + 1 : start + 1 + hidden.shape[0]]
+        if following:
+            logits = self._runner.logits(hidden[: len(following)])
+            num_top = sequence.sampling.logprobs or 0
+            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, following, num_top))
+
+    def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
+        if not to_sample:
+            return
+        logits = self._runner.logits(torch.stack([row for _, row in to_sample]))
+        tasks = []
+        for sequence, _ in to_sample:
+            assert sequence.sampling is not None
+            tasks.append(
+                SampleTask(
+                    params=sequence.sampling,
+                    prompt_token_ids=sequence.request.prompt_token_ids,
+                    output_token_ids=sequence.output_token_ids,
+                    eos_token_ids=sequence.request.eos_token_ids,
+                    index=sequence.index,
+                )
+            )
+        now = self._clock()
+        for (sequence, _), token in zip(to_sample, self._sampler.sample(logits, tasks), strict=True):
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            sequence.append(token.token_id)
+            sequence.check_stop(token.token_id, self._max_model_len)
+            self._emit(sequence, [token.token_id], token)
+            if sequence.finish_reason is not None:
+                self._end(sequence, donate=True)
+
+    # --- bookkeeping
+
+    def _track(self, sequence: Sequence) -> None:
+        self._sequences[sequence.seq_id] = sequence
+        self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
+
+    def _untrack(self, sequence: Sequence) -> None:
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._scheduler.remove(sequence)
+        del self._sequences[sequence.seq_id]
+        siblings = self._by_request[sequence.request.request_id]
+        if all(s.status is SequenceStatus.FINISHED for s in siblings):
+            del self._by_request[sequence.request.request_id]
+
+    def _end(self, sequence: Sequence, *, donate: bool) -> None:
+        """Gives the sequence's memory back (a waiting one has none) and forgets it."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self._manager.free(sequence.seq_id, donate=donate)
+        self._untrack(sequence)
+
+    def _emit(
+        self, sequence: Sequence, token_ids: list[int], token: TokenLogprob | None, *, handoff: Any = None
+    ) -> None:
+        wants_logprobs = sequence.sampling is not None and sequence.sampling.logprobs is not None
+        is_first = sequence.num_output_tokens <= 1
+        self._outputs.append(
+            RequestOutput(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                token_ids=token_ids,
+                logprobs=[token] if wants_logprobs and token is not None else None,
+                prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+                num_cached_tokens=sequence.num_local_hit,
+                num_local_computed_tokens=sequence.num_prompt_computed,
+                transferred_bytes=sequence.transferred_bytes,
+                transferred_blocks=sequence.transferred_blocks,
+                transferred_states=sequence.transferred_states,
+                seconds=_phase_seconds(sequence),
+                handoff=handoff,
+            )
+        )
+
+    def _emit_error(self, sequence: Sequence, error: TandemError) -> None:
+        sequence.finish_reason = FinishReason.ERROR
+        self._outputs.append(
+            RequestOutput(
+                sequence.request.request_id, sequence.index, [], finish_reason=FinishReason.ERROR, error=error
+            )
+        )
+        self._end(sequence, donate=False)
+
+
+def _phase_seconds(sequence: Sequence) -> PhaseSeconds:
+    arrival, scheduled = sequence.request.arrival_s, sequence.scheduled_s
+    queue = scheduled - arrival if scheduled is not None else 0.0
+    transfer = None
+    if sequence.transfer_start_s is not None and sequence.transfer_end_s is not None:
+        transfer = sequence.transfer_end_s - sequence.transfer_start_s
+    prefill = None
+    if sequence.prompt_done_s is not None and scheduled is not None and sequence.num_prompt_computed:
+        prefill = sequence.prompt_done_s - scheduled - (transfer or 0.0)
+    first_token = None
+    if sequence.first_token_s is not None and sequence.prompt_done_s is not None:
+        first_token = sequence.first_token_s - sequence.prompt_done_s
+    return PhaseSeconds(queue=queue, prefill=prefill, transfer=transfer, first_token=first_token)

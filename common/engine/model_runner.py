@@ -1,0 +1,62 @@
+"""Runs one step plan through the model.
+
+1 copy the blocks that the plan asks for. 2 make the step's index tensors. 3 one packed forward of the base model,
+which reads and writes blocks and slots in place. 4 hand back the wanted rows. Synchronous; owns nothing but views of
+the storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from common.engine.plan import Rows, StepPlan
+from common.kv_cache.spec import KVCacheConfig
+from common.kv_cache.storage import KVStorage
+from common.models.loader import LoadedModel
+from common.models.seam import EngineCache
+from common.models.step import ActiveStep, PoolViews, run_step
+from common.ops.index import StepIndex
+
+
+class ModelRunner:
+    """One model on one storage. Not thread-safe: one thread runs the steps."""
+
+    def __init__(self, model: LoadedModel, storage: KVStorage, config: KVCacheConfig) -> None:
+        self._model = model
+        self._base = model.model.base_model
+        self._storage = storage
+        self._config = config
+        self._views = PoolViews.of(storage, model.geometry)
+        self._cache = EngineCache()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> list[Tensor]:
+        """One entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the final
+        norm."""
+        if plan.block_copies:
+            self._storage.copy_blocks(plan.block_copies)
+        segments = plan.segments
+        if not segments:
+            return []
+        device = self._model.device
+        index = StepIndex.build(
+            segments, block_size=self._config.block_size, has_attention=self._config.has_attention, device=device
+        )
+        ids = torch.tensor([list(itertools.chain.from_iterable(s.token_ids for s in segments))], device=device)
+        with run_step(ActiveStep(index, self._views)):
+            output = self._base(
+                input_ids=ids, position_ids=index.positions[None], past_key_values=self._cache, use_cache=True
+            )
+        hidden = output.last_hidden_state[0]
+        rows = []
+        for segment, end in zip(segments, index.state.cu_seqlens[1:], strict=True):
+            wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
+            rows.append(hidden[end - wanted : end])
+        return rows
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[R, hidden] rows as :meth:`forward` returned them -> [R, vocab] float32."""
+        return self._model.head.logits(rows)

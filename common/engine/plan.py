@@ -1,0 +1,64 @@
+"""One step of the model as plain data: what the scheduler asks and the model runner executes.
+
+All rows of a step are packed into one ``[1, T]`` forward: prompt chunks and decode rows in any mix, in the order of
+``StepPlan.segments``. Memory named in a plan is neither freed nor reused until the step has completed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class Rows(enum.Enum):
+    """Which final hidden rows of a segment are needed."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        token_ids: the tokens to run, [num_tokens].
+        start: position of the first one = tokens already computed.
+        block_ids: block table covering positions 0 .. start + num_tokens - 1 (empty without attention layers).
+        write_from: K/V of positions below this are in shared, immutable blocks already and are not written again.
+        src_slot, dst_slot: the state before ``start`` is read from src, the state after the segment goes to dst. src 0
+        (the
+            null slot) is the zero state. They may be equal. 0, 0 without recurrent layers.
+        save_offsets, save_slots: additionally, the state after the first ``offset`` tokens (1 .. num_tokens) of this
+            segment is written to the slot, inside the same forward.
+        rows: which rows of the last hidden state to return.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    write_from: int
+    src_slot: int
+    dst_slot: int
+    save_offsets: tuple[int, ...] = ()
+    save_slots: tuple[int, ...] = ()
+    rows: Rows = Rows.LAST
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """``block_copies`` (source, destination) run before the forward: copy-on-write of tail blocks."""
+
+    segments: list[Segment] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments)

@@ -1,0 +1,226 @@
+"""Decides what the next step computes. Pure Python: it knows sequences, token budgets and the cache manager, no
+tensors.
+
+Continuous batching with chunked prefill: running sequences first (a decode row each, or the next chunk of a prompt),
+what is left of ``max_num_batched_tokens`` goes to waiting prompts, first come first served within a priority. When
+memory runs out, the last running sequence in order is preempted and later recomputed (from whatever of it is still
+cached).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.engine.plan import Rows, Segment, StepPlan
+from common.engine.sequence import Sequence, SequenceStatus
+from common.kv_cache.manager import KVCacheManager, PullPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: ``sequences`` goes with ``plan.segments``; ``row_only`` sample from a row they already have; ``pulls``
+    are to be started now; ``saves`` holds the exact positions whose state the step writes, by sequence."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    sequences: list[Sequence] = field(default_factory=list)
+    row_only: list[Sequence] = field(default_factory=list)
+    pulls: list[tuple[Sequence, PullPlan]] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sequences or self.row_only or self.pulls)
+
+
+class Scheduler:
+    """Owned by the engine thread. Every sequence that it holds is in exactly one of waiting, transferring, running."""
+
+    def __init__(
+        self, config: SchedulerConfig, manager: KVCacheManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._manager = manager
+        self._clock = clock
+        self.waiting: list[Sequence] = []
+        self.transferring: dict[str, Sequence] = {}
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.transferring) + len(self.running)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def has_room(self) -> bool:
+        """Whether one more sequence may hold memory."""
+        return len(self.running) + len(self.transferring) < self._config.max_num_seqs
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def add_running(self, sequence: Sequence) -> None:
+        """A sequence that has its memory already (a fork, a pulled prompt) joins the batch."""
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets the sequence; its memory is the caller's business."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.TRANSFERRING:
+            del self.transferring[sequence.seq_id]
+        elif sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> Schedule:
+        schedule = Schedule()
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(schedule, self._config.max_num_batched_tokens)
+        if (
+            self.num_preemptions == num_preemptions
+        ):  # else memory is short: who was just preempted must not return at once
+            self._admit_waiting(schedule, budget)
+        schedule.plan.block_copies = self._manager.take_block_copies()
+        return schedule
+
+    def _schedule_running(self, schedule: Schedule, budget: int) -> int:
+        for sequence in list(self.running):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted for an earlier one
+            if sequence.pending_row is not None:
+                schedule.row_only.append(sequence)
+                continue
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if num_tokens == 0:
+                continue
+            if not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
+                continue
+            self._add_segment(schedule, sequence, num_tokens)
+            budget -= num_tokens
+        return budget
+
+    def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
+        while not self._manager.extend(sequence.seq_id, num_tokens):
+            victim = self.running[-1]  # last in order: never one that this step has already planned
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the sequence's memory back; it is recomputed later from what is still cached of it."""
+        logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
+        self._manager.free(sequence.seq_id, donate=False)
+        self.running.remove(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.pending_row = None
+        sequence.remote = None
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
+        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves."""
+        while self.waiting and self.has_room():
+            sequence = self.waiting[0]
+            if sequence.remote is not None:
+                if not self._start_pull(schedule, sequence):
+                    return
+                continue
+            if budget == 0:
+                return
+            hit = None
+            if not sequence.request.skip_prefix_lookup:
+                hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
+            num_computed = hit.num_tokens if hit is not None else 0
+            num_tokens = min(sequence.num_tokens - num_computed, budget)
+            if not self._manager.admit(
+                sequence.seq_id,
+                sequence.keys,
+                hit,
+                num_computed + num_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+            ):
+                return
+            sequence.save_positions = self._manager.save_positions(sequence.num_prompt_tokens, hit)
+            self.waiting.pop(0)
+            sequence.num_computed_tokens = num_computed
+            sequence.num_local_hit = min(num_computed, sequence.num_prompt_tokens)
+            sequence.num_prompt_computed = max(
+                sequence.num_prompt_computed, sequence.num_prompt_tokens - sequence.num_local_hit
+            )
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = self._clock()
+            self.add_running(sequence)
+            if num_tokens == 0:
+                assert hit is not None
+                assert hit.output_row is not None
+                sequence.pending_row = hit.output_row
+                schedule.row_only.append(sequence)
+                continue
+            self._add_segment(schedule, sequence, num_tokens)
+            budget -= num_tokens
+
+    def _start_pull(self, schedule: Schedule, sequence: Sequence) -> bool:
+        plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.num_prompt_tokens)
+        if plan is None:
+            return False
+        self.waiting.pop(0)
+        sequence.num_local_hit = plan.num_tokens - self._num_missing_tokens(plan)
+        now = self._clock()
+        sequence.scheduled_s = sequence.transfer_start_s = now
+        sequence.status = SequenceStatus.TRANSFERRING
+        self.transferring[sequence.seq_id] = sequence
+        schedule.pulls.append((sequence, plan))
+        return True
+
+    def _num_missing_tokens(self, plan: PullPlan) -> int:
+        return plan.num_tokens - plan.num_cached_blocks * self._manager.config.block_size if plan.block_pairs else 0
+
+    def _add_segment(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        saves = self._manager.plan_saves(sequence.seq_id, start, end, self._wanted_saves(sequence))
+        view = self._manager.sequence(sequence.seq_id)
+        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
+            rows = Rows.ALL
+        else:
+            rows = Rows.LAST if end == sequence.num_tokens else Rows.NONE
+        schedule.plan.segments.append(
+            Segment(
+                request_id=sequence.seq_id,
+                token_ids=sequence.token_ids[start:end],
+                start=start,
+                block_ids=view.block_ids,
+                write_from=view.write_from,
+                src_slot=view.src_slot,
+                dst_slot=view.dst_slot,
+                save_offsets=tuple(position - start for position, _ in saves),
+                save_slots=tuple(slot for _, slot in saves),
+                rows=rows,
+            )
+        )
+        schedule.sequences.append(sequence)
+
+    @staticmethod
+    def _wanted_saves(sequence: Sequence) -> frozenset[int]:
+        """A prompt that is only handed out keeps its end without a save: the running slot itself becomes it."""
+        if sequence.sampling is None:
+            return sequence.save_positions - {sequence.num_prompt_tokens}
+        return sequence.save_positions

@@ -1,0 +1,114 @@
+"""One continuation of one prompt, as the scheduler sees it. A request with ``num_forks`` > 1 becomes several sequences
+once its prompt is computed.
+
+Life: WAITING -> (TRANSFERRING ->) RUNNING -> FINISHED; RUNNING -> WAITING when preempted. The cache manager knows a
+sequence by ``seq_id`` from its admission to its ``free``.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from common.kv_cache.keys import PrefixKeys
+from common.request import FinishReason, Request, SamplingParams, TokenLogprob
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    TRANSFERRING = "transferring"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Mutable; owned by the engine thread.
+
+    Attributes:
+        token_ids: prompt and generated tokens, in order.
+        num_computed_tokens: how many of them are in the cache (blocks and running state).
+        pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
+        exact
+            prefix hit, a handed-over prompt or a fork.
+        aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
+    """
+
+    def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
+        self.request = request
+        self.index = index
+        self.seq_id = f"{request.request_id}#{index}"
+        self.keys = keys
+        self.token_ids = list(request.prompt_token_ids)
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.pending_row: Any = None
+        self.remote = request.remote
+        self.aborted = False
+        self.is_prompt_done = False
+        self.num_preemptions = 0
+        self.save_positions: frozenset[int] = frozenset()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = (
+            [None] if request.sampling is not None and request.sampling.prompt_logprobs else None
+        )
+        # What the response reports.
+        self.num_prompt_computed = 0
+        self.num_local_hit = 0
+        self.transferred_bytes = 0
+        self.transferred_blocks = 0
+        self.transferred_states = 0
+        # Monotonic seconds of the phase changes.
+        self.scheduled_s: float | None = None
+        self.transfer_start_s: float | None = None
+        self.transfer_end_s: float | None = None
+        self.prompt_done_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        return self.request.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Scheduling order: lower priority value first, then first come first served."""
+        return (self.request.priority, self.request.arrival_s, self.seq_id)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.keys.extend([token_id])
+
+    def check_stop(self, token_id: int, max_model_len: int) -> None:
+        """Sets ``finish_reason`` when ``token_id``, just appended, ends the sequence."""
+        sampling = self.sampling
+        assert sampling is not None
+        if self.num_output_tokens >= sampling.min_tokens:
+            if not sampling.ignore_eos and token_id in self.request.eos_token_ids:
+                self.finish_reason = FinishReason.STOP
+                return
+            if token_id in sampling.stop_token_ids:
+                self.finish_reason = FinishReason.STOP
+                self.stop_reason = token_id
+                return
+        if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+            self.finish_reason = FinishReason.LENGTH

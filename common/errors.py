@@ -1,0 +1,99 @@
+"""One error tree for every process. Each class has a stable ``code`` and an HTTP status; ``common.api`` turns them into
+OpenAI-shaped bodies in one place, the command line prints ``ConfigError`` and exits non-zero.
+
+Errors carry numbers and names: the field or flag, the value, the bound.
+"""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Base of everything that this project raises on purpose.
+
+    Attributes:
+        status: HTTP status this error maps to.
+        type: OpenAI error type.
+        code: stable machine-readable word.
+        param: the request field or flag at fault, when there is one.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(TandemError):
+    """A flag, file or model that cannot work; raised at start, never while serving."""
+
+    code = "bad_config"
+
+
+class InvalidRequestError(TandemError):
+    """The caller's request is wrong; ``param`` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class AuthenticationError(TandemError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFoundError(TandemError):
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
+
+
+class BodyTooLargeError(TandemError):
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class QueueFullError(TandemError):
+    """Nothing was spent on the request; the client may try again after ``retry_after_s``."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestAbortedError(TandemError):
+    """The caller went away. Logged, never answered."""
+
+    status = 499
+    type = "aborted"
+    code = "aborted"
+
+
+class TransferError(TandemError):
+    """Blocks or states could not be moved, or did not hold what was promised."""
+
+    status = 502
+    code = "transfer_failed"
+
+
+class NodeUnavailableError(TandemError):
+    status = 503
+    code = "no_node"
+
+
+class DeadlineExceededError(TandemError):
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"

@@ -1,0 +1,58 @@
+"""Where each layer's bytes lie inside a block and a slot. Torch-free, one layout for every backend and every node.
+
+A block is one contiguous byte range: for each attention layer in order K then V, each [block_size, num_kv_heads,
+head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors. Every part
+starts on a multiple of 64 bytes (a cache line, and enough for any element type), slots are padded to 64 as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
+
+LAYOUT_VERSION = 1
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor inside a unit: byte offset from the unit's start, shape without the unit dimension."""
+
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``attention``: layer_idx -> (K place, V place); ``state``: layer_idx -> name -> place. 0 bytes: no such pool."""
+
+    block_bytes: int
+    slot_bytes: int
+    attention: dict[int, tuple[TensorPlace, TensorPlace]]
+    state: dict[int, dict[str, TensorPlace]]
+
+
+def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
+    block_bytes = 0
+    attention: dict[int, tuple[TensorPlace, TensorPlace]] = {}
+    for layer in geometry.attention_layers:
+        places = []
+        for head_size in (layer.head_size, layer.head_size_v):
+            shape = (block_size, layer.num_kv_heads, head_size)
+            places.append(TensorPlace(block_bytes, shape, layer.dtype))
+            block_bytes = _aligned(block_bytes + block_size * layer.num_kv_heads * head_size * DTYPE_BYTES[layer.dtype])
+        attention[layer.layer_idx] = (places[0], places[1])
+    slot_bytes = 0
+    state: dict[int, dict[str, TensorPlace]] = {}
+    for state_layer in geometry.state_layers:
+        named = state[state_layer.layer_idx] = {}
+        for tensor in state_layer.tensors:
+            named[tensor.name] = TensorPlace(slot_bytes, tensor.shape, tensor.dtype)
+            slot_bytes = _aligned(slot_bytes + tensor.num_bytes)
+    return Layout(block_bytes, slot_bytes, attention, state)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,113 @@
+"""Single-type manager of recurrent states: the checkpoints, found through the block boundary they follow.
+
+boundary key -> up to 8 checkpoints {tail tokens, position}, compared as tokens, longest first. Dense models use the
+same index with slot 0 for prompt ends (tail and output row).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TypeVar
+
+from common.kv_cache.checkpoint import Checkpoint
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.unit_pool import UnitPool
+
+MAX_PER_BOUNDARY = 8
+
+_Key = TypeVar("_Key", bytes, int)
+
+
+class StateManager:
+    def __init__(self, pool: UnitPool, max_checkpoints: int) -> None:
+        self.pool = pool
+        self.max_checkpoints = max_checkpoints
+        self._by_key: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
+        self._by_boundary: dict[bytes, list[Checkpoint]] = {}
+        self._by_tail: dict[int, list[Checkpoint]] = {}
+        self._by_slot: dict[int, Checkpoint] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._by_key.values())
+
+    def get(self, key: bytes) -> Checkpoint | None:
+        return self._by_key.get(key)
+
+    def of_slot(self, slot_id: int) -> Checkpoint:
+        return self._by_slot[slot_id]
+
+    def at_boundary(self, boundary_key: bytes) -> tuple[Checkpoint, ...]:
+        """Checkpoints that hang on the block ending at this boundary, longest tail first."""
+        return tuple(self._by_boundary.get(boundary_key, ()))
+
+    def with_tail(self, block_id: int) -> tuple[Checkpoint, ...]:
+        return tuple(self._by_tail.get(block_id, ()))
+
+    def matching(self, keys: PrefixKeys, num_tokens: int) -> Iterator[Checkpoint]:
+        """Checkpoints of this prefix at or below ``num_tokens``, deepest first."""
+        size = keys.block_size
+        for num_blocks in range(num_tokens // size, -1, -1):
+            bucket = self._by_boundary.get(keys.boundary_key(num_blocks))
+            if not bucket:
+                continue
+            start = num_blocks * size
+            tail = tuple(keys.token_ids(start, min(start + size, num_tokens)))
+            for checkpoint in bucket:
+                if tail[: len(checkpoint.tail_tokens)] == checkpoint.tail_tokens:
+                    yield checkpoint
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        self._clock += 1
+        checkpoint.last_use = self._clock
+        if checkpoint.is_published:
+            self._by_key.move_to_end(checkpoint.key)
+
+    def victim_for(self, boundary_key: bytes) -> tuple[bool, Checkpoint | None]:
+        """Which checkpoint must go before one more is added at this boundary.
+
+        Returns (possible, victim): (True, None) when there is room, (False, None) when all candidates are pinned.
+        """
+        bucket = self._by_boundary.get(boundary_key, [])
+        if len(bucket) >= MAX_PER_BOUNDARY:
+            loose = [checkpoint for checkpoint in bucket if not checkpoint.is_pinned]
+            victim = min(loose, key=lambda checkpoint: checkpoint.last_use, default=None)
+            return victim is not None, victim
+        if len(self._by_key) >= self.max_checkpoints:
+            victim = next((checkpoint for checkpoint in self if not checkpoint.is_pinned), None)
+            return victim is not None, victim
+        return True, None
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.key not in self._by_key
+        checkpoint.is_published = True
+        self._by_key[checkpoint.key] = checkpoint
+        bucket = self._by_boundary.setdefault(checkpoint.boundary_key, [])
+        bucket.append(checkpoint)
+        bucket.sort(key=lambda other: -other.position)
+        if checkpoint.tail_block_id:
+            self._by_tail.setdefault(checkpoint.tail_block_id, []).append(checkpoint)
+        if checkpoint.slot_id:
+            self._by_slot[checkpoint.slot_id] = checkpoint
+            self.pool.add_content(checkpoint.slot_id)
+        self.touch(checkpoint)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        checkpoint.is_published = False
+        del self._by_key[checkpoint.key]
+        _discard(self._by_boundary, checkpoint.boundary_key, checkpoint)
+        if checkpoint.tail_block_id:
+            _discard(self._by_tail, checkpoint.tail_block_id, checkpoint)
+        if checkpoint.slot_id:
+            del self._by_slot[checkpoint.slot_id]
+            self.pool.remove_content(checkpoint.slot_id)
+
+
+def _discard(index: dict[_Key, list[Checkpoint]], key: _Key, checkpoint: Checkpoint) -> None:
+    index[key].remove(checkpoint)
+    if not index[key]:
+        del index[key]

@@ -1,0 +1,131 @@
+"""The names a dashboard relies on: every metric of every process, as data.
+
+``Metrics`` builds its collectors from this table, and documentation is checked against it. Names are without the prefix
+``tandem_``; every metric also has the label ``role``. A *sourced* metric is not counted by ``Metrics``: its values
+are read from the owner's plain integers when somebody scrapes. Label values come from small fixed sets, never from
+requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "tandem_"
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PROXY = "proxy"
+
+
+class Kind(enum.Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+NODES = frozenset({Role.PREFILL, Role.DECODE})
+ALL = NODES | {Role.PROXY}
+PROXY = frozenset({Role.PROXY})
+
+# 1 ms to 2 min: first tokens, transfers and phases of small and large models.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Whole requests last longer: up to 20 min.
+REQUEST_SECONDS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+    1200.0,
+)
+# Gaps between tokens: 1 ms to 10 s, finer where a reader notices.
+GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+DESCRIPTORS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric. ``name`` is the exposed one without prefix, so a counter's ends in ``_total``."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    roles: frozenset[Role] = ALL
+    sourced: bool = False
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, text: str, *labels: str, roles: frozenset[Role] = ALL, sourced: bool = False) -> MetricSpec:
+    return MetricSpec(name, Kind.COUNTER, text, labels, roles, sourced)
+
+
+def _gauge(name: str, text: str, *labels: str, roles: frozenset[Role] = ALL, sourced: bool = True) -> MetricSpec:
+    return MetricSpec(name, Kind.GAUGE, text, labels, roles, sourced)
+
+
+def _histogram(
+    name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS, roles: frozenset[Role] = ALL
+) -> MetricSpec:
+    return MetricSpec(name, Kind.HISTOGRAM, text, labels, roles, False, buckets)
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    _counter("requests_total", "Requests that ended, by route and outcome.", "route", "outcome"),
+    _gauge("requests_running", "Requests being worked on."),
+    _gauge("requests_waiting", "Requests in the queue."),
+    _histogram("request_ttft_seconds", "Time from arrival to the first token."),
+    _histogram("request_itl_seconds", "Time between two tokens of a request.", buckets=GAP_SECONDS),
+    _histogram("request_e2e_seconds", "Time from arrival to the last token.", buckets=REQUEST_SECONDS),
+    _histogram("request_phase_seconds", "Time in one phase of a request.", "phase"),
+    _counter("prompt_tokens_total", "Prompt tokens, by where their state came from.", "source", roles=NODES),
+    _counter("generation_tokens_total", "Tokens generated.", roles=NODES),
+    _counter(
+        "prefix_cache_query_tokens_total",
+        "Prompt tokens looked up in the prefix cache.",
+        roles=NODES,
+        sourced=True,
+    ),
+    _counter(
+        "prefix_cache_hit_tokens_total", "Prompt tokens found, by cache group.", "group", roles=NODES, sourced=True
+    ),
+    _counter(
+        "prefix_cache_lost_tokens_total",
+        "Prompt tokens found in one group and computed again, by reason.",
+        "reason",
+        roles=NODES,
+        sourced=True,
+    ),
+    _gauge("kv_blocks", "KV blocks, by state; the null block is not counted.", "state", roles=NODES),
+    _gauge("state_slots", "State slots, by state; the null slot is not counted.", "state", roles=NODES),
+    _counter("checkpoints_total", "Checkpoints, by event and reason.", "event", "reason", roles=NODES, sourced=True),
+    _counter("evictions_total", "Cache entries evicted, by group.", "group", roles=NODES, sourced=True),
+    _counter("preemptions_total", "Requests whose memory the scheduler took back.", roles=NODES, sourced=True),
+    _counter("transfer_bytes_total", "Payload moved between nodes.", "direction", "kind", roles=NODES),
+    _histogram("transfer_seconds", "Time of one pull, validation included.", roles=NODES),
+    _histogram("transfer_descriptors", "Memory ranges in one pull.", buckets=DESCRIPTORS, roles=NODES),
+    _counter("transfer_failures_total", "Pulls that gave nothing, by reason.", "reason", roles=NODES),
+    _gauge("leases", "Leases, by state.", "state", roles=NODES),
+    _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
+    _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
+    _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
+    _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
+    _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
+)
+
+METRICS_BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in METRICS}

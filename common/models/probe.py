@@ -1,0 +1,159 @@
+"""Does the seam give this model's own numbers? A short check on the loaded weights, before anything is served.
+
+40 tokens: the stock forward over all of them at once, against the engine's way of computing them: cut in odd places,
+two sequences packed together, a state saved in mid-chunk and resumed in another slot, single decode rows. A model
+whose numbers differ is refused: a changed transformers function or an unknown option of the config shows here, not in
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.kv_cache.spec import ModelGeometry
+from common.models.step import ActiveStep, PoolViews, run_step
+from common.ops.index import StepIndex
+
+NUM_PROBE_TOKENS = 40
+_BLOCK_SIZE = 8
+_BLOCKS_PER_TABLE = NUM_PROBE_TOKENS // _BLOCK_SIZE
+_HALF_PRECISION_TOLERANCE = 0.35
+"""Largest mean difference in standard deviations in bfloat16 or float16, where stock itself is some 0.1 from the
+truth; a lost state gives about 1."""
+
+
+class ProbePools:
+    """Pools of a few blocks and slots, without an arena."""
+
+    def __init__(self, geometry: ModelGeometry, num_blocks: int, num_slots: int, device: torch.device) -> None:
+        self._attention = {}
+        self._state = {}
+        for layer in geometry.attention_layers:
+            shape = (num_blocks, _BLOCK_SIZE, layer.num_kv_heads)
+            dtype = getattr(torch, layer.dtype)
+            self._attention[layer.layer_idx] = (
+                torch.zeros(*shape, layer.head_size, dtype=dtype, device=device),
+                torch.zeros(*shape, layer.head_size_v, dtype=dtype, device=device),
+            )
+        for state in geometry.state_layers:
+            self._state[state.layer_idx] = {
+                t.name: torch.zeros(num_slots, *t.shape, dtype=getattr(torch, t.dtype), device=device)
+                for t in state.tensors
+            }
+
+    def attention_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return self._attention[layer_idx]
+
+    def state_layer(self, layer_idx: int) -> dict[str, Tensor]:
+        return self._state[layer_idx]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows [start, end) of one of the probe's two sequences, as a segment."""
+
+    sequence: int
+    start: int
+    end: int
+    table: int
+    src_slot: int
+    dst_slot: int
+    save_offsets: tuple[int, ...] = ()
+    save_slots: tuple[int, ...] = ()
+    write_from: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def block_ids(self) -> range:
+        first = 1 + self.table * _BLOCKS_PER_TABLE
+        return range(first, first + _BLOCKS_PER_TABLE)
+
+
+_SCHEDULE = (
+    (_Piece(0, 0, 13, 0, 0, 1, (7,), (3,)), _Piece(1, 0, 5, 1, 0, 2)),
+    (_Piece(1, 5, 30, 1, 2, 2), _Piece(0, 13, 14, 0, 1, 1)),
+    (_Piece(0, 14, 33, 0, 1, 1, (11,), (4,)), _Piece(1, 30, 31, 1, 2, 2)),
+    (_Piece(0, 33, 34, 0, 1, 1), _Piece(1, 31, 32, 1, 2, 2)),
+    # from the state saved at 14 + 11: another slot, the same blocks, which are not written again below 34
+    (_Piece(0, 25, 40, 0, 4, 5, write_from=34), _Piece(1, 32, 40, 1, 2, 2)),
+    # from the state saved at 7
+    (_Piece(0, 7, 40, 0, 3, 6, write_from=40),),
+)
+
+
+def probe_tokens(vocab_size: int, seed: int) -> Tensor:
+    """[2, NUM_PROBE_TOKENS] token ids."""
+    return torch.randint(vocab_size, (2, NUM_PROBE_TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def stock_logits(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
+    """[2, NUM_PROBE_TOKENS, vocab] float32 by the stock forward, one sequence at a time; with the model's own
+    attention."""
+    logits = [model(input_ids=row[None].to(device), use_cache=False).logits[0].float() for row in tokens]
+    return torch.stack(logits)
+
+
+@torch.inference_mode()
+def check_numbers(
+    model: Any,
+    cache: Any,
+    geometry: ModelGeometry,
+    tokens: Tensor,
+    expected: Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tolerance: float,
+) -> None:
+    """Run the schedule on the prepared ``model`` and compare with ``expected``, from :func:`stock_logits`.
+
+    Raises:
+        ConfigError: shapes that differ from the geometry, or numbers that differ from stock.
+    """
+    views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 7, device), geometry)
+    largest, differences = 0.0, []
+    for pieces in _SCHEDULE:
+        index = StepIndex.build(
+            pieces, block_size=_BLOCK_SIZE, has_attention=bool(geometry.attention_layers), device=device
+        )
+        ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
+        with _shape_errors(geometry), run_step(ActiveStep(index, views)):
+            output = model(input_ids=ids, position_ids=index.positions[None], past_key_values=cache, use_cache=True)
+        want = torch.cat([expected[p.sequence, p.start : p.end] for p in pieces])
+        difference = (output.logits[0].float() - want).abs() / want.std().clamp_min(1e-12)
+        largest = max(largest, float(difference.max()))
+        differences.append(float(difference.mean()))
+    mean = max(differences)
+    if dtype == torch.float32:
+        failed, allowed = not largest <= tolerance, f"{tolerance:g} at most"  # "not <=": NaN fails too
+    else:
+        failed, allowed = not mean <= _HALF_PRECISION_TOLERANCE, f"{_HALF_PRECISION_TOLERANCE:g} in the mean"
+    if failed:
+        raise ConfigError(
+            f"model_type {geometry.model_type!r} failed the numeric probe: over {NUM_PROBE_TOKENS} tokens the engine's "
+            f"logits differ from transformers' own by up to {largest:.3g} standard deviations, {mean:.3g} in the mean "
+            f"(allowed: {allowed})",
+            param="--model",
+        )
+
+
+@contextmanager
+def _shape_errors(geometry: ModelGeometry) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, KeyError, IndexError) as exc:
+        raise ConfigError(
+            f"model_type {geometry.model_type!r} does not run with the planned shapes: {type(exc).__name__}: {exc}",
+            param="--model",
+        ) from exc

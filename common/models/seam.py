@@ -1,0 +1,221 @@
+"""Where transformers' model code meets our state: four cache calls, one attention function, four module-level
+functions.
+
+Mixers keep their own forward (projections, norms, gates). They are handed :class:`EngineCache`, which has no state to
+give, so they take their many-tokens branch for any number of rows; the functions which that branch calls are
+replaced, in the mixer's module, by wrappers that go to the varlen ops while a step is active and to the stock
+function otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.activations import ACT2FN
+
+from common.models.families import CONV, GATED_DELTA, MAMBA1, MAMBA2
+from common.models.step import active_step
+from common.ops.attention import paged_attention, write_kv
+from common.ops.torch_backend import conv1d_varlen, gated_delta_varlen, mamba1_varlen, mamba2_varlen
+
+ATTENTION_NAME = "tandem_paged"
+_STOCK = "__tandem_stock__"
+
+
+class EngineCache:
+    """Stands in for transformers' cache. Holds nothing: it notes which layer is speaking, and K/V go to their
+    blocks."""
+
+    is_compileable = False
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key, value: [1, num_kv_heads, num_tokens, head_size]. Given back as they are: attention reads the blocks
+        itself."""
+        step = active_step()
+        assert step is not None, "the engine's cache was used outside a step"
+        step.layer_idx = layer_idx
+        k_pool, v_pool = step.attention_pool()
+        write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pool, v_pool, step.attention_index)
+        return key, value
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        step = active_step()
+        assert step is not None, "the engine's cache was used outside a step"
+        step.layer_idx = layer_idx
+        return x
+
+    def update_recurrent_state(self, state: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
+        return state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, *args: Any) -> int:
+        return 0
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention call: [1, heads, num_tokens, head_size] in, [1, num_tokens, heads, head_size_v] out."""
+    step = active_step()
+    assert step is not None, "a model prepared for the engine was called outside a step"
+    assert sliding_window is None, "sliding-window attention is refused when the geometry is made"
+    k_pool, v_pool = step.attention_pool()
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(q, k, v, k_pool, v_pool, step.attention_index, scale)[None], None
+
+
+def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def conv(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        out = conv1d_varlen(
+            hidden_states[0].T.to(weight.dtype), weight, bias, step.state_index, step.state_pool("conv")
+        )
+        if activation is not None:
+            out = ACT2FN[activation](out)
+        return out.to(hidden_states.dtype).T[None]
+
+    return conv
+
+
+def _mamba2(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, dt, A, B, C, *args, **kwargs)
+        assert kwargs.get("z") is None, "gating inside the Mamba-2 scan is not used by any listed family"
+        low, high = kwargs.get("dt_limit") or (0.0, float("inf"))
+        size = _step_size(dt[0], kwargs.get("dt_bias"), bool(kwargs.get("dt_softplus"))).clamp_(low, high)
+        pool = step.state_pool("recurrent")
+        out = mamba2_varlen(hidden_states[0], size, A, B[0], C[0], kwargs.get("D"), step.state_index, pool)
+        return (out[None], None) if kwargs.get("return_final_states") else out[None]
+
+    return scan
+
+
+def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, dt, A, B, C, *args, **kwargs)
+        size = _step_size(dt[0].T, kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
+        pool = step.state_pool("recurrent")
+        out = mamba1_varlen(hidden_states[0].T, size, A, B[0].T, C[0].T, kwargs.get("D"), step.state_index, pool).T[
+            None
+        ]
+        if (gate := kwargs.get("z")) is not None:
+            out = out * F.silu(gate)
+        return (out, None) if kwargs.get("return_last_state") else out
+
+    return scan
+
+
+def _gated_delta(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(query, key, value, *args, **kwargs)
+        assert kwargs.get("use_qk_l2norm_in_kernel"), "every listed family normalises query and key inside the rule"
+        pool = step.state_pool("recurrent")
+        decay, beta = kwargs["g"][0], kwargs["beta"][0]
+        out = gated_delta_varlen(query[0], key[0], value[0], decay, beta, step.state_index, pool)
+        return out[None], None
+
+    return rule
+
+
+def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """dt [num_tokens, channels] -> the step size that the scan multiplies with, float32."""
+    dt = dt.float()
+    if bias is not None:
+        dt = dt + bias.float()
+    return F.softplus(dt) if softplus else dt
+
+
+_WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
+    {CONV: _conv, MAMBA2: _mamba2, MAMBA1: _mamba1, GATED_DELTA: _gated_delta}
+)
+
+
+def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that the mixer's module does not have."""
+    module = sys.modules[mixer_class.__module__]
+    return [name for name in names if not callable(getattr(module, name, None))]
+
+
+def install(mixer_class: type, names: tuple[str, ...]) -> None:
+    """Replace the functions in the mixer's module, once per process; without an active step they stay what they
+    were."""
+    module = sys.modules[mixer_class.__module__]
+    for name in names:
+        current = getattr(module, name)
+        if not hasattr(current, _STOCK):
+            wrapped = _WRAPPERS[name](current)
+            setattr(wrapped, _STOCK, current)
+            setattr(module, name, wrapped)
+
+
+def use_paged_attention(model: Any) -> None:
+    """Switch a loaded model to the engine's attention. The name is not a mask function, so no mask is ever built."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    model.set_attn_implementation(ATTENTION_NAME)

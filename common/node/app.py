@@ -1,0 +1,222 @@
+"""The FastAPI app that both nodes share: OpenAI routes, probes, and the internal routes between processes.
+
+``create_node_app`` builds no state of its own: the ``Node`` is started in the lifespan and reached through closures, so
+two apps can live in one process. The model is loaded before (it may take minutes and may fail); the app serves at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+
+from common.api import responses
+from common.api.errors import install_error_handlers
+from common.api.fields import Fields
+from common.api.http import install_middleware, read_json_object
+from common.api.protocol import check_model, parse_chat
+from common.api.tokenizer import TextCodec
+from common.config import NodeConfig, read_key_file
+from common.errors import InvalidRequestError
+from common.metrics.metrics import Metrics
+from common.metrics.table import Role
+from common.node.node import Node
+from common.node.node_metrics import installed_versions
+from common.node.runtime import NodeModel
+from common.node.serving import Intake, PrefillLeg, Serving
+from common.node.test_hooks import TEST_HOOKS_VARIABLE, add_test_hooks
+
+MAX_LEASES_PER_CALL = 10_000
+DRAIN_TIMEOUT_S = 30.0
+
+
+def create_node_app(
+    config: NodeConfig,
+    model: NodeModel,
+    role: Role,
+    *,
+    create_prefill_leg: Callable[[Node], PrefillLeg] | None = None,
+    create_intake: Callable[[Node], Intake] | None = None,
+) -> FastAPI:
+    """An app for ``model``. A node without a prefill leg hands nothing out, one without an intake takes nothing in."""
+    metrics = Metrics(role, versions=installed_versions())
+    node = Node(config, model, role.value, metrics)
+    loaded = model.loaded
+    codec = None
+    if loaded.tokenizer is not None:
+        codec = TextCodec(loaded.tokenizer, vocab_size=loaded.geometry.vocab_size)
+    serving = Serving(
+        node,
+        codec,
+        prefill_leg=create_prefill_leg(node) if create_prefill_leg is not None else None,
+        intake=create_intake(node) if create_intake is not None else None,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await node.start()
+        try:
+            yield
+            await node.drain(DRAIN_TIMEOUT_S if role is Role.PREFILL else 0.0)
+        finally:
+            await node.close()
+
+    app = FastAPI(title=f"tandem {role.value} node", lifespan=lifespan, docs_url=None, redoc_url=None)
+    api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
+    install_error_handlers(app)
+    install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
+    app.add_api_route("/v1/completions", serving.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", serving.chat, methods=["POST"])
+    _add_public_routes(app, node, serving)
+    _add_internal_routes(app, node)
+    if os.environ.get(TEST_HOOKS_VARIABLE) == "1":
+        add_test_hooks(app, node)
+    return app
+
+
+def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
+    started_s = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return responses.models_response(
+            node.served_model_name, created=started_s, max_model_len=node.model.max_model_len
+        )
+
+    @app.post("/tokenize")
+    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+        body = await read_json_object(http)
+        fields = Fields(body)
+        check_model(fields.string("model"), (node.served_model_name,))
+        if body.get("messages") is not None:
+            token_ids = serving.codec.encode_chat(parse_chat({**body, "max_tokens": None}))
+        else:
+            prompt = fields.string("prompt")
+            if prompt is None:
+                raise InvalidRequestError("prompt or messages is required", param="prompt")
+            add_special_tokens = fields.boolean("add_special_tokens", True)
+            token_ids = serving.codec.encode(prompt, add_special_tokens=add_special_tokens)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": node.model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if fields.boolean("return_token_strs"):
+            answer["token_strs"] = [serving.codec.piece(token_id).text for token_id in token_ids]
+        return answer
+
+    @app.post("/detokenize")
+    async def detokenize(http: HttpRequest) -> dict[str, Any]:
+        fields = Fields(await read_json_object(http))
+        check_model(fields.string("model"), (node.served_model_name,))
+        token_ids = fields.int_list("tokens", le=serving.codec.vocab_size - 1)
+        if token_ids is None:
+            raise InvalidRequestError("tokens is required", param="tokens")
+        return {"prompt": serving.codec.decode(token_ids)}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        reason = node.not_ready_reason()
+        if reason is not None:
+            return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        await node.refresh_stats()
+        body, content_type = node.metrics.render()
+        return Response(body, media_type=content_type)
+
+    @app.get("/version")
+    async def version() -> dict[str, str | None]:
+        names = {"tandem": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
+        return {label: _version(package) for label, package in names.items()}
+
+
+def _add_internal_routes(app: FastAPI, node: Node) -> None:
+    manager = node.model.manager
+
+    @app.get("/internal/v1/info")
+    async def info() -> dict[str, Any]:
+        cache = node.model.cache_config
+        return {
+            "role": node.role,
+            "name": node.name,
+            "engine_id": node.engine_id,
+            "epoch": str(manager.generations.epoch),
+            "model": node.served_model_name,
+            "max_model_len": node.model.max_model_len,
+            "fingerprint": node.backend.fingerprint,
+            "model_fingerprint": node.model.loaded.fingerprint,
+            "block_size": cache.block_size,
+            "num_blocks": cache.num_blocks,
+            "num_slots": cache.num_slots,
+            "block_bytes": node.model.storage.layout.block_bytes,
+            "slot_bytes": node.model.storage.layout.slot_bytes,
+            "max_num_seqs": node.config.max_num_seqs,
+            "running": node.core.num_running,
+            "waiting": node.core.num_waiting,
+        }
+
+    @app.get("/internal/v1/transfer")
+    async def transfer() -> Response:
+        return Response(node.backend.metadata(), media_type="application/json")
+
+    @app.post("/internal/v1/leases/renew")
+    async def renew(http: HttpRequest) -> dict[str, Any]:
+        """Extends each lease by a full period from now, never shortens it; names those that are gone."""
+        lease_ids = await _lease_ids(http)
+        deadline_s = time.monotonic() + node.config.kv_lease_seconds
+        return {"unknown": [lease_id for lease_id in lease_ids if not manager.leases.renew(lease_id, deadline_s)]}
+
+    @app.post("/internal/v1/leases/release")
+    async def release(http: HttpRequest) -> dict[str, Any]:
+        lease_ids = await _lease_ids(http)
+        unknown = await node.engine.call(lambda: [each for each in lease_ids if not manager.release_lease(each)])
+        return {"unknown": unknown}
+
+    @app.get("/internal/v1/cache/check")
+    async def check() -> dict[str, Any]:
+        """Violated invariants (none: ``ok``) and where every block, slot and lease is, between two steps."""
+        violations, stats = await node.engine.call(lambda: (manager.check(), manager.stats()))
+        return {
+            "ok": not violations,
+            "violations": violations,
+            "blocks": dict(stats.blocks),
+            "slots": dict(stats.slots),
+            "leases": stats.leases_active,
+            "sequences": stats.num_sequences,
+        }
+
+
+async def _lease_ids(http: HttpRequest) -> list[str]:
+    value = (await read_json_object(http)).get("lease_ids")
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise InvalidRequestError(
+            f"lease_ids must be a list of strings, got {json.dumps(value)[:80]}", param="lease_ids"
+        )
+    if len(value) > MAX_LEASES_PER_CALL:
+        raise InvalidRequestError(
+            f"lease_ids must hold at most {MAX_LEASES_PER_CALL} ids, got {len(value)}", param="lease_ids"
+        )
+    return value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,149 @@
+"""The bridge between asyncio and the engine: one thread runs the engine, everything else talks to it through commands.
+
+1 a coroutine submits a request (a command in the queue), 2 the thread runs commands between steps, then one step, 3 the
+step's outputs are handed to the event loop in one call, 4 the coroutine reads them from its own queue. Leaves by:
+finished, error, or abort when the coroutine goes away (always sent, whatever ended it). Commands take effect between
+steps only, so nothing that a running step uses is freed under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from common.engine.core import EngineCore
+from common.errors import NodeUnavailableError, TandemError
+from common.request import Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_IDLE_WAIT_S = 1.0
+"""The longest the idle thread sleeps before it looks at lease deadlines again."""
+
+
+class EngineThread:
+    """Owns the engine core and its thread. Made on the event loop's thread; ``close`` joins the thread with a
+    deadline."""
+
+    def __init__(self, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+        self._core = core
+        self._loop = loop
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._closing = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("engine thread still busy after %.1f s", timeout_s)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` on the engine thread between two steps. Callable from any thread; does not wait."""
+        self._commands.put(command)
+
+    async def call(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
+        """Runs ``function`` between two steps and returns its result; raises what it raised, or TimeoutError."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as exc:  # noqa: BLE001  # handed to the caller, whatever it is
+                future.set_exception(exc)
+
+        self.post(command)
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """Yields outputs of all forks until each has finished. Raises the sequence's error. Aborts on the way out."""
+        if not self._thread.is_alive():
+            raise NodeUnavailableError("the engine of this node has stopped")
+        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        if request.request_id in self._outputs:
+            raise AssertionError(f"request id {request.request_id} is in use")
+        self._outputs[request.request_id] = outputs
+        unfinished = request.num_forks if request.sampling is not None else 1
+        try:
+            self.post(lambda: self._core.add_request(request))
+            while unfinished:
+                output = await outputs.get()
+                if output.error is not None:
+                    raise output.error
+                if output.finish_reason is not None:
+                    unfinished -= 1
+                yield output
+        finally:
+            del self._outputs[request.request_id]
+            if unfinished:
+                self.post(lambda: self._core.abort(request.request_id))
+
+    def finish(self, request_id: str, index: int) -> None:
+        """Ends one continuation early (a stop string matched); what it computed stays cached."""
+        self.post(lambda: self._core.finish(request_id, index))
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
+                try:
+                    outputs = self._core.step()
+                except Exception:
+                    logger.exception("engine step failed")
+                    outputs = self._core.fail_running(TandemError("the engine failed on this request"))
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._drain(wait_s=0.0)
+        finally:
+            self._loop.call_soon_threadsafe(self._fail_all)
+
+    def _idle_wait_s(self) -> float:
+        deadline = self._core.next_deadline_s()
+        if deadline is None:
+            return MAX_IDLE_WAIT_S
+        return min(max(deadline - time.monotonic(), 0.001), MAX_IDLE_WAIT_S)
+
+    def _drain(self, wait_s: float) -> None:
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s > 0 else self._commands.get_nowait()
+            while True:
+                self._run_command(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    @staticmethod
+    def _run_command(command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:  # one caller's command must not take the engine, and with it everybody, down
+            logger.exception("engine command failed")
+
+    def _fail_all(self) -> None:
+        error = NodeUnavailableError("the engine of this node has stopped")
+        for request_id, waiting in self._outputs.items():
+            waiting.put_nowait(RequestOutput(request_id, 0, [], error=error))
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            waiting: Any = self._outputs.get(output.request_id)
+            if waiting is not None:  # else: the caller left while the step ran; its abort is on the way
+                waiting.put_nowait(output)

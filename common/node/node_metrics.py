@@ -1,0 +1,119 @@
+"""What a node reports: the cache's plain numbers as metric samples, and one record per request for its times."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Mapping
+
+from common.kv_cache.stats import CacheStats
+from common.metrics.metrics import Metrics, Samples
+from common.node.pulling import FinishedPull
+from common.request import FinishReason, RequestOutput
+from common.transfer.puller import PullOutcome, PullStatus
+
+VERSION_PACKAGES = {"version": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what a node runs on; a package that is not installed is left out."""
+    versions = {}
+    for label, package in VERSION_PACKAGES.items():
+        try:
+            versions[label] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions: int) -> Samples:
+    """Gauges and counters of interface.md that live in the cache manager and the scheduler."""
+    checkpoints: dict[tuple[str, ...], float] = {}
+    for event, counts in (
+        ("saved", stats.checkpoints_saved),
+        ("skipped", stats.checkpoints_skipped),
+        ("evicted", stats.checkpoints_evicted),
+    ):
+        checkpoints.update({(event, reason): value for reason, value in counts.items()})
+    return {
+        "requests_running": {(): running},
+        "requests_waiting": {(): waiting},
+        "prefix_cache_query_tokens_total": {(): stats.query_tokens},
+        "prefix_cache_hit_tokens_total": _labelled(stats.hit_tokens),
+        "prefix_cache_lost_tokens_total": _labelled(stats.lost_tokens),
+        "kv_blocks": _pool_states(stats.blocks),
+        "state_slots": _pool_states(stats.slots),
+        "checkpoints_total": checkpoints,
+        "evictions_total": _labelled(stats.evictions),
+        "preemptions_total": {(): preemptions},
+        "leases": {("active",): stats.leases_active},
+        "leases_expired_total": {(): stats.leases_expired},
+    }
+
+
+def _labelled(counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    return {(label,): value for label, value in counts.items()}
+
+
+def _pool_states(states: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    return {("used" if state == "held" else state,): value for state, value in states.items()}
+
+
+def record_pull(metrics: Metrics, result: FinishedPull, outcome: PullOutcome, slot_bytes: int) -> None:
+    """Counts one ended pull; a cancelled one was nobody's failure."""
+    if outcome.status is PullStatus.CANCELLED:
+        return
+    if not result.ok:
+        metrics.transfer_failed(outcome.status.value)
+        return
+    state_bytes = result.num_states * slot_bytes
+    metrics.transfer_finished(
+        seconds=outcome.seconds,
+        num_descriptors=outcome.num_descriptors,
+        kv_bytes=result.num_bytes - state_bytes,
+        state_bytes=state_bytes,
+    )
+
+
+class RequestRecord:
+    """Times and the outcome of one HTTP request. ``close`` counts it once, whatever is said later."""
+
+    def __init__(self, metrics: Metrics, route: str) -> None:
+        self._metrics = metrics
+        self._route = route
+        self._start_s = time.monotonic()
+        self._last_token_s: dict[int, float] = {}
+        self._is_open = True
+
+    def prompt_done(self, num_prompt_tokens: int, output: RequestOutput) -> None:
+        computed, cached = output.num_local_computed_tokens, output.num_cached_tokens
+        transferred = max(0, num_prompt_tokens - computed - cached)
+        self._metrics.count_prompt_tokens(computed=computed, cached=cached, transferred=transferred)
+        seconds = output.seconds
+        if seconds is not None:
+            self._metrics.observe_phase("queue", seconds.queue)
+            self._metrics.observe_phase("prefill", seconds.prefill)
+            self._metrics.observe_phase("transfer", seconds.transfer)
+            self._metrics.observe_phase("first_token", seconds.first_token)
+
+    def tokens(self, choice: int, num_tokens: int) -> None:
+        """``num_tokens`` new tokens of a choice are here."""
+        if not num_tokens:
+            return
+        now = time.monotonic()
+        self._metrics.inc("generation_tokens_total", num_tokens)
+        last = self._last_token_s.get(choice)
+        if last is not None:
+            self._metrics.observe_itl((now - last) / num_tokens)
+        elif not self._last_token_s:
+            self._metrics.observe_ttft(now - self._start_s)
+        self._last_token_s[choice] = now
+
+    def close(self, outcome: str) -> None:
+        """``outcome``: stop, length, abort, error, rejected."""
+        if self._is_open:
+            self._is_open = False
+            self._metrics.request_finished(self._route, outcome, time.monotonic() - self._start_s)
+
+    def close_finished(self, reason: FinishReason | None) -> None:
+        self.close(reason.value if reason is not None else "error")

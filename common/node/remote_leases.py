@@ -1,0 +1,83 @@
+"""Leases that this node holds at its peers: renewed from the moment a handed-over request arrives until its pull has
+ended.
+
+Renewal runs on the event loop, never in the model loop, so a long step does not let a lease run out. Release is sent by
+tasks of its own, because the handler that wants it may be being cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+
+from common.errors import TransferError
+from common.node.peers import PeerDirectory
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 6
+"""A lease survives several lost renewals in a row."""
+
+RELEASE_TIMEOUT_S = 2.0
+
+
+class RemoteLeases:
+    """Lives on the event loop between ``start`` and ``close``."""
+
+    def __init__(self, peers: PeerDirectory) -> None:
+        self._peers = peers
+        self._held: dict[str, tuple[str, float]] = {}  # lease id -> (holder's URL, lease seconds)
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._releases: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._renew_forever(), name="lease-renewal")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for lease_id in list(self._held):
+            self.release(lease_id)
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
+
+    def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
+        self._held[lease_id] = (url, lease_seconds)
+        self._changed.set()
+
+    def release(self, lease_id: str) -> None:
+        """Tells the holder that its memory is free; unknown ids are fine. Does not wait."""
+        held = self._held.pop(lease_id, None)
+        if held is not None:
+            task = asyncio.create_task(self._release(held[0], lease_id))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, url: str, lease_id: str) -> None:
+        try:
+            await self._peers.post(url, "/internal/v1/leases/release", {"lease_ids": [lease_id]}, RELEASE_TIMEOUT_S)
+        except TransferError as exc:
+            logger.warning("lease not released lease_id=%s: %s; it will expire", lease_id, exc)
+
+    async def _renew_forever(self) -> None:
+        while True:
+            if not self._held:
+                self._changed.clear()
+                await self._changed.wait()
+            interval = min(seconds for _, seconds in self._held.values()) / RENEWALS_PER_LEASE
+            by_holder: dict[str, list[str]] = defaultdict(list)
+            for lease_id, (url, _) in self._held.items():
+                by_holder[url].append(lease_id)
+            await asyncio.gather(*(self._renew(url, ids, interval) for url, ids in by_holder.items()))
+            await asyncio.sleep(interval)
+
+    async def _renew(self, url: str, lease_ids: list[str], timeout_s: float) -> None:
+        try:
+            await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, max(timeout_s, 0.5))
+        except TransferError as exc:
+            logger.warning("%d leases not renewed: %s", len(lease_ids), exc)

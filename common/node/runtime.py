@@ -1,0 +1,154 @@
+"""The parts of a node that are built once, before it serves: model, cache sizes, pools, engine core, transfer backend.
+
+1 load and probe the model, 2 plan the pools from ``--kv-cache-memory``, 3 allocate them (``load_node_model``, slow), 4
+register them with the transfer layer (``create_backend``), 5 the engine (``create_core``). What cannot work raises
+ConfigError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from dataclasses import dataclass
+
+import torch
+
+from common.config import NodeConfig, read_key_file
+from common.engine.core import EngineCore
+from common.engine.model_runner import ModelRunner
+from common.engine.sampler import Sampler
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.errors import ConfigError
+from common.kv_cache.layout import LAYOUT_VERSION
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.planner import plan_cache
+from common.kv_cache.spec import KVCacheConfig
+from common.kv_cache.storage import KVStorage
+from common.models.loader import LoadedModel, load_model
+from common.node.pulling import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS
+from common.transfer.backend import Region, TransferBackend
+from common.transfer.nixl_backend import NixlBackend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class NodeModel:
+    """The heavy, synchronous part of a node: model and pools, sized and allocated."""
+
+    loaded: LoadedModel
+    cache_config: KVCacheConfig
+    max_model_len: int
+    manager: KVCacheManager
+    storage: KVStorage
+    runner: ModelRunner
+
+
+def load_node_model(config: NodeConfig) -> NodeModel:
+    """Steps 1 to 3. Raises ConfigError naming what cannot work."""
+    torch.set_num_threads(config.num_threads)
+    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        seed=config.seed,
+    )
+    max_model_len = _max_model_len(config, loaded.geometry.max_position)
+    plan = plan_cache(
+        loaded.geometry,
+        kv_cache_memory_bytes=config.kv_cache_memory,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        root_key=root_key(loaded),
+        enable_prefix_caching=config.enable_prefix_caching,
+        mamba_cache_mode=config.mamba_cache_mode,
+        eviction_policy=config.eviction_policy,
+    )
+    for line in str(plan.report).splitlines():
+        logger.info("%s", line)
+    manager = KVCacheManager(plan.config)
+    storage = KVStorage(plan.config, loaded.device)
+    runner = ModelRunner(loaded, storage, plan.config)
+    return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner)
+
+
+def _max_model_len(config: NodeConfig, max_position: int) -> int:
+    """``--max-model-len``, or what the model's config allows. Raises ConfigError when it allows less."""
+    if config.max_model_len is None:
+        if max_position == 0:
+            raise ConfigError("--max-model-len is required: the model's config sets no bound", param="--max-model-len")
+        return max_position
+    if max_position and config.max_model_len > max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is above the model's own limit of {max_position}",
+            param="--max-model-len",
+        )
+    return config.max_model_len
+
+
+def root_key(loaded: LoadedModel) -> bytes:
+    """Start of every key chain: two nodes share prefixes only if model, dtype and layout are the same."""
+    identity = f"{loaded.fingerprint}|{loaded.dtype}|{LAYOUT_VERSION}"
+    return hashlib.blake2b(identity.encode(), digest_size=32).digest()
+
+
+def layout_fingerprint(config: KVCacheConfig) -> str:
+    """Hex digest that two nodes must share before one reads the other's pools."""
+    identity = f"{config.root_key.hex()}|{config.block_size}|{config.geometry}"
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> TransferBackend:
+    """Step 4: the transfer backend with the node's pools and generation tables registered."""
+    generations = model.manager.generations
+    backend = NixlBackend(
+        engine_id=engine_id,
+        epoch=generations.epoch,
+        fingerprint=layout_fingerprint(model.cache_config),
+        backends=config.nixl_backends,
+    )
+    device = str(model.loaded.device)
+    regions = []
+    for name, pool, arena in (
+        (BLOCKS, "blocks", model.storage.block_arena),
+        (SLOTS, "slots", model.storage.slot_arena),
+    ):
+        if arena.numel() == 0:
+            continue
+        num_units, unit_bytes = arena.shape
+        regions.append(Region(name, arena.data_ptr(), num_units, unit_bytes, device=device, null_unit=True))
+        table = BLOCK_GENERATIONS if pool == "blocks" else SLOT_GENERATIONS
+        regions.append(Region(table, generations.address(pool), num_units, 8))
+    backend.register(regions)
+    return backend
+
+
+def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
+    scheduler = Scheduler(
+        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, model.max_model_len), model.manager
+    )
+    return EngineCore(
+        scheduler,
+        model.manager,
+        model.runner,
+        Sampler(config.seed),
+        max_model_len=model.max_model_len,
+        lease_seconds=config.kv_lease_seconds,
+        recompute_on_load_failure=config.kv_load_failure_policy == "recompute",
+    )
+
+
+def new_engine_id(config: NodeConfig) -> str:
+    """A name of this life of this node; readable and unique."""
+    return f"{config.node_name}-{secrets.token_hex(4)}"
+
+
+def read_cluster_key(config: NodeConfig) -> str | None:
+    if config.cluster_key_file is None:
+        return None
+    return read_key_file(config.cluster_key_file, "--cluster-key-file")[0]

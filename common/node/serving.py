@@ -1,0 +1,484 @@
+"""The OpenAI endpoints of a node: JSON body in, engine requests, JSON or a stream of events out.
+
+Life of a request here: 1 parse and check the body, 2 token ids (tokenised here, or those of the handed-over prompt), 3
+admit or 429, 4 one engine request per prompt (``n`` forks each), 5 outputs become text as they come, 6 answer. A
+prefill leg leaves after 3 through ``PrefillLeg``. The status is decided before the first byte: a stream starts when its
+first output is here; what fails later is an error event. Whatever ends the handler, the engine requests are aborted and
+leases released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from common.api import responses
+from common.api.handoff import Manifest, TransferMode
+from common.api.http import read_json_object, request_id_of, run_until_disconnect, wants_trace
+from common.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    check_model,
+    parse_chat,
+    parse_completion,
+    to_sampling_params,
+)
+from common.api.tokenizer import TextCodec
+from common.errors import InvalidRequestError, RequestAbortedError, TandemError
+from common.node.choices import Choice, ChoiceDelta
+from common.node.node import Node
+from common.node.node_metrics import RequestRecord
+from common.node.pulling import RemotePrefix
+from common.node.tracing import RequestTrace
+from common.request import Request, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+THREAD_TOKENISE_CHARS = 20_000
+"""Longer texts are tokenised off the event loop (about 10 ms of work)."""
+
+
+class PrefillLeg(Protocol):
+    """How a node hands a computed prompt out."""
+
+    async def run(
+        self, request_id: str, prompt_token_ids: list[int], *, cache_salt: str | None, priority: int
+    ) -> tuple[Manifest, RequestOutput]: ...
+
+
+class Intake(Protocol):
+    """How a node takes a computed prompt in."""
+
+    def parse(self, params: Mapping[str, Any]) -> Manifest: ...
+
+    def remote_prefix(self, manifest: Manifest) -> contextlib.AbstractAsyncContextManager[RemotePrefix | None]: ...
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """One prompt of a request on its way through the engine."""
+
+    index: int
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    manifest: Manifest | None
+    choices: list[Choice]
+
+
+class Serving:
+    """Stateless but for the node it belongs to."""
+
+    def __init__(
+        self, node: Node, codec: TextCodec | None, *, prefill_leg: PrefillLeg | None, intake: Intake | None
+    ) -> None:
+        self._node = node
+        self._codec = codec
+        self._prefill_leg = prefill_leg
+        self._intake = intake
+        self._eos_token_ids = frozenset(node.model.loaded.eos_token_ids)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        return await self._serve(http, parse_completion(await read_json_object(http)))
+
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._serve(http, parse_chat(await read_json_object(http)))
+
+    @property
+    def codec(self) -> TextCodec:
+        if self._codec is None:
+            raise InvalidRequestError("the model has no tokenizer: this node cannot turn text into tokens or back")
+        return self._codec
+
+    async def _serve(self, http: HttpRequest, request: GenerationRequest) -> Response:
+        node = self._node
+        check_model(request.model, (node.served_model_name,))
+        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions")
+        try:
+            node.check_admission()
+            if request.transfer_mode is TransferMode.REMOTE_DECODE:
+                return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
+            jobs = await self._jobs(http, request)
+            trace = RequestTrace.from_headers(http.headers, node) if wants_trace(http) else None
+            response = _ResponseBuilder(self, http, request, jobs, trace, record)
+            if not request.output.stream:
+                return await run_until_disconnect(http, response.whole())
+            stream = response.events()
+            first = await run_until_disconnect(http, anext(stream))  # errors up to here have a status
+        except BaseException as exc:
+            record.close(_outcome(exc))
+            raise
+        return _EventStream(first, stream)
+
+    async def _serve_prefill_leg(
+        self, http: HttpRequest, request: GenerationRequest, record: RequestRecord
+    ) -> Response:
+        if self._prefill_leg is None:
+            raise InvalidRequestError(
+                "kv_transfer_params.do_remote_decode: this node does not hand prompts out; ask a prefill node",
+                param="kv_transfer_params.do_remote_decode",
+            )
+        prompts = await self._prompts(request)
+        if len(prompts) != 1:
+            raise InvalidRequestError(
+                f"a prefill leg takes one prompt, got {len(prompts)}; send one leg per prompt", param="prompt"
+            )
+        token_ids = prompts[0]
+        self._sampling(request, token_ids)
+        request_id = _engine_request_id(http)
+        manifest, output = await self._prefill_leg.run(
+            request_id, token_ids, cache_salt=request.cache_salt, priority=request.priority
+        )
+        record.prompt_done(len(token_ids), output)
+        record.close_finished(output.finish_reason)
+        usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)
+        common = {
+            "response_id": _response_id(http, request),
+            "model": self._node.served_model_name,
+            "created": int(time.time()),
+            "usage": usage,
+            "kv_transfer_params": manifest.to_params(),
+        }
+        assert output.finish_reason is not None
+        if isinstance(request, ChatRequest):
+            chat_choice = responses.chat_choice(0, "", finish_reason=output.finish_reason)
+            return JSONResponse(responses.chat_response(choices=[chat_choice], **common))
+        choice = responses.completion_choice(0, "", finish_reason=output.finish_reason)
+        return JSONResponse(responses.completion_response(choices=[choice], **common))
+
+    # --- from body to engine requests
+
+    async def _prompts(self, request: GenerationRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            return [await asyncio.to_thread(self.codec.encode_chat, request)]
+        encoded = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str) and len(prompt) > THREAD_TOKENISE_CHARS:
+                encoded.append(await asyncio.to_thread(self.codec.encode_prompt, prompt))
+            else:
+                encoded.append(self.codec.encode_prompt(prompt))
+        return encoded
+
+    def _sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
+        return to_sampling_params(
+            request,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=self._node.model.max_model_len,
+            vocab_size=self._node.model.cache_config.geometry.vocab_size,
+        )
+
+    async def _jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
+        manifests: list[Manifest] | None = None
+        if request.transfer_mode is TransferMode.REMOTE_PREFILL:
+            manifests = self._manifests(request)
+            prompts = [list(manifest.prompt_token_ids) for manifest in manifests]
+        else:
+            prompts = await self._prompts(request)
+        jobs = []
+        for index, token_ids in enumerate(prompts):
+            sampling = self._sampling(request, token_ids)
+            jobs.append(
+                PromptJob(
+                    index=index,
+                    request_id=_engine_request_id(http),
+                    token_ids=token_ids,
+                    sampling=sampling,
+                    manifest=None if manifests is None or sampling.prompt_logprobs else manifests[index],
+                    choices=self._choices(request, index, token_ids, sampling),
+                )
+            )
+        return jobs
+
+    def _manifests(self, request: GenerationRequest) -> list[Manifest]:
+        if self._intake is None:
+            raise InvalidRequestError(
+                "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
+                param="kv_transfer_params.do_remote_prefill",
+            )
+        manifests = [self._intake.parse(params) for params in request.kv_transfer_params]
+        num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        if len(manifests) != num_prompts:
+            raise InvalidRequestError(
+                f"kv_transfer_params must have one entry per prompt: got {len(manifests)} for {num_prompts} prompts",
+                param="kv_transfer_params",
+            )
+        return manifests
+
+    def _choices(
+        self, request: GenerationRequest, prompt_index: int, token_ids: list[int], sampling: SamplingParams
+    ) -> list[Choice]:
+        output = request.output
+        echo_text = None
+        if output.echo and isinstance(request, CompletionRequest):
+            prompt = request.prompts[prompt_index]
+            skip = output.skip_special_tokens
+            echo_text = prompt if isinstance(prompt, str) else self.codec.decode(token_ids, skip_special_tokens=skip)
+        return [
+            Choice(
+                prompt_index * output.n + fork,
+                self.codec,
+                output,
+                is_chat=isinstance(request, ChatRequest),
+                num_logprobs=sampling.logprobs,
+                min_tokens=sampling.min_tokens,
+                prompt_token_ids=token_ids,
+                echo_text=echo_text,
+            )
+            for fork in range(output.n)
+        ]
+
+    # --- engine outputs
+
+    async def outputs(
+        self, request: GenerationRequest, job: PromptJob
+    ) -> AsyncGenerator[tuple[PromptJob, RequestOutput], None]:
+        """Runs one prompt; the lease of a handed-over one is held meanwhile."""
+        async with contextlib.AsyncExitStack() as stack:
+            remote = None
+            if job.manifest is not None:
+                assert self._intake is not None
+                remote = await stack.enter_async_context(self._intake.remote_prefix(job.manifest))
+            engine_request = Request(
+                request_id=job.request_id,
+                prompt_token_ids=job.token_ids,
+                sampling=job.sampling,
+                eos_token_ids=self._eos_token_ids,
+                num_forks=request.output.n,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                remote=remote,
+                arrival_s=time.monotonic(),
+            )
+            outputs = await stack.enter_async_context(contextlib.aclosing(self._node.run(engine_request)))
+            async for output in outputs:
+                yield job, output
+
+    @property
+    def node(self) -> Node:
+        return self._node
+
+
+class _ResponseBuilder:
+    """Turns the outputs of a request's prompts into one response. Used once."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        http: HttpRequest,
+        request: GenerationRequest,
+        jobs: list[PromptJob],
+        trace: RequestTrace | None,
+        record: RequestRecord,
+    ) -> None:
+        self._serving = serving
+        self._node = serving.node
+        self._request = request
+        self._jobs = jobs
+        self._trace = trace
+        self._is_chat = isinstance(request, ChatRequest)
+        self._num_cached_tokens = 0
+        self._record = record
+        self._envelope = {
+            "response_id": _response_id(http, request),
+            "model": self._node.served_model_name,
+            "created": int(time.time()),
+        }
+
+    async def whole(self) -> Response:
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for _ in deltas:
+                pass
+        choices = []
+        for choice in itertools.chain.from_iterable(job.choices for job in self._jobs):
+            build = responses.chat_choice if self._is_chat else responses.completion_choice
+            assert choice.finish_reason is not None
+            choices.append(
+                build(
+                    choice.index,
+                    choice.text,
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    logprobs=choice.all_logprobs(),
+                    token_ids=choice.token_ids if self._request.output.return_token_ids else None,
+                )
+            )
+        build_body = responses.chat_response if self._is_chat else responses.completion_response
+        return JSONResponse(
+            build_body(choices=choices, usage=self._usage(), trace=self._trace_block(), **self._envelope)
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises only before the first one; later failures become an error event."""
+        chunk = responses.chat_chunk if self._is_chat else responses.completion_chunk
+        is_started = False
+        try:
+            async with contextlib.aclosing(self._deltas()) as deltas:
+                async for delta in deltas:
+                    if delta.is_visible:
+                        yield responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+                        is_started = True
+            include_usage = self._request.output.include_usage
+            if include_usage or self._trace is not None:
+                usage = self._usage() if include_usage else None
+                yield responses.sse_event(chunk(choices=[], usage=usage, trace=self._trace_block(), **self._envelope))
+            yield responses.SSE_DONE
+        except (GeneratorExit, asyncio.CancelledError):
+            self._record.close("abort")
+            raise
+        except TandemError as exc:
+            self._record.close(_outcome(exc))
+            if not is_started:
+                raise
+            logger.warning("stream failed id=%s: %s", self._envelope["response_id"], exc.message)
+            yield responses.sse_error(exc)
+        except Exception as exc:
+            self._record.close("error")
+            if not is_started:
+                raise
+            logger.exception("stream failed id=%s", self._envelope["response_id"])
+            yield responses.sse_error(exc)
+
+    def _chunk_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        token_ids = delta.token_ids if self._request.output.return_token_ids else None
+        if self._is_chat:
+            return responses.chat_chunk_choice(
+                delta.index,
+                delta.text,
+                is_first=delta.is_first,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                logprobs=delta.logprobs,
+                token_ids=token_ids,
+            )
+        return responses.completion_choice(
+            delta.index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=delta.logprobs,
+            token_ids=token_ids,
+        )
+
+    async def _deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """What each engine output adds to its choice, until every choice has ended."""
+        unfinished = sum(len(job.choices) for job in self._jobs)
+        streams = [self._serving.outputs(self._request, job) for job in self._jobs]
+        merged = streams[0] if len(streams) == 1 else _merge(streams)
+        seen: set[int] = set()
+        async with contextlib.aclosing(merged):
+            async for job, output in merged:
+                if job.index not in seen:
+                    seen.add(job.index)
+                    self._prompt_done(job, output)
+                choice = job.choices[output.index]
+                if choice.finish_reason is not None:
+                    continue  # a stop string ended it a step ago
+                self._record.tokens(choice.index, len(output.token_ids))
+                delta = choice.add(output)
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                    if output.finish_reason is None:
+                        self._node.engine.finish(job.request_id, output.index)
+                yield delta
+                if not unfinished:
+                    break
+        self._record.close_finished(self._jobs[0].choices[0].finish_reason)
+
+    def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
+        prefill_computed = 0
+        if job.manifest is not None and job.manifest.prefill is not None:
+            prefill_computed = job.manifest.prefill.computed_tokens
+        computed = prefill_computed + output.num_local_computed_tokens
+        self._num_cached_tokens += max(0, len(job.token_ids) - computed)
+        self._record.prompt_done(len(job.token_ids), output)
+        if self._trace is not None:
+            self._trace.add_prompt(job.manifest, output)
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(len(job.token_ids) for job in self._jobs)
+        num_completion_tokens = sum(choice.num_completion_tokens for job in self._jobs for choice in job.choices)
+        return responses.usage_block(num_prompt_tokens, num_completion_tokens, self._num_cached_tokens)
+
+    def _trace_block(self) -> dict[str, Any] | None:
+        return self._trace.block() if self._trace is not None else None
+
+
+class _EventStream(StreamingResponse):
+    """A stream whose first event is known; closes its source whatever ends it."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        self._rest = rest
+        super().__init__(self._chain(first), media_type=responses.SSE_MEDIA_TYPE, headers={"Cache-Control": "no-cache"})
+
+    async def _chain(self, first: bytes) -> AsyncIterator[bytes]:
+        yield first
+        async for event in self._rest:
+            yield event
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._rest.aclose()
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[tuple[PromptJob, RequestOutput], None]],
+) -> AsyncGenerator[tuple[PromptJob, RequestOutput], None]:
+    """Items of several generators as they come; the first error ends all of them."""
+    items: asyncio.Queue[tuple[PromptJob, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=len(streams) * 4)
+
+    async def pump(stream: AsyncGenerator[tuple[PromptJob, RequestOutput], None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for item in stream:
+                    await items.put(item)
+            await items.put(None)
+        except Exception as exc:  # noqa: BLE001  # raised again by the reader
+            await items.put(exc)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await items.get()
+            if item is None:
+                open_streams -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _outcome(exc: BaseException) -> str:
+    """How a request that ended with ``exc`` is counted."""
+    if isinstance(exc, asyncio.CancelledError | RequestAbortedError):
+        return "abort"
+    if isinstance(exc, TandemError) and exc.status < 500:
+        return "rejected"
+    return "error"
+
+
+def _engine_request_id(http: HttpRequest) -> str:
+    """Unique in this process and recognisable in logs, whatever ids clients send."""
+    return f"{request_id_of(http)[:80]}-{uuid.uuid4().hex[:12]}"
+
+
+def _response_id(http: HttpRequest, request: GenerationRequest) -> str:
+    prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+    return f"{prefix}-{request_id_of(http)}"

@@ -1,0 +1,89 @@
+"""The ``tandem`` object of a traced response: where a request ran, what was cached, what was moved, where the time
+went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from common.api.handoff import Manifest
+from common.api.responses import trace_block
+from common.node.node import Node
+from common.request import RequestOutput
+
+PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
+PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
+MAX_HEADER_SECONDS = 1e6
+
+
+class RequestTrace:
+    """Collects per-prompt facts; sums over a request's prompts, phases are those of the slowest prompt."""
+
+    def __init__(self, node: Node, *, prefill_node: str | None, proxy_queue_s: float, elapsed_s: float) -> None:
+        self._node = node
+        self._prefill_node = prefill_node
+        self._proxy_queue_s = proxy_queue_s
+        self._elapsed_s = elapsed_s
+        self._start_s = time.monotonic()
+        self._is_remote = False
+        self._sums = dict.fromkeys(
+            (
+                "prefill_cached_tokens",
+                "decode_cached_tokens",
+                "transferred_bytes",
+                "transferred_blocks",
+                "transferred_states",
+            ),
+            0,
+        )
+        self._seconds: dict[str, float] = {}
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str], node: Node) -> RequestTrace:
+        """``X-Tandem-Proxy-Seconds: QUEUE,ELAPSED`` says what passed in the proxy before this leg was sent."""
+        queue_s, _, elapsed_s = headers.get(PROXY_SECONDS_HEADER, "").partition(",")
+        prefill_node = headers.get(PREFILL_NODE_HEADER)
+        return cls(node, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
+
+    def add_prompt(self, manifest: Manifest | None, output: RequestOutput) -> None:
+        seconds = output.seconds
+        if manifest is not None:
+            self._is_remote = True
+            if manifest.prefill is not None:
+                self._sums["prefill_cached_tokens"] += manifest.prefill.cached_tokens
+                self._prefill_node = self._prefill_node or manifest.prefill.node
+                self._longest("prefill_queue", manifest.prefill.queue_seconds)
+                self._longest("prefill", manifest.prefill.prefill_seconds)
+        elif seconds is not None:
+            self._longest("prefill", seconds.prefill)
+        self._sums["decode_cached_tokens"] += output.num_cached_tokens
+        self._sums["transferred_bytes"] += output.transferred_bytes
+        self._sums["transferred_blocks"] += output.transferred_blocks
+        self._sums["transferred_states"] += output.transferred_states
+        if seconds is not None:
+            self._longest("decode_queue", seconds.queue)
+            self._longest("transfer", seconds.transfer)
+            self._longest("first_token", seconds.first_token)
+
+    def block(self) -> dict[str, Any]:
+        total = self._elapsed_s + time.monotonic() - self._start_s
+        return trace_block(
+            placement="remote" if self._is_remote else "local",
+            prefill_node=self._prefill_node if self._is_remote else None,
+            decode_node=self._node.name,
+            seconds={"proxy_queue": self._proxy_queue_s, **self._seconds, "total": total},
+            **self._sums,
+        )
+
+    def _longest(self, phase: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self._seconds[phase] = max(self._seconds.get(phase, 0.0), seconds)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value <= MAX_HEADER_SECONDS else 0.0

@@ -1,0 +1,318 @@
+"""Where the rows of one packed step live: index tensors for every op, made once per step and shared by all layers.
+
+A step packs segments (consecutive tokens of one sequence) one after another. Segments of one token are *decode rows*
+and go through one batched update; longer ones are *spans*. Nothing here is per token in Python: loops run over
+segments and chunks.
+
+A slot or block that a step writes is read by no other segment of the same step; the planner of the step guarantees it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_QUERY_TILE = 512
+"""Rows of a continuation chunk per attention call: bounds the mask to 512 x context bytes and skips keys after the
+tile."""
+
+
+class SegmentLike(Protocol):
+    """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def write_from(self) -> int: ...
+    @property
+    def src_slot(self) -> int: ...
+    @property
+    def dst_slot(self) -> int: ...
+    @property
+    def save_offsets(self) -> tuple[int, ...]: ...
+    @property
+    def save_slots(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A segment of more than one token: rows [begin, end); ``saves`` are (offset 1 .. end - begin, slot), ascending."""
+
+    begin: int
+    end: int
+    src_slot: int
+    dst_slot: int
+    saves: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStep:
+    """One chunk of the sequential walk over states: read ``load_slot`` first (None: go on from the chunk before), and
+    write the state after the chunk to ``store_slots``."""
+
+    load_slot: int | None
+    store_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIndex:
+    """All spans cut into chunks of ``size`` rows; a chunk never crosses a save point.
+
+    Attributes:
+        rows: [num_chunks, size] packed row of each place; padding places repeat a row of the chunk.
+        padding: [num_chunks, size] True where a place is padding, or None when there is none.
+        places, targets: [n] flat place in [num_chunks * size] of every real row, and the packed row it belongs to.
+        walk: one entry per chunk.
+        num_runs: number of runs of chunks that begin from a slot.
+    """
+
+    size: int
+    rows: Tensor
+    padding: Tensor | None
+    places: Tensor
+    targets: Tensor
+    walk: tuple[ChunkStep, ...]
+    num_runs: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[num_tokens, ...] -> [num_chunks, size, ...]."""
+        return x[self.rows]
+
+    def scatter(self, out: Tensor, chunked: Tensor) -> None:
+        """Write [num_chunks, size, ...] back to its rows of ``out`` [num_tokens, ...]."""
+        flat = chunked.flatten(0, 1)
+        out[self.targets] = (flat if self.padding is None else flat[self.places]).to(out.dtype)
+
+
+@dataclass(slots=True)
+class StateIndex:
+    """Rows and slots of one step for the recurrent ops.
+
+    Attributes:
+        cu_seqlens: packed start row of each segment, then the number of rows.
+        src_slots, dst_slots: per segment.
+        spans: segments of more than one token.
+        decode_rows, decode_src, decode_dst: [num_decode] row, source and destination slot of each decode row.
+        decode_saves, decode_save_slots: [n] which of the decode rows also write which slot.
+        conv_sources, conv_outputs: see :meth:`StepIndex.build`; layout of the one convolution over all spans.
+    """
+
+    num_tokens: int
+    cu_seqlens: tuple[int, ...]
+    src_slots: tuple[int, ...]
+    dst_slots: tuple[int, ...]
+    spans: tuple[Span, ...]
+    decode_rows: Tensor
+    decode_src: Tensor
+    decode_dst: Tensor
+    decode_saves: Tensor
+    decode_save_slots: Tensor
+    device: torch.device
+    _chunks: dict[int, ChunkIndex] = field(default_factory=dict)
+
+    @property
+    def num_decode(self) -> int:
+        return self.decode_rows.shape[0]
+
+    @property
+    def longest_run(self) -> int:
+        """Tokens between two points at which some state is read or written, at most."""
+        longest = 0
+        for span in self.spans:
+            cuts = _cuts(span)
+            longest = max(longest, *(b - a for a, b in itertools.pairwise(cuts)))
+        return longest
+
+    def chunks(self, size: int) -> ChunkIndex:
+        """The spans cut into chunks of ``size``, cached for the step."""
+        if size not in self._chunks:
+            self._chunks[size] = _build_chunks(self.spans, size, self.device)
+        return self._chunks[size]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """Query rows [begin, end) against keys [0, num_keys) of their sequence.
+
+    ``block_ids`` None: the first chunk of a sequence, keys are the packed rows [key_begin, end) themselves and the
+    mask is causal. Else ``mask`` [rows, num_keys] is True where a key may be seen.
+    """
+
+    begin: int
+    end: int
+    key_begin: int
+    num_keys: int
+    block_ids: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionIndex:
+    """Rows and blocks of one step for paged attention.
+
+    Attributes:
+        write_rows: [n] packed rows whose K/V is written, or None for all of them.
+        write_blocks, write_offsets: [n] where to.
+        tiles: prompt chunks.
+        decode_rows: [num_decode]; decode_tables: [num_decode, max_blocks], padded with block 0;
+        decode_hidden: [num_decode, 1, max_blocks * block_size] True where a key is beyond the row's own position.
+    """
+
+    write_rows: Tensor | None
+    write_blocks: Tensor
+    write_offsets: Tensor
+    tiles: tuple[AttentionTile, ...]
+    decode_rows: Tensor
+    decode_tables: Tensor
+    decode_hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """Everything the ops need to know about one step. ``positions``: [num_tokens] position of each row in its
+    sequence."""
+
+    num_tokens: int
+    positions: Tensor
+    state: StateIndex
+    attention: AttentionIndex | None
+
+    @classmethod
+    def build(
+        cls, segments: Sequence[SegmentLike], *, block_size: int, has_attention: bool, device: torch.device
+    ) -> StepIndex:
+        """Index tensors of ``segments``, packed in this order, on ``device``."""
+        begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
+        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in segments])
+        return cls(
+            num_tokens=begins[-1],
+            positions=positions.to(device),
+            state=_build_state(segments, begins, device),
+            attention=_build_attention(segments, begins, positions, block_size, device) if has_attention else None,
+        )
+
+
+def _build_state(segments: Sequence[SegmentLike], begins: Sequence[int], device: torch.device) -> StateIndex:
+    spans: list[Span] = []
+    decode: list[tuple[int, int, int]] = []
+    saves: list[tuple[int, int]] = []
+    for begin, segment in zip(begins, segments, strict=False):
+        pairs = tuple(sorted(zip(segment.save_offsets, segment.save_slots, strict=True)))
+        assert all(0 < offset <= segment.num_tokens for offset, _ in pairs), "save offset outside its segment"
+        if segment.num_tokens == 1:
+            saves.extend((len(decode), slot) for _, slot in pairs)
+            decode.append((begin, segment.src_slot, segment.dst_slot))
+        else:
+            spans.append(Span(begin, begin + segment.num_tokens, segment.src_slot, segment.dst_slot, pairs))
+    rows = torch.tensor(decode, dtype=torch.long).reshape(-1, 3).to(device)
+    saved = torch.tensor(saves, dtype=torch.long).reshape(-1, 2).to(device)
+    return StateIndex(
+        num_tokens=begins[-1],
+        cu_seqlens=tuple(begins),
+        src_slots=tuple(s.src_slot for s in segments),
+        dst_slots=tuple(s.dst_slot for s in segments),
+        spans=tuple(spans),
+        decode_rows=rows[:, 0].contiguous(),
+        decode_src=rows[:, 1].contiguous(),
+        decode_dst=rows[:, 2].contiguous(),
+        decode_saves=saved[:, 0].contiguous(),
+        decode_save_slots=saved[:, 1].contiguous(),
+        device=device,
+    )
+
+
+def _cuts(span: Span) -> list[int]:
+    """Offsets at which the span's state is needed: 0, the saves, its length; ascending, each once."""
+    return sorted({0, span.end - span.begin, *(offset for offset, _ in span.saves)})
+
+
+def _build_chunks(spans: Sequence[Span], size: int, device: torch.device) -> ChunkIndex:
+    rows: list[Tensor] = []
+    lengths: list[int] = []
+    walk: list[ChunkStep] = []
+    for span in spans:
+        stores: dict[int, list[int]] = {}
+        for offset, slot in span.saves:
+            stores.setdefault(offset, []).append(slot)
+        stores.setdefault(span.end - span.begin, []).append(span.dst_slot)
+        load: int | None = span.src_slot
+        for a, b in itertools.pairwise(_cuts(span)):
+            count = -(-(b - a) // size)
+            run = torch.arange(a, a + count * size).clamp_(max=b - 1) + span.begin
+            rows.append(run.view(count, size))
+            for i in range(count):
+                lengths.append(min(size, b - a - i * size))
+                walk.append(ChunkStep(load, tuple(stores[b]) if i == count - 1 else ()))
+                load = None
+    all_rows = torch.cat(rows)
+    padding = torch.arange(size)[None] >= torch.tensor(lengths)[:, None]
+    places = (~padding).flatten().nonzero()[:, 0]
+    return ChunkIndex(
+        size=size,
+        rows=all_rows.to(device),
+        padding=padding.to(device) if bool(padding.any()) else None,
+        places=places.to(device),
+        targets=all_rows.flatten()[places].to(device),
+        walk=tuple(walk),
+        num_runs=len(spans),
+    )
+
+
+def _build_attention(
+    segments: Sequence[SegmentLike], begins: Sequence[int], positions: Tensor, block_size: int, device: torch.device
+) -> AttentionIndex:
+    tables = [torch.as_tensor(s.block_ids, dtype=torch.long) for s in segments]
+    blocks = torch.cat(
+        [t[positions[a:b] // block_size] for t, (a, b) in zip(tables, itertools.pairwise(begins), strict=True)]
+    )
+    keep = torch.cat([torch.arange(s.start, s.start + s.num_tokens) >= s.write_from for s in segments])
+    write_rows = None if bool(keep.all()) else keep.nonzero()[:, 0]
+    if write_rows is not None:
+        blocks, positions = blocks[write_rows], positions[write_rows]
+    tiles: list[AttentionTile] = []
+    decode: list[int] = []
+    for i, segment in enumerate(segments):
+        if segment.num_tokens == 1:
+            decode.append(i)
+        elif segment.start == 0:
+            tiles.append(AttentionTile(begins[i], begins[i + 1], begins[i], segment.num_tokens, None, None))
+        else:
+            tiles.extend(_continuation_tiles(segment, begins[i], tables[i], block_size, device))
+    num_keys = [segments[i].start + 1 for i in decode]
+    max_blocks = max((-(-n // block_size) for n in num_keys), default=0)
+    table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
+    for row, (i, n) in enumerate(zip(decode, num_keys, strict=True)):
+        count = -(-n // block_size)
+        table[row, :count] = tables[i][:count]
+    hidden = torch.arange(max_blocks * block_size)[None] >= torch.tensor(num_keys, dtype=torch.long)[:, None]
+    return AttentionIndex(
+        write_rows=None if write_rows is None else write_rows.to(device),
+        write_blocks=blocks.to(device),
+        write_offsets=(positions % block_size).to(device),
+        tiles=tuple(tiles),
+        decode_rows=torch.tensor([begins[i] for i in decode], dtype=torch.long).to(device),
+        decode_tables=table.to(device),
+        decode_hidden=hidden[:, None].to(device),
+    )
+
+
+def _continuation_tiles(
+    segment: SegmentLike, begin: int, table: Tensor, block_size: int, device: torch.device
+) -> list[AttentionTile]:
+    tiles = []
+    for a in range(0, segment.num_tokens, _QUERY_TILE):
+        b = min(a + _QUERY_TILE, segment.num_tokens)
+        num_keys = segment.start + b
+        mask = torch.ones(b - a, num_keys, dtype=torch.bool, device=device).tril_(num_keys - (b - a))
+        block_ids = table[: -(-num_keys // block_size)].to(device)
+        tiles.append(AttentionTile(begin + a, begin + b, begin, num_keys, block_ids, mask))
+    return tiles

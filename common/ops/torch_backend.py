@@ -1,0 +1,317 @@
+"""The recurrent ops in plain torch: the reference that is always there, on every device.
+
+One shape of signature for all of them: packed rows of one step, a :class:`StateIndex` that says which rows belong to
+which segment and which slots they read, write and save to, and the slot-pool view of one layer that is read and
+written in place. Decode rows are one batched update. Spans are cut into chunks: everything inside a chunk is batched
+over all chunks of all spans, only the walk from chunk to chunk is sequential. A save cuts the scan, nothing else.
+Arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.ops.index import ChunkIndex, StateIndex
+
+_MAMBA2_CHUNK = 64
+_DELTA_CHUNK = 64
+_L2_EPS = 1e-6
+
+
+def conv1d_varlen(x: Tensor, weight: Tensor, bias: Tensor | None, index: StateIndex, pool: Tensor) -> Tensor:
+    """Causal depthwise convolution.
+
+    Args:
+        x: [num_tokens, channels]; weight: [channels, kernel]; bias: [channels].
+        pool: [num_slots, channels, kernel - 1], the last inputs of each sequence.
+
+    Returns: [num_tokens, channels], no activation applied.
+    """
+    out = torch.empty_like(x)
+    width = weight.shape[-1] - 1
+    if index.num_decode:
+        window = torch.cat([pool[index.decode_src].to(x.dtype), x[index.decode_rows][:, :, None]], -1)
+        convolved = (window * weight).sum(-1)
+        out[index.decode_rows] = convolved if bias is None else convolved + bias
+        _store_decode(pool, window[:, :, 1:], index)
+    if not index.spans:
+        return out
+    # Every span with its state in front, side by side: one convolution; outputs that mix two neighbours are not read.
+    pieces: list[Tensor] = []
+    for span in index.spans:
+        pieces += (pool[span.src_slot].to(x.dtype), x[span.begin : span.end].T)
+    inputs = torch.cat(pieces, 1)
+    outputs = F.conv1d(inputs[None], weight[:, None], bias, groups=x.shape[1])[0]
+    begin = 0
+    for span in index.spans:
+        length = span.end - span.begin
+        out[span.begin : span.end] = outputs[:, begin : begin + length].T
+        for offset, slot in (*span.saves, (length, span.dst_slot)):
+            pool[slot] = inputs[:, begin + offset : begin + offset + width]
+        begin += length + width
+    return out
+
+
+def mamba2_varlen(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    index: StateIndex,
+    pool: Tensor,
+) -> Tensor:
+    """Mamba-2 scan in its chunked (SSD) form, arXiv 2405.21060; groups share B and C, heads are never repeated.
+
+    Args:
+        x: [num_tokens, heads, head_dim]; dt: [num_tokens, heads] step sizes, final (bias, softplus and limits applied).
+        a: [heads] negative; b, c: [num_tokens, groups, state]; d: [heads] skip or None.
+        pool: [num_slots, heads, head_dim, state] float32.
+
+    Returns: [num_tokens, heads, head_dim] in x's dtype.
+    """
+    out = torch.empty_like(x)
+    dt, a = dt.float(), a.float()
+    if index.num_decode:
+        rows = index.decode_rows
+        out[rows] = _mamba2_decode(x[rows].float(), dt[rows], a, b[rows].float(), c[rows].float(), index, pool).to(
+            out.dtype
+        )
+    if index.spans:
+        chunks = index.chunks(_chunk_size(index.longest_run, _MAMBA2_CHUNK))
+        _mamba2_spans(x, dt, a, b, c, chunks, pool, out)
+    if d is not None:
+        out = (out.float() + x.float() * d.float()[:, None]).to(x.dtype)
+    return out
+
+
+def _mamba2_decode(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, index: StateIndex, pool: Tensor) -> Tensor:
+    num_rows, num_heads, head_dim = x.shape
+    num_groups, state_size = b.shape[1:]
+    state = pool[index.decode_src].view(num_rows, num_heads, head_dim, state_size)
+    state.mul_(torch.exp(dt * a)[:, :, None, None])
+    grouped = state.view(num_rows * num_groups, -1, state_size)  # [rows * groups, heads of the group * head_dim, state]
+    scaled = (dt[:, :, None] * x).view(num_rows * num_groups, -1, 1)
+    grouped.baddbmm_(scaled, b.reshape(num_rows * num_groups, 1, state_size))
+    _store_decode(pool, state, index)
+    return torch.bmm(grouped, c.reshape(num_rows * num_groups, state_size, 1)).view(num_rows, num_heads, head_dim)
+
+
+def _mamba2_spans(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunks: ChunkIndex, pool: Tensor, out: Tensor
+) -> None:
+    num_heads, head_dim = x.shape[1:]
+    num_groups, state_size = b.shape[1:]
+    count, size = chunks.rows.shape
+    per_group = num_heads // num_groups
+    steps = chunks.gather(dt)
+    if chunks.padding is not None:
+        steps = steps.masked_fill(chunks.padding[:, :, None], 0.0)  # a step of 0 neither decays nor adds
+    decay = (steps * a).cumsum(1)  # [chunks, size, heads], log of the decay since the chunk's begin
+    scaled = chunks.gather(x).float().mul_(steps[..., None])  # [chunks, size, heads, head_dim]
+    keys = chunks.gather(b).float().transpose(1, 2)  # [chunks, groups, size, state]
+    queries = chunks.gather(c).float().transpose(1, 2)
+    total = decay[:, -1]  # [chunks, heads]
+
+    # What each chunk adds to the state: sum over its rows of decay to the end * x * b.
+    weighted = scaled * torch.exp(total[:, None] - decay)[..., None]
+    added = weighted.view(count, size, num_groups, per_group * head_dim).permute(0, 2, 3, 1) @ keys
+    added = added.view(count, num_heads, head_dim, state_size)
+    before = _walk_decayed(chunks, torch.exp(total)[:, :, None, None], added, pool)
+
+    # Inside the chunk: one score matrix per group, weighted by each head's own decay.
+    by_head = decay.transpose(1, 2)  # [chunks, heads, size]
+    weights = (by_head[..., None] - by_head[:, :, None]).clamp_(max=0.0).exp_().tril_()
+    scores = queries @ keys.transpose(-1, -2)  # [chunks, groups, size, size]
+    weights.view(count, num_groups, per_group, size, size).mul_(scores[:, :, None])
+    result = (weights @ scaled.transpose(1, 2)).transpose(1, 2)  # [chunks, size, heads, head_dim]
+
+    # From before the chunk.
+    past = queries @ before.view(count, num_groups, per_group * head_dim, state_size).transpose(-1, -2)
+    past = past.transpose(1, 2).reshape(count, size, num_heads, head_dim)
+    chunks.scatter(out, torch.addcmul(result, past, torch.exp(decay)[..., None]))
+
+
+def gated_delta_varlen(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
+) -> Tensor:
+    """Gated delta rule, arXiv 2412.06464, in the UT-transform chunked form of arXiv 2406.06484.
+
+    Args:
+        query, key: [num_tokens, key_heads, key_dim], not normalised; value: [num_tokens, value_heads, value_dim].
+        decay: [num_tokens, value_heads] log decay <= 0; beta: [num_tokens, value_heads].
+        pool: [num_slots, value_heads, key_dim, value_dim] float32.
+
+    Returns: [num_tokens, value_heads, value_dim] in value's dtype.
+    """
+    out = torch.empty_like(value)
+    query = _l2norm(query.float()) * query.shape[-1] ** -0.5
+    key = _l2norm(key.float())
+    decay, beta = decay.float(), beta.float()
+    if index.num_decode:
+        rows = index.decode_rows
+        out[rows] = _delta_decode(query[rows], key[rows], value[rows].float(), decay[rows], beta[rows], index, pool).to(
+            out.dtype
+        )
+    if index.spans:
+        chunks = index.chunks(_chunk_size(index.longest_run, _DELTA_CHUNK))
+        _delta_spans(query, key, value, decay, beta, chunks, pool, out)
+    return out
+
+
+def _delta_decode(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
+) -> Tensor:
+    num_rows, num_heads, value_dim = value.shape
+    key_dim = key.shape[-1]
+    repeats = num_heads // key.shape[1]
+    batch = num_rows * num_heads
+    q = query[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
+    k = key[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
+    state = pool[index.decode_src].view(batch, key_dim, value_dim)
+    state.mul_(decay.exp().view(batch, 1, 1))
+    delta = (value.view(batch, 1, value_dim) - torch.bmm(k, state)) * beta.view(batch, 1, 1)
+    state.baddbmm_(k.transpose(1, 2), delta)
+    _store_decode(pool, state.view(num_rows, num_heads, key_dim, value_dim), index)
+    return torch.bmm(q, state).view(num_rows, num_heads, value_dim)
+
+
+def _delta_spans(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    chunks: ChunkIndex,
+    pool: Tensor,
+    out: Tensor,
+) -> None:
+    num_heads, value_dim = value.shape[1:]
+    num_key_heads, key_dim = key.shape[1:]
+    count, size = chunks.rows.shape
+    grouped = (count, num_key_heads, num_heads // num_key_heads, size)
+    log_decay, rate = chunks.gather(decay), chunks.gather(beta)
+    if chunks.padding is not None:
+        log_decay = log_decay.masked_fill(chunks.padding[:, :, None], 0.0)
+        rate = rate.masked_fill(chunks.padding[:, :, None], 0.0)  # a rate of 0 writes nothing
+    cumulative = log_decay.cumsum(1).transpose(1, 2).reshape(grouped)  # [chunks, key heads, repeats, size]
+    rate = rate.transpose(1, 2).reshape(grouped)[..., None]
+    q = chunks.gather(query).transpose(1, 2)[:, :, None]  # [chunks, key heads, 1, size, key_dim]
+    k = chunks.gather(key).transpose(1, 2)[:, :, None]
+    v = chunks.gather(value).float().transpose(1, 2).reshape(*grouped, value_dim)
+
+    pairwise = (cumulative[..., :, None] - cumulative[..., None, :]).clamp_(max=0.0).exp_().tril_()
+    system = (k @ k.transpose(-1, -2)) * pairwise * rate  # unit lower triangular: the diagonal is not read
+    since_begin = cumulative.exp()[..., None]
+    right = torch.cat([v * rate, k * (rate * since_begin)], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new_values, read_keys = solved.split([value_dim, key_dim], -1)
+
+    total = cumulative[..., -1:]
+    reads = torch.cat([read_keys, q * since_begin], -2).flatten(1, 2)  # [chunks, heads, 2 * size, key_dim]
+    writes = (
+        (k * (total - cumulative).exp()[..., None]).flatten(1, 2).transpose(-1, -2)
+    )  # [chunks, heads, key_dim, size]
+    new_values = new_values.flatten(1, 2)
+    chunk_decay = total.exp().view(count, num_heads, 1, 1)
+    corrected, past = torch.empty_like(new_values), torch.empty_like(new_values)
+    state = torch.empty(0)
+    for i, step in enumerate(chunks.walk):
+        if step.load_slot is not None:
+            state = pool[step.load_slot]
+        read = torch.bmm(reads[i], state)
+        torch.sub(new_values[i], read[:, :size], out=corrected[i])
+        past[i] = read[:, size:]
+        state = torch.baddbmm(state * chunk_decay[i], writes[i], corrected[i])
+        for slot in step.store_slots:
+            pool[slot] = state
+    attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 2)
+    chunks.scatter(out, (attention @ corrected).add_(past).transpose(1, 2))
+
+
+def mamba1_varlen(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, index: StateIndex, pool: Tensor
+) -> Tensor:
+    """Mamba-1 selective scan, arXiv 2312.00752.
+
+    A span of n tokens is cut into about sqrt(n) chunks that advance side by side: once from zero to learn what each
+    chunk adds, then along the chain of chunks, then again from the right begin for the outputs. 2 sqrt(n) wide steps,
+    not n.
+
+    Args:
+        x: [num_tokens, channels]; dt: [num_tokens, channels] step sizes, final (bias and softplus applied).
+        a: [channels, state] negative; b, c: [num_tokens, state]; d: [channels] skip or None.
+        pool: [num_slots, channels, state] float32.
+
+    Returns: [num_tokens, channels] float32, not gated.
+    """
+    x, dt, a, b, c = x.float(), dt.float(), a.float(), b.float(), c.float()
+    out = torch.empty_like(x)
+    if index.num_decode:
+        rows = index.decode_rows
+        state = pool[index.decode_src]
+        _mamba1_advance(state, dt[rows], x[rows], a, b[rows])
+        out[rows] = torch.bmm(state, c[rows][:, :, None])[:, :, 0]
+        _store_decode(pool, state, index)
+    if index.spans:
+        root = max(1, int(index.longest_run**0.5))
+        _mamba1_spans(x, dt, a, b, c, index.chunks(_chunk_size(2 * root - 1, _MAMBA2_CHUNK)), pool, out)
+    return out if d is None else torch.addcmul(out, x, d.float())
+
+
+def _mamba1_advance(state: Tensor, dt: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+    """One token, in place. state [n, channels, state]; dt, x [n, channels]; b [n, state]."""
+    state.mul_(torch.exp(dt[..., None] * a)).addcmul_((dt * x)[..., None], b[:, None])
+
+
+def _mamba1_spans(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunks: ChunkIndex, pool: Tensor, out: Tensor
+) -> None:
+    count, size = chunks.rows.shape
+    steps = chunks.gather(dt)
+    if chunks.padding is not None:
+        steps = steps.masked_fill(chunks.padding[:, :, None], 0.0)
+    # [size, chunks, ...]: the loop below takes one place of every chunk at a time.
+    xs, steps = chunks.gather(x).transpose(0, 1).contiguous(), steps.transpose(0, 1).contiguous()
+    bs, cs = chunks.gather(b).transpose(0, 1).contiguous(), chunks.gather(c).transpose(0, 1).contiguous()
+    added = x.new_zeros(count, *a.shape)
+    for i in range(size):
+        _mamba1_advance(added, steps[i], xs[i], a, bs[i])
+    state = _walk_decayed(chunks, torch.exp(steps.sum(0)[..., None] * a), added, pool)
+    results = torch.empty_like(xs)
+    for i in range(size):
+        _mamba1_advance(state, steps[i], xs[i], a, bs[i])
+        torch.bmm(state, cs[i][:, :, None], out=results[i][:, :, None])
+    chunks.scatter(out, results.transpose(0, 1))
+
+
+def _walk_decayed(chunks: ChunkIndex, decay: Tensor, added: Tensor, pool: Tensor) -> Tensor:
+    """State before each chunk, [chunks, *state], where a chunk turns a state s into ``decay * s + added``; stores on
+    the way."""
+    before = torch.empty_like(added)
+    state = added
+    for i, step in enumerate(chunks.walk):
+        before[i] = state if step.load_slot is None else pool[step.load_slot]
+        state = torch.addcmul(added[i], before[i], decay[i])
+        for slot in step.store_slots:
+            pool[slot] = state
+    return before
+
+
+def _store_decode(pool: Tensor, state: Tensor, index: StateIndex) -> None:
+    state = state.to(pool.dtype)
+    pool[index.decode_dst] = state
+    if index.decode_saves.shape[0]:
+        pool[index.decode_save_slots] = state[index.decode_saves]
+
+
+def _l2norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _L2_EPS)
+
+
+def _chunk_size(longest_run: int, limit: int) -> int:
+    """A power of two: large enough for the longest run, at least 8 and at most ``limit``."""
+    return min(limit, max(8, 1 << (longest_run - 1).bit_length()))

@@ -1,0 +1,122 @@
+"""What travels with one request, and what comes back per step. Plain data: no torch, nothing of ours imported.
+
+A *request* is one prompt with one sampled continuation. ``n > 1`` is expressed by ``Request.num_forks``: the engine
+forks the finished prompt, so the prompt is computed once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn logits into tokens.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 mean "off". ``logprobs`` is the number
+    of alternatives to report per token (0: the sampled token's own only; None: no logprobs). ``prompt_logprobs`` asks
+    for the log-probability of every prompt token (echo). ``seed`` makes a request reproducible on its own, whatever it
+    is batched with. ``max_tokens`` 0 is allowed only with ``prompt_logprobs`` or echo.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token and of the ``top`` alternatives at its position, most likely first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Where a request's time went on this node, in seconds; ``None``: the phase did not happen."""
+
+    queue: float = 0.0
+    prefill: float | None = None
+    transfer: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one engine step produced for one sequence. ``index`` is the fork number, 0 for ``num_forks`` 1."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: Exception | None = None
+    num_cached_tokens: int = 0
+    num_local_computed_tokens: int = 0
+    transferred_bytes: int = 0
+    transferred_blocks: int = 0
+    transferred_states: int = 0
+    seconds: PhaseSeconds | None = None
+    handoff: Any = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt on its way through an engine.
+
+    Attributes:
+        sampling: None on a prefill-only request: the prompt is computed and handed out (leased), nothing is sampled.
+        num_forks: how many continuations are sampled from the one prompt.
+        remote: what a peer promised to hand over (opaque to the engine, given to the node's pull function); None:
+        local. skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every
+        row). arrival_s: monotonic seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams | None
+    eos_token_ids: frozenset[int] = frozenset()
+    num_forks: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
+    remote: Any = None
+    arrival_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def skip_prefix_lookup(self) -> bool:
+        return self.sampling is not None and self.sampling.prompt_logprobs

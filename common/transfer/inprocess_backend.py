@@ -1,0 +1,204 @@
+"""The same contract between backends of one process: plain memory copies, for tests.
+
+Backends find each other in a hub that is passed in. A read is copied when it is polled, so a test decides what happens
+between post and read: ``InProcessHub.freeze`` keeps a peer's reads in flight (as a stopped process does), closing a
+backend fails them (as a dead one does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from common.errors import TransferError
+from common.transfer.backend import (
+    CheckedRead,
+    Handle,
+    Peer,
+    PeerMetadata,
+    Read,
+    ReadStatus,
+    Region,
+    TransferBackend,
+    TransferCode,
+)
+
+
+class InProcessHub:
+    """Which backends are alive and which of them are frozen, by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive: set[str] = set()
+        self._frozen: set[str] = set()
+
+    def join(self, name: str) -> None:
+        with self._lock:
+            self._alive.add(name)
+
+    def leave(self, name: str) -> None:
+        with self._lock:
+            self._alive.discard(name)
+            self._frozen.discard(name)
+
+    def freeze(self, name: str) -> None:
+        """Reads from this backend stay in flight from now on."""
+        with self._lock:
+            self._frozen.add(name)
+
+    def thaw(self, name: str) -> None:
+        with self._lock:
+            self._frozen.discard(name)
+
+    def is_alive(self, name: str) -> bool:
+        with self._lock:
+            return name in self._alive
+
+    def is_frozen(self, name: str) -> bool:
+        with self._lock:
+            return name in self._frozen
+
+
+class _InProcessHandle(Handle):
+    __slots__ = ("reads",)
+
+    def __init__(self, peer: Peer, reads: Sequence[CheckedRead]) -> None:
+        super().__init__(peer, reads)
+        self.reads = reads
+
+
+class InProcessBackend(TransferBackend):
+    """See ``TransferBackend``. Only backends of the same hub can be peers; only ``cpu`` regions."""
+
+    kind = "inprocess"
+
+    def __init__(self, hub: InProcessHub, *, engine_id: str, epoch: int, fingerprint: str = "") -> None:
+        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+        self._hub = hub
+        self.name = f"{engine_id}-{secrets.token_hex(8)}"
+        self._lock = threading.Lock()
+        self._regions: dict[str, Region] = {}
+        self._peers: dict[str, Peer] = {}
+        self._disconnected: set[str] = set()
+        self._closed = False
+        hub.join(self.name)
+
+    @property
+    def regions(self) -> Mapping[str, Region]:
+        return MappingProxyType(self._regions)
+
+    def register(self, regions: Sequence[Region]) -> None:
+        with self._lock:
+            self._check_open()
+            names = [region.name for region in regions]
+            taken = sorted(name for name in names if name in self._regions or names.count(name) > 1)
+            foreign = sorted(region.name for region in regions if region.device != "cpu")
+            if taken or foreign:
+                raise TransferError(
+                    f"regions registered twice: {taken}, not on the cpu: {foreign}",
+                    code=TransferCode.REGISTRATION_FAILED,
+                )
+            self._regions.update({region.name: region for region in regions})
+
+    def metadata(self) -> bytes:
+        with self._lock:
+            self._check_open()
+            return PeerMetadata(
+                backend=self.kind,
+                name=self.name,
+                engine_id=self.engine_id,
+                epoch=self.epoch,
+                fingerprint=self.fingerprint,
+                agent="",
+                regions=tuple(region for region in self._regions.values() if region.exported),
+            ).to_bytes()
+
+    def add_peer(self, metadata: bytes) -> Peer:
+        announced = PeerMetadata.from_bytes(metadata)
+        with self._lock:
+            self._check_open()
+            self._check_announcement(announced)
+            if not self._hub.is_alive(announced.name):
+                raise TransferError(f"peer {announced.name} is not in this hub", code=TransferCode.TRANSFER_FAILED)
+            peer = self._peers.get(announced.name)
+            regions = {region.name: region for region in announced.regions}
+            if peer is None or dict(peer.regions) != regions:
+                peer = Peer(
+                    name=announced.name,
+                    engine_id=announced.engine_id,
+                    epoch=announced.epoch,
+                    regions=MappingProxyType(regions),
+                )
+            for other in [known for known in self._peers.values() if known.engine_id == peer.engine_id]:
+                del self._peers[other.name]
+            self._peers[peer.name] = peer
+            self._disconnected.discard(peer.name)
+            return peer
+
+    def remove_peer(self, peer: Peer) -> None:
+        with self._lock:
+            self._check_open()
+            self._peers.pop(peer.name, None)
+
+    def post_read(self, peer: Peer, reads: Sequence[Read]) -> Handle:
+        with self._lock:
+            self._check_open()
+            known = self._peers.get(peer.name)
+            if known is None:
+                raise TransferError(
+                    f"peer {peer.name} (epoch {peer.epoch}) was never added, removed, or has restarted since",
+                    code=TransferCode.UNKNOWN_PEER,
+                )
+            if peer.name in self._disconnected:
+                raise TransferError(
+                    f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
+                )
+            return _InProcessHandle(known, self._checked(known, reads))
+
+    def poll(self, handle: Handle) -> ReadStatus:
+        assert isinstance(handle, _InProcessHandle)
+        with self._lock:
+            self._check_open()
+            if handle.status.is_terminal:
+                return handle.status
+            name = handle.peer.name
+            if not self._hub.is_alive(name):
+                self._disconnected.add(name)
+                handle.error = TransferError(f"peer {name} is gone", code=TransferCode.PEER_DISCONNECTED)
+                handle.status = ReadStatus.FAILED
+            elif not self._hub.is_frozen(name):
+                for read in handle.reads:
+                    _copy(read)
+                handle.status = ReadStatus.DONE
+            return handle.status
+
+    def release(self, handle: Handle) -> None:
+        with self._lock:
+            self._check_open()
+            if not handle.status.is_terminal:
+                raise TransferError(
+                    f"read of {handle.num_bytes} bytes from {handle.peer.name} is still in flight",
+                    code=TransferCode.HANDLE_ACTIVE,
+                )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._hub.leave(self.name)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError(f"transfer backend of {self.engine_id} is closed", code=TransferCode.CLOSED)
+
+
+def _copy(read: CheckedRead) -> None:
+    unit_bytes = read.local.unit_bytes
+    for first_local, first_remote, length in read.runs:
+        ctypes.memmove(
+            read.local.address + first_local * unit_bytes,
+            read.remote.address + first_remote * unit_bytes,
+            length * unit_bytes,
+        )

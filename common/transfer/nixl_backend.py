@@ -1,0 +1,443 @@
+"""READs over NIXL: UCX by default (shared memory, TCP or RDMA, whatever ``UCX_TLS`` and UCX itself choose).
+
+One NIXL agent per backend, under a name that is new with each process start: metadata of an earlier life can never be
+taken for this one's. NIXL facts this file is built on (1.5.1):
+
+- A disconnect makes NIXL drop the peer's metadata, later posts raise "not found" until the metadata is loaded again.
+- Releasing an unfinished transfer does not stop the bytes. Only a terminal status, or the end of the agent, does.
+- Its Python class starts the progress thread with a poll timeout of 0: a core at 100 % per idle agent (measured), and
+  reads at half speed where cores are few. The bindings below that class take a timeout, so they are used directly; with
+  10 ms an idle agent costs 0.5 % and a 16 KiB read still takes 0.03 ms (shared memory), because traffic wakes the
+  thread.
+- A holder answers reads over TCP from its progress thread; without one it answers nothing.
+- ``import nixl`` puts a log handler on stdout, and UCX logs there too; stdout belongs to the program. Both are moved
+  off it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from common.errors import TransferError
+from common.transfer.backend import (
+    CheckedRead,
+    Handle,
+    Peer,
+    PeerMetadata,
+    Read,
+    ReadStatus,
+    Region,
+    TransferBackend,
+    TransferCode,
+)
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("nixl", "nixl_cu12")
+PROGRESS_TIMEOUT_US = 10_000
+
+
+def load_bindings(packages: Sequence[str] = PACKAGES) -> Any:
+    """The bindings module of the first of ``packages`` that can be imported, with its logging off stdout.
+
+    Imported on demand: a process that moves no bytes (or moves them in-process) needs no NIXL. UCX reads its
+    environment while it is being loaded; defaults are set for its logging only, and only where the user has set
+    nothing: to stderr, and errors only, because ending an agent with reads in flight logs a warning per descriptor.
+
+    Raises:
+        TransferError: ``backend_unavailable``, with every reason.
+    """
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    reasons: list[str] = []
+    raise_exceptions = logging.raiseExceptions
+    for package in packages:
+        try:
+            importlib.import_module(package)
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ImportError as exc:
+            reasons.append(f"{package}: {exc}")
+            continue
+        finally:
+            logging.raiseExceptions = raise_exceptions
+        nixl_logger = logging.getLogger("nixl")
+        for handler in list(nixl_logger.handlers):
+            nixl_logger.removeHandler(handler)
+        nixl_logger.propagate = True
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            nixl_logger.setLevel(logging.WARNING)
+        return bindings
+    raise TransferError(f"NIXL cannot be imported ({'; '.join(reasons)})", code=TransferCode.BACKEND_UNAVAILABLE)
+
+
+class _NixlHandle(Handle):
+    """One NIXL transfer per pair of memory kinds; together they are one read."""
+
+    __slots__ = ("pending", "remote", "transfers")
+
+    def __init__(self, remote: _Remote, reads: Sequence[CheckedRead]) -> None:
+        super().__init__(remote.peer, reads)
+        self.remote = remote
+        self.transfers: list[int] = []
+        self.pending: list[int] = []
+
+
+@dataclass(slots=True, eq=False)
+class _Remote:
+    """A peer's place in the agent. ``loaded``: NIXL has its metadata. ``accepting``: new reads are allowed.
+    ``num_handles``: unreleased reads; the metadata is not taken away under them."""
+
+    peer: Peer
+    blob: bytes
+    loaded: bool = True
+    accepting: bool = True
+    num_handles: int = 0
+
+
+class NixlBackend(TransferBackend):
+    """See ``TransferBackend``. ``backends``: NIXL plugin names (``--nixl-backends``); NIXL uses what both sides
+    have."""
+
+    kind = "nixl"
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        epoch: int,
+        fingerprint: str = "",
+        backends: Sequence[str] = ("UCX",),
+        bindings: Any = None,
+    ) -> None:
+        """Create the agent and its threads. ``bindings``: what ``load_bindings`` returned (default: call it).
+
+        Raises:
+            TransferError: ``backend_unavailable`` when NIXL or one of ``backends`` is not there or does not start.
+        """
+        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+        self._nixl = load_bindings() if bindings is None else bindings
+        # NIXL's own errors have no common base; the bindings raise the built-in ones for arguments they cannot convert.
+        self._errors: tuple[type[Exception], ...] = (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            *(kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+        )
+        self._name = f"{engine_id}-{secrets.token_hex(8)}"
+        self._lock = threading.Lock()
+        self._regions: dict[str, Region] = {}
+        self._remotes: dict[str, _Remote] = {}
+        self._handles: set[_NixlHandle] = set()
+        self._agent: Any = self._create_agent(list(backends))
+
+    def _create_agent(self, backends: list[str]) -> Any:
+        nixl = self._nixl
+        try:
+            config = nixl.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = PROGRESS_TIMEOUT_US
+            config.useListenThread = False
+            config.captureTelemetry = False
+            # Peers are added and removed from other threads than the one that posts and polls.
+            config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+            agent = nixl.nixlAgent(self._name, config)
+            available = agent.getAvailPlugins()
+            missing = [name for name in backends if name not in available]
+            if missing or not backends:
+                raise TransferError(
+                    f"--nixl-backends {','.join(backends)}: NIXL has no {missing}, only {sorted(available)}",
+                    param="nixl_backends",
+                    code=TransferCode.BACKEND_UNAVAILABLE,
+                )
+            for name in backends:
+                agent.createBackend(name, {})
+        except TransferError:
+            raise
+        except self._errors as exc:
+            raise TransferError(
+                f"NIXL agent with backends {backends} did not start: {exc}", code=TransferCode.BACKEND_UNAVAILABLE
+            ) from exc
+        return agent
+
+    @property
+    def regions(self) -> Mapping[str, Region]:
+        return MappingProxyType(self._regions)
+
+    def register(self, regions: Sequence[Region]) -> None:
+        with self._lock:
+            agent = self._open_agent()
+            names = [region.name for region in regions]
+            taken = sorted(name for name in names if name in self._regions or names.count(name) > 1)
+            if taken:
+                raise TransferError(f"regions {taken} registered twice", code=TransferCode.REGISTRATION_FAILED)
+            entries: dict[str, list[tuple[int, int, int, str]]] = {}
+            for region in regions:
+                memory, device_id = _memory_kind(region.device)
+                entries.setdefault(memory, []).append((region.address, region.num_bytes, device_id, region.name))
+            registered: list[Any] = []
+            try:
+                for memory, rows in entries.items():
+                    descriptors = self._nixl.nixlRegDList(getattr(self._nixl, memory), rows)
+                    agent.registerMem(descriptors, [])
+                    registered.append(descriptors)
+            except self._errors as exc:
+                for descriptors in registered:
+                    agent.deregisterMem(descriptors, [])
+                sizes = {region.name: region.num_bytes for region in regions}
+                raise TransferError(
+                    f"NIXL refused to register {sizes} (bytes): {exc}", code=TransferCode.REGISTRATION_FAILED
+                ) from exc
+            self._regions.update({region.name: region for region in regions})
+
+    def metadata(self) -> bytes:
+        with self._lock:
+            try:
+                blob = self._open_agent().getLocalMD()
+            except TransferError:
+                raise
+            except self._errors as exc:
+                raise TransferError(f"NIXL gave no metadata: {exc}") from exc
+            return PeerMetadata(
+                backend=self.kind,
+                name=self._name,
+                engine_id=self.engine_id,
+                epoch=self.epoch,
+                fingerprint=self.fingerprint,
+                agent=base64.b64encode(blob).decode(),
+                regions=tuple(region for region in self._regions.values() if region.exported),
+            ).to_bytes()
+
+    def add_peer(self, metadata: bytes) -> Peer:
+        announced = PeerMetadata.from_bytes(metadata)
+        with self._lock:
+            self._open_agent()
+            self._check_announcement(announced)
+            try:
+                blob = base64.b64decode(announced.agent, validate=True)
+            except binascii.Error as exc:
+                raise TransferError(
+                    f"peer {announced.engine_id}: agent metadata is not base64", code=TransferCode.BAD_METADATA
+                ) from exc
+            remote = self._remotes.get(announced.name)
+            if remote is None or remote.blob != blob:
+                peer = Peer(
+                    name=announced.name,
+                    engine_id=announced.engine_id,
+                    epoch=announced.epoch,
+                    regions=MappingProxyType({region.name: region for region in announced.regions}),
+                )
+                if remote is not None:
+                    self._unload(remote)
+                remote = _Remote(peer, blob)
+                self._load(remote)
+                self._remotes[peer.name] = remote
+            elif not remote.loaded:
+                self._load(remote)
+            remote.accepting = True
+            for other in list(self._remotes.values()):
+                if other is not remote and other.peer.engine_id == announced.engine_id:
+                    self._retire(other)
+            return remote.peer
+
+    def remove_peer(self, peer: Peer) -> None:
+        with self._lock:
+            self._open_agent()
+            remote = self._remotes.get(peer.name)
+            if remote is not None:
+                self._retire(remote)
+
+    def post_read(self, peer: Peer, reads: Sequence[Read]) -> Handle:
+        with self._lock:
+            agent = self._open_agent()
+            remote = self._remotes.get(peer.name)
+            if remote is None or not remote.accepting:
+                raise TransferError(
+                    f"peer {peer.name} (epoch {peer.epoch}) was never added, removed, or has restarted since",
+                    code=TransferCode.UNKNOWN_PEER,
+                )
+            if not remote.loaded:
+                raise TransferError(
+                    f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
+                )
+            checked = self._checked(remote.peer, reads)
+            handle = _NixlHandle(remote, checked)
+            # All transfers are created before the first is posted, so that an error raised from here means: nothing
+            # moves.
+            try:
+                for (local_memory, remote_memory), group in _by_memory(checked).items():
+                    handle.transfers.append(
+                        agent.createXferReq(
+                            self._nixl.NIXL_READ,
+                            self._nixl.nixlXferDList(getattr(self._nixl, local_memory), _rows(group, local=True)),
+                            self._nixl.nixlXferDList(getattr(self._nixl, remote_memory), _rows(group, local=False)),
+                            peer.name,
+                        )
+                    )
+            except self._errors as exc:
+                self._release_transfers(handle)
+                raise self._translate(exc, remote, "creating a read") from exc
+            remote.num_handles += 1
+            self._handles.add(handle)
+            for transfer in handle.transfers:
+                try:
+                    if agent.postXferReq(transfer) != self._nixl.NIXL_SUCCESS:
+                        handle.pending.append(transfer)
+                except self._errors as exc:
+                    # Part of it may be on its way: the status says when it no longer is.
+                    handle.error = self._translate(exc, remote, "posting a read", cause=exc)
+                    handle.pending.append(transfer)
+                    break
+            return handle
+
+    def poll(self, handle: Handle) -> ReadStatus:
+        assert isinstance(handle, _NixlHandle)
+        if handle.status.is_terminal:
+            return handle.status
+        agent = self._open_agent()
+        still_pending: list[int] = []
+        for transfer in handle.pending:
+            try:
+                state = agent.getXferStatus(transfer)
+            except self._errors as exc:
+                if handle.error is None:
+                    handle.error = self._translate(exc, handle.remote, "reading", cause=exc)
+                continue
+            if state == self._nixl.NIXL_IN_PROG:
+                still_pending.append(transfer)
+            elif state != self._nixl.NIXL_SUCCESS and handle.error is None:
+                handle.error = TransferError(f"reading, peer {handle.peer.name}: NIXL status {state}")
+        handle.pending = still_pending
+        if not still_pending:
+            handle.status = ReadStatus.DONE if handle.error is None else ReadStatus.FAILED
+        return handle.status
+
+    def release(self, handle: Handle) -> None:
+        assert isinstance(handle, _NixlHandle)
+        with self._lock:
+            self._open_agent()
+            if not handle.status.is_terminal:
+                raise TransferError(
+                    f"read of {handle.num_bytes} bytes from {handle.peer.name} is still in flight",
+                    code=TransferCode.HANDLE_ACTIVE,
+                )
+            if handle not in self._handles:
+                return
+            self._handles.discard(handle)
+            self._release_transfers(handle)
+            handle.remote.num_handles -= 1
+            if not handle.remote.accepting:
+                self._retire(handle.remote)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._agent is None:
+                return
+            for handle in self._handles:
+                self._release_transfers(handle)
+            self._handles.clear()
+            self._remotes.clear()
+            # The last reference: the agent ends here, and with it whatever it still had in flight.
+            self._agent = None
+
+    # Below: callers hold the lock.
+
+    def _open_agent(self) -> Any:
+        if self._agent is None:
+            raise TransferError(f"transfer backend of {self.engine_id} is closed", code=TransferCode.CLOSED)
+        return self._agent
+
+    def _load(self, remote: _Remote) -> None:
+        try:
+            name = self._agent.loadRemoteMD(remote.blob)
+        except self._errors as exc:
+            raise self._translate(exc, remote, "loading its metadata") from exc
+        name = name.decode() if isinstance(name, bytes) else name
+        if name != remote.peer.name:
+            self._agent.invalidateRemoteMD(name)
+            raise TransferError(
+                f"peer announces the name {remote.peer.name!r}, its agent is {name!r}", code=TransferCode.BAD_METADATA
+            )
+        remote.loaded = True
+
+    def _unload(self, remote: _Remote) -> None:
+        if remote.loaded:
+            remote.loaded = False
+            try:
+                self._agent.invalidateRemoteMD(remote.peer.name)
+            except self._errors as exc:
+                # NIXL has dropped it already, on a disconnect that no read of ours has met.
+                logger.debug("removing peer %s: %s", remote.peer.name, exc)
+
+    def _retire(self, remote: _Remote) -> None:
+        remote.accepting = False
+        if remote.num_handles == 0:
+            self._unload(remote)
+            if self._remotes.get(remote.peer.name) is remote:
+                del self._remotes[remote.peer.name]
+
+    def _release_transfers(self, handle: _NixlHandle) -> None:
+        for transfer in handle.transfers:
+            try:
+                self._agent.releaseXferReq(transfer)
+            except self._errors as exc:
+                logger.debug("releasing a read from %s: %s", handle.peer.name, exc)
+        handle.transfers.clear()
+        handle.pending.clear()
+
+    def _translate(
+        self, exc: Exception, remote: _Remote, doing: str, *, cause: Exception | None = None
+    ) -> TransferError:
+        """Ours for NIXL's. ``cause``: for errors that are kept instead of raised."""
+        nixl = self._nixl
+        code = TransferCode.TRANSFER_FAILED
+        if isinstance(exc, (nixl.nixlRemoteDisconnectError, nixl.nixlNotFoundError)):
+            # NIXL has forgotten the peer: it must be added again.
+            remote.loaded = False
+            code = TransferCode.PEER_DISCONNECTED
+        error = TransferError(f"{doing}, peer {remote.peer.name}: {type(exc).__name__} {exc}", code=code)
+        error.__cause__ = cause
+        return error
+
+
+def _memory_kind(device: str) -> tuple[str, int]:
+    """Name of NIXL's memory kind, and the device id, of a device string."""
+    if device == "cpu":
+        return "DRAM_SEG", 0
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and (not index or index.isdecimal()):
+        return "VRAM_SEG", int(index or 0)
+    raise TransferError(f"unknown device {device!r}, use cpu or cuda:N", code=TransferCode.REGISTRATION_FAILED)
+
+
+def _by_memory(reads: Sequence[CheckedRead]) -> dict[tuple[str, str], list[CheckedRead]]:
+    groups: dict[tuple[str, str], list[CheckedRead]] = {}
+    for read in reads:
+        key = (_memory_kind(read.local.device)[0], _memory_kind(read.remote.device)[0])
+        groups.setdefault(key, []).append(read)
+    return groups
+
+
+def _rows(reads: Sequence[CheckedRead], *, local: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """[num_descriptors, 3]: address, bytes, device id. As one array: a list of tuples is converted one by one."""
+    parts = []
+    for read in reads:
+        region = read.local if local else read.remote
+        runs = np.array(read.runs, dtype=np.uint64)  # [num_runs, 3]
+        part = np.empty_like(runs)
+        part[:, 0] = np.uint64(region.address) + runs[:, 0 if local else 1] * np.uint64(region.unit_bytes)
+        part[:, 1] = runs[:, 2] * np.uint64(region.unit_bytes)
+        part[:, 2] = _memory_kind(region.device)[1]
+        parts.append(part)
+    return np.concatenate(parts)

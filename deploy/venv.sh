@@ -1,0 +1,35 @@
+# Sourced by deploy/local.sh and tests/run.sh, from the repository's root.
+#
+# ensure_venv EXTRAS: make .venv and install this checkout with EXTRAS (node, or node,test) into it. Does nothing when the
+# last installation finished, had these extras, and pyproject.toml has not changed since.
+
+ensure_venv() {
+    local extras=$1 python=${PYTHON:-python3} stamp=.venv/.tandem-installed wanted
+    if [ ! -x .venv/bin/python ]; then
+        if ! command -v "$python" >/dev/null; then
+            echo "error: $python not found; Python 3.11 or newer is needed (set PYTHON=/path/to/python)" >&2
+            return 1
+        fi
+        if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "error: $("$python" --version 2>&1) is too old; Python 3.11 or newer is needed" \
+                "(set PYTHON=/path/to/python)" >&2
+            return 1
+        fi
+        echo "making .venv with $("$python" --version 2>&1)"
+        if ! "$python" -m venv .venv; then
+            rm -rf .venv
+            echo "error: '$python -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2
+            return 1
+        fi
+    fi
+    wanted="$extras $(cksum <pyproject.toml) $PWD"
+    if [ -f "$stamp" ]; then
+        case "$(cat "$stamp")" in
+            "$wanted" | "node,test ${wanted#* }") return 0 ;;
+        esac
+    fi
+    echo "installing tandem-serve[$extras] into .venv (a few minutes the first time)"
+    rm -f "$stamp"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" || return 1
+    printf '%s' "$wanted" >"$stamp"
+}

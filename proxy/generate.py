@@ -1,0 +1,131 @@
+"""The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
+event.
+
+The body is parsed here only to refuse it early, before a prefill node has spent anything on it, and to learn its
+prompts; what the nodes get are the client's own values.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.api.errors import error_response
+from common.api.handoff import FIELD
+from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
+from common.api.responses import sse_error
+from common.errors import TandemError
+from proxy.legs import RelayedAnswer
+from proxy.nodes import NodePool
+from proxy.observe import ProxyMetrics, RequestRecord
+from proxy.orchestrator import Job, Orchestrator
+from proxy.relay import ClientStream, RelayResponse
+
+logger = logging.getLogger(__name__)
+
+
+class GenerateService:
+    """Turns requests into jobs for the orchestrator and outcomes into answers."""
+
+    def __init__(self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics) -> None:
+        self._pool = pool
+        self._orchestrator = orchestrator
+        self._metrics = metrics
+
+    async def completions(self, request: Request) -> Response:
+        return await self._respond(request, "completions", parse_completion, _completion_prompts)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._respond(request, "chat", parse_chat, lambda body: [None])
+
+    async def _respond(
+        self,
+        request: Request,
+        route: str,
+        parse: Callable[[Mapping[str, Any]], GenerationRequest],
+        prompts_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    ) -> Response:
+        arrival_s = time.monotonic()
+        with self._metrics.track_parsing(route, arrival_s):
+            body = await read_json_object(request)
+            body.pop(FIELD, None)  # only the proxy's own prefill legs may name memory to read
+            parsed = parse(body)
+            if models := self._pool.served_models():
+                check_model(parsed.model, models)
+        job = Job(
+            route=request.url.path,
+            body=body,
+            headers=forwarded_headers(request),
+            request_id=request_id_of(request),
+            prompts=prompts_of(body),
+            is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
+            is_stream=parsed.output.stream,
+            arrival_s=arrival_s,
+        )
+        return RelayResponse(lambda client: self._run(job, route, client))
+
+    async def _run(self, job: Job, route: str, client: ClientStream) -> None:
+        try:
+            with self._metrics.track(route, job.arrival_s) as record:
+                await self._run_tracked(job, client, record)
+        except TandemError as exc:
+            await self._fail(job, client, exc)
+        except Exception as exc:
+            # Answered here and not by the app's error handlers: those only know whole answers, this may be a stream.
+            logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
+            await self._fail(job, client, exc)
+
+    async def _run_tracked(self, job: Job, client: ClientStream, record: RequestRecord) -> None:
+        # Until proved otherwise; a cancelled request leaves without passing another line of this.
+        record.outcome = "abort"
+        try:
+            await self._orchestrator.run(job, client)
+            record.outcome = "stop" if client.status == 200 else "error"
+        except RelayedAnswer as exc:
+            record.outcome = "rejected"
+            await client.send_whole(exc.status, exc.headers, exc.body)
+        except Exception:
+            record.outcome = "error"
+            raise
+
+    async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
+        status = error.status if isinstance(error, TandemError) else TandemError.status
+        logger.log(
+            logging.WARNING if status >= 500 else logging.INFO,
+            "request failed request_id=%s status=%d started=%s: %s",
+            job.request_id,
+            status,
+            client.is_started,
+            error,
+        )
+        if client.is_started:
+            # The chunk before may have ended inside an event: an empty line ends it.
+            await client.send_chunk(b"\n\n" + sse_error(error))
+            await client.finish()
+            return
+        answer = error_response(error)
+        headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+        await client.send_whole(answer.status_code, headers, bytes(answer.body))
+
+
+def forwarded_headers(request: Request) -> dict[str, str]:
+    """The headers that go on to the nodes: request id, key, trace."""
+    headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
+    for name in ("authorization", TRACE_HEADER):
+        if (value := request.headers.get(name)) is not None:
+            headers[name] = value
+    return headers
+
+
+def _completion_prompts(body: Mapping[str, Any]) -> Sequence[Any]:
+    """One entry per prompt of a checked completion body."""
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt]

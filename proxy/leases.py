@@ -1,0 +1,86 @@
+"""Leases on prefill nodes between the two legs.
+
+A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer until the
+decode node has taken over, the proxy owns the lease: every way out in between (client gone, decode node gone, another
+prompt of the request refused) releases it. Releasing is best effort with a deadline; the lease's own deadline is
+behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+
+import httpx
+
+from proxy.legs import Prefilled, encode
+from proxy.nodes import Node, describe
+
+logger = logging.getLogger(__name__)
+
+RELEASE_ROUTE = "/internal/v1/leases/release"
+RELEASE_TIMEOUT_S = 2.0
+
+
+class LeaseGuard:
+    """The leases of one request."""
+
+    def __init__(self) -> None:
+        self._held: list[Prefilled] = []
+
+    def hold(self, prefilled: Prefilled) -> None:
+        if prefilled.lease_id is not None:
+            self._held.append(prefilled)
+
+    def hand_over(self) -> None:
+        """The decode node owns them from here on."""
+        self._held.clear()
+
+    def take(self) -> dict[Node, list[str]]:
+        """What is still held, by node; held no longer."""
+        by_node: dict[Node, list[str]] = {}
+        for prefilled in self._held:
+            by_node.setdefault(prefilled.node, []).append(str(prefilled.lease_id))
+        self._held.clear()
+        return by_node
+
+
+class LeaseReleaser:
+    """Sends releases in the background, so that a cancelled request need not wait for them."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers = {**headers, "content-type": "application/json"}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[LeaseGuard]:
+        """Leases held at the end of the block, however it ends, are released."""
+        guard = LeaseGuard()
+        try:
+            yield guard
+        finally:
+            self.release(guard)
+
+    def release(self, guard: LeaseGuard) -> None:
+        for node, lease_ids in guard.take().items():
+            task = asyncio.create_task(self._send(node, lease_ids))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for releases that are under way; each has its own deadline."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(self, node: Node, lease_ids: list[str]) -> None:
+        try:
+            answer = await node.client.post(
+                RELEASE_ROUTE,
+                content=encode({"lease_ids": lease_ids}),
+                headers=self._headers,
+                timeout=RELEASE_TIMEOUT_S,
+            )
+            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status_code)
+        except httpx.HTTPError as exc:
+            logger.warning("leases left to expire node=%s num=%d: %s", node.name, len(lease_ids), describe(exc))

@@ -1,0 +1,78 @@
+"""What the proxy counts: requests by route and outcome, first tokens, placements, nodes up.
+
+One ``ProxyMetrics`` per app; ``track`` goes round each request, so that every way out is counted exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.api.versions import installed_versions
+from common.errors import QueueFullError, TandemError
+from common.metrics.metrics import Metrics, Samples
+from common.metrics.table import Role
+from proxy.nodes import NodePool
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's outcome: ``stop`` (the node answered), ``rejected`` (4xx, 429), ``error`` or ``abort``."""
+
+    outcome: str = "error"
+
+
+class ProxyMetrics:
+    def __init__(self, pool: NodePool, max_concurrency: int) -> None:
+        versions = installed_versions()
+        labels = {"version": versions.pop("tandem"), **versions}
+        self._metrics = Metrics(Role.PROXY, versions={name: text or "" for name, text in labels.items()})
+        self._metrics.set_source(self._samples)
+        self._pool = pool
+        self._max_concurrency = max_concurrency
+        self.num_running = 0
+
+    @contextlib.contextmanager
+    def track(self, route: str, arrival_s: float) -> Iterator[RequestRecord]:
+        """Count one request from admission to its end. Raises QueueFullError when too many are in flight."""
+        record = RequestRecord()
+        is_admitted = self.num_running < self._max_concurrency
+        self.num_running += is_admitted
+        try:
+            if not is_admitted:
+                record.outcome = "rejected"
+                raise QueueFullError(f"{self.num_running} requests in flight, the limit is {self._max_concurrency}")
+            yield record
+        finally:
+            self.num_running -= is_admitted
+            self._metrics.request_finished(route, record.outcome, time.monotonic() - arrival_s)
+
+    @contextlib.contextmanager
+    def track_parsing(self, route: str, arrival_s: float) -> Iterator[None]:
+        """Count a request that is refused before it was admitted."""
+        try:
+            yield
+        except TandemError:
+            self._metrics.request_finished(route, "rejected", time.monotonic() - arrival_s)
+            raise
+
+    def count_decision(self, policy: str, placement: str) -> None:
+        self._metrics.inc("proxy_decisions_total", policy=policy, placement=placement)
+
+    def observe_ttft(self, seconds: float) -> None:
+        self._metrics.observe_ttft(seconds)
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        self._metrics.observe_phase(phase, seconds)
+
+    def render(self) -> tuple[bytes, str]:
+        return self._metrics.render()
+
+    def _samples(self) -> Samples:
+        return {
+            "requests_running": {(): self.num_running},
+            "requests_waiting": {(): 0},
+            "node_up": {(node.url,): float(node.is_up) for node in self._pool.nodes},
+        }

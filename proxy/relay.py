@@ -1,0 +1,106 @@
+"""The client's side of a generation request: a plain ASGI response that is watched for the client going away.
+
+Life cycle: 1 nothing sent, any outcome is still possible, 2 ``send_whole`` answers at once, or ``start_stream``
+commits to a status, 3 chunks, 4 ``finish``. An error before 2 is an OpenAI-shaped body with its own status; after it,
+an SSE error event and no ``[DONE]``. When the client goes away, at any point, the work is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+# What a node says about its own connection or process is not for the client.
+_DROPPED_HEADERS = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "content-length",
+        "content-encoding",
+        "date",
+        "server",
+        "x-request-id",
+    }
+)
+
+
+class ClientStream:
+    """What one request may send to its client. Not thread-safe; one task sends."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+        self.is_finished = False
+
+    @property
+    def is_started(self) -> bool:
+        return self.status is not None
+
+    async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
+        await self._body(body, more=False)
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        await self._start(status, {**relayed_headers(headers), "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def send_chunk(self, chunk: bytes) -> None:
+        await self._body(chunk, more=True)
+
+    async def finish(self) -> None:
+        await self._body(b"", more=False)
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        assert self.status is None
+        self.status = status
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _body(self, body: bytes, *, more: bool) -> None:
+        self.is_finished = not more
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class RelayResponse(Response):
+    """Runs ``work`` with a stream to the client and cancels it when the client is gone."""
+
+    def __init__(self, work: Callable[[ClientStream], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = ClientStream(send)
+        work = asyncio.create_task(self._work(client))
+        gone = asyncio.create_task(_wait_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # A finished answer also wakes `gone`: what is left then is closing the node's connection.
+            if not work.done() and not client.is_finished:
+                request_id = scope.get("state", {}).get("request_id")
+                logger.info("request aborted by client request_id=%s started=%s", request_id, client.is_started)
+                work.cancel()
+            await asyncio.wait({work})
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+
+async def _wait_gone(receive: Receive) -> None:
+    message: Message = {}
+    while message.get("type") != "http.disconnect":
+        message = await receive()
+
+
+def relayed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """A node's headers as the client gets them."""
+    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED_HEADERS}

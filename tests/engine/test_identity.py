@@ -1,0 +1,175 @@
+"""The engine gives transformers' own numbers, whatever way the tokens are cut, mixed, saved and resumed; and each of
+these checks can fail: take a state or a block away and the numbers change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.plan import Rows
+from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
+from tests.support.models import FAMILIES, RECURRENT_FAMILIES
+
+A, B = random_tokens(77, 1), random_tokens(53, 2)
+NUM_GREEDY = 24
+
+
+def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B in odd chunks, mixed with each other's decode rows, with saves of A after 48 (slot 5) and 64 (slot 6)
+    tokens."""
+    harness.add("A", 1, 128)
+    harness.add("B", 2, 128)
+    a1, b1 = harness.logits(Work("A", A[:29]), Work("B", B[:11]))
+    b2, a2 = harness.logits(Work("B", B[11:52]), Work("A", A[29:30]))
+    a3, b3 = harness.logits(Work("A", A[30:77], saves={48: 5, 64: 6}), Work("B", B[52:53]))
+    return torch.cat([a1, a2, a3]), torch.cat([b1, b2, b3])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(family: str) -> None:
+    found = run_mixed_steps(Harness(family))
+    for rows, prompt in zip(found, (A, B), strict=True):
+        expected = stock_logits(family, prompt)
+        assert float((rows - expected).abs().max()) < tolerance(family)
+        assert torch.equal(rows.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(family: str) -> None:
+    harness = Harness(family)
+    first = [int(rows[-1].argmax()) for rows in run_mixed_steps(harness)]
+    tokens, rows = harness.greedy(["A", "B"], first, NUM_GREEDY)
+    for prompt, found, logits in zip((A, B), tokens, rows, strict=True):
+        expected, expected_logits = stock_greedy(family, prompt, NUM_GREEDY)
+        assert found == expected
+        assert float((logits - expected_logits[1:]).abs().max()) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_stock(family: str) -> None:
+    harness = Harness(family)
+    run_mixed_steps(harness)
+    tail = random_tokens(21, 3)
+    origin = harness.sequences["A"].block_ids
+    for name, slot, saved, position in (("C", 7, 5, 48), ("D", 8, 6, 64)):
+        resumed = harness.add(name, slot, 128)
+        shared = position // BLOCK_SIZE
+        resumed.block_ids[:shared] = origin[:shared]
+        resumed.num_computed = resumed.write_from = position
+        resumed.src_slot = saved if harness.has_state else 0
+    c1, d1 = harness.logits(Work("C", tail[:8]), Work("D", tail[::-1]))
+    (c2,) = harness.logits(Work("C", tail[8:]))
+    expected_c = stock_logits(family, A[:48] + tail)[48:]
+    expected_d = stock_logits(family, A[:64] + tail[::-1])[64:]
+    assert float((torch.cat([c1, c2]) - expected_c).abs().max()) < tolerance(family)
+    assert float((d1 - expected_d).abs().max()) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(family: str) -> None:
+    harness = Harness(family)
+    harness.add("A", 1, 128)
+    harness.hidden(Work("A", A[:41], saves={37: 5}, rows=Rows.LAST))
+    origin = list(harness.sequences["A"].block_ids)
+    forked = harness.add("F", 3, 128)
+    copies = []
+    if harness.has_attention:
+        forked.block_ids[:2] = origin[:2]
+        copies.append((origin[2], forked.block_ids[2]))
+    forked.num_computed = forked.write_from = 37
+    forked.src_slot = 5 if harness.has_state else 0
+    other = random_tokens(9, 4)
+    (branched,) = harness.hidden(Work("F", other), block_copies=copies)
+    (straight,) = harness.hidden(Work("A", A[41:60]))  # the fork must not have written into the origin's tail
+    found = harness.runner.logits(torch.cat([branched, straight]))
+    expected = torch.cat([stock_logits(family, A[:37] + other)[37:], stock_logits(family, A[:60])[41:]])
+    assert float((found - expected).abs().max()) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(family: str) -> None:
+    harness = Harness(family)
+    if not harness.has_attention:
+        pytest.skip("no attention layers, no blocks")
+    harness.add("A", 1, 128)
+    harness.prefill("A", A)
+    shared = harness.sequences["A"].block_ids[:3]
+    before = harness.storage.block_arena[shared].clone()
+    again = harness.add("again", 2, 128)
+    again.block_ids[:3] = shared
+    again.write_from = 48
+    harness.storage.block_arena[shared[0], :4] ^= 1  # would be put right by a write
+    marked = harness.storage.block_arena[shared].clone()
+    (rows,) = harness.logits(Work("again", A))
+    assert torch.equal(harness.storage.block_arena[shared], marked)
+    assert not torch.equal(marked, before)
+    assert float((rows - stock_logits(family, A)).abs().max()) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_entries_when_steps_have_run_then_are_still_zero(family: str) -> None:
+    harness = Harness(family)
+    run_mixed_steps(harness)
+    assert not harness.storage.block_arena[0].any()
+    assert not harness.storage.slot_arena[0].any()
+
+
+@pytest.mark.parametrize("rows", list(Rows))
+def test_forward_when_asked_for_rows_then_returns_that_many(rows: Rows) -> None:
+    harness = Harness("granitemoehybrid")
+    harness.add("A", 1, 64)
+    harness.add("B", 2, 64)
+    found = harness.hidden(Work("A", A[:9], rows=rows), Work("B", B[:1], rows=rows))
+    counts = {Rows.NONE: [0, 0], Rows.LAST: [1, 1], Rows.ALL: [9, 1]}[rows]
+    assert [r.shape[0] for r in found] == counts
+    assert all(r.shape[1] == harness.model.geometry.hidden_size for r in found)
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("prefix", [77, 1000])
+def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(family: str, prefix: int) -> None:
+    harness = Harness(family, num_blocks=160)
+    prompt = random_tokens(prefix, 5)
+    harness.add("A", 1, prefix + 16)
+    harness.add("Z", 2, prefix + 16)
+    first = harness.prefill("A", prompt)
+    assert torch.equal(harness.prefill("Z", prompt), first)
+    harness.storage.zero_slot(2)
+    token = int(first.argmax())
+    kept, lost = harness.logits(Work("A", [token]), Work("Z", [token]))
+    change = (kept.log_softmax(-1) - lost.log_softmax(-1)).abs().max()
+    assert float(change) > 50 * tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(family: str) -> None:
+    harness = Harness(family)
+    if not harness.has_attention:
+        pytest.skip("no attention layers, no blocks")
+    harness.add("A", 1, 128)
+    harness.add("Z", 2, 128)
+    first = harness.prefill("A", A)
+    harness.prefill("Z", A)
+    harness.storage.zero_block(harness.sequences["Z"].block_ids[1])
+    kept, lost = harness.logits(Work("A", [int(first.argmax())]), Work("Z", [int(first.argmax())]))
+    change = (kept.log_softmax(-1) - lost.log_softmax(-1)).abs().max()
+    assert float(change) > 10 * tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(family: str) -> None:
+    prompt = random_tokens(1000, 6)
+    other = random_tokens(100, 7) + prompt[100:]
+    harness = Harness(family, num_blocks=160)
+    harness.add("A", 1, 1000)
+    harness.add("B", 2, 1000)
+    a, b = harness.prefill("A", prompt), harness.prefill("B", other)
+    assert float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) > 50 * tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_when_run_then_stays_near_the_float32_numbers(family: str) -> None:
+    harness = Harness(family, dtype="bfloat16")
+    rows = torch.cat(run_mixed_steps(harness))
+    expected = torch.cat([stock_logits(family, A), stock_logits(family, B)])
+    assert float((rows - expected).abs().mean() / expected.std()) < 0.3

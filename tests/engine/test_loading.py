@@ -1,0 +1,220 @@
+"""Loading: what is refused and with which words, the probe, the fingerprint, the head, the built-in model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+import common.models.seam as seam
+from common.errors import ConfigError
+from common.models.builtin import ensure_builtin_checkpoint
+from common.models.fingerprint import model_fingerprint
+from common.models.loader import load_model, read_config
+from common.models.quiet import quiet_transformers
+from common.models.synthetic import ROLES
+from tests.engine.harness import engine_model, random_tokens, stock_logits, stock_model
+from tests.support.models import FAMILIES, checkpoint
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A private copy of the Granite checkpoint, to be spoilt."""
+    return Path(shutil.copytree(checkpoint("granitemoehybrid"), tmp_path / "model"))
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_load_model_when_the_folder_is_missing_then_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_model(str(tmp_path / "nowhere"))
+
+
+def test_load_model_when_there_is_no_config_then_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_load_model_when_the_config_is_no_json_then_names_the_file(copied: Path) -> None:
+    (copied / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        load_model(str(copied))
+
+
+def test_load_model_when_the_model_type_is_unknown_then_lists_the_supported_ones(copied: Path) -> None:
+    edit_config(copied, model_type="bert")
+    with pytest.raises(ConfigError, match=r"'bert' is not supported; supported: .*granitemoehybrid.*qwen3_next"):
+        load_model(str(copied))
+
+
+def test_load_model_when_the_dtype_is_unknown_then_names_the_flag(copied: Path) -> None:
+    with pytest.raises(ConfigError, match="--dtype 'int8'"):
+        load_model(str(copied), dtype="int8")
+
+
+@pytest.mark.parametrize("kept_bytes", [4, 1000, -1000])
+def test_load_model_when_the_weights_are_cut_short_then_names_the_file(copied: Path, kept_bytes: int) -> None:
+    path = copied / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(ConfigError, match=r"weights cannot be read \(model\.safetensors\)"):
+        load_model(str(copied))
+
+
+def test_load_model_when_there_are_no_weights_then_refuses(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(str(copied))
+
+
+def test_load_model_when_the_weights_are_of_another_shape_then_refuses(copied: Path) -> None:
+    edit_config(copied, shared_intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"do not fit the config|cannot be loaded"):
+        load_model(str(copied))
+
+
+def test_load_model_when_layers_are_missing_in_the_file_then_refuses(copied: Path) -> None:
+    types = ["mamba", "attention", "mamba", "attention", "mamba"]
+    edit_config(copied, num_hidden_layers=5, layer_types=types)
+    with pytest.raises(ConfigError, match="missing_keys"):
+        load_model(str(copied))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("granitemoehybrid", "mamba2_varlen"),
+        ("jamba", "mamba1_varlen"),
+        ("qwen3_5", "gated_delta_varlen"),
+        ("lfm2", "conv1d_varlen"),
+        ("llama", "paged_attention"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_load_model_when_an_op_is_wrong_then_the_probe_refuses(
+    monkeypatch: pytest.MonkeyPatch, family: str, name: str, dtype: str
+) -> None:
+    right = getattr(seam, name)
+
+    def wrong(*args: object) -> Tensor:
+        return right(*args).flip(0)
+
+    monkeypatch.setattr(seam, name, wrong)
+    with pytest.raises(ConfigError, match="failed the numeric probe"):
+        load_model(str(checkpoint(family)), dtype=dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_model_when_done_then_a_stock_model_in_the_process_is_undisturbed(family: str) -> None:
+    prompt = random_tokens(30, 1)
+    before = stock_logits(family, prompt)
+    loaded = engine_model(family)
+    assert torch.equal(stock_logits(family, prompt), before)
+    assert loaded.model is not stock_model(family)
+    assert loaded.eos_token_ids == (1,)
+    assert loaded.tokenizer is not None
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_when_given_last_hidden_rows_then_equals_the_full_forward(family: str) -> None:
+    prompt = random_tokens(25, 2)
+    with torch.inference_mode():
+        hidden = stock_model(family).base_model(input_ids=torch.tensor([prompt]), use_cache=False).last_hidden_state
+    found = engine_model(family).head.logits(hidden[0, 5:9])
+    assert float((found - stock_logits(family, prompt)[5:9]).abs().max()) < 1e-5
+    assert engine_model(family).head.logits(hidden[0, :0]).shape[0] == 0
+
+
+def test_fingerprint_when_weights_dtype_config_or_revision_differ_then_differs(copied: Path, tmp_path: Path) -> None:
+    def fingerprint(dtype: str = "float32", revision: str | None = None) -> str:
+        return model_fingerprint(copied, read_config(copied), dtype=dtype, revision=revision, cache_dir=tmp_path / "c")
+
+    first = fingerprint()
+    assert fingerprint() == first
+    seen = {first, fingerprint(dtype="bfloat16"), fingerprint(revision="main")}
+    edit_config(copied, transformers_version="0.0")
+    assert fingerprint() == first
+    edit_config(copied, logits_scaling=3.0)
+    seen.add(fingerprint())
+    path = copied / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    seen.add(fingerprint())
+    assert len(seen) == 5
+
+
+def test_fingerprint_when_the_same_files_lie_elsewhere_then_is_the_same(copied: Path, tmp_path: Path) -> None:
+    folders = (copied, checkpoint("granitemoehybrid"))
+    found = {
+        model_fingerprint(f, read_config(f), dtype="float32", revision=None, cache_dir=tmp_path / "c") for f in folders
+    }
+    assert len(found) == 1
+
+
+def test_fingerprint_when_the_cache_folder_cannot_be_written_then_is_the_same(copied: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    arguments = {"dtype": "float32", "revision": None}
+    expected = model_fingerprint(copied, read_config(copied), cache_dir=tmp_path / "c", **arguments)
+    assert model_fingerprint(copied, read_config(copied), cache_dir=blocked, **arguments) == expected
+
+
+def test_builtin_checkpoint_when_made_twice_then_is_the_same_folder_and_loads(tmp_path: Path) -> None:
+    folder = ensure_builtin_checkpoint(tmp_path)
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert ensure_builtin_checkpoint(tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name]
+    loaded = load_model(str(folder))
+    assert loaded.geometry.state_layers
+    assert loaded.geometry.attention_layers
+    assert 1e6 < sum(p.numel() for p in loaded.model.parameters()) < 3e6
+
+
+def test_builtin_checkpoint_when_made_in_two_places_then_is_byte_for_byte_the_same(tmp_path: Path) -> None:
+    a, b = (ensure_builtin_checkpoint(tmp_path / name) for name in "ab")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+def test_chat_template_when_a_turn_is_added_then_the_first_rendering_is_a_token_prefix(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ensure_builtin_checkpoint(tmp_path))
+    first = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello,\n\nwhat is a socket? "}]
+    second = [*first, {"role": "assistant", "content": "\n A file. "}, {"role": "user", "content": "And a pipe?"}]
+    one = tokenizer.apply_chat_template(first, add_generation_prompt=True, return_dict=False)
+    two = tokenizer.apply_chat_template(second, add_generation_prompt=True, return_dict=False)
+    assert two[: len(one)] == one
+    assert len(two) > len(one)
+
+
+def test_tokenizer_when_text_goes_through_then_comes_back(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ensure_builtin_checkpoint(tmp_path))
+    text = "def f(x):\n    return 'größer' + x  # 日本 🙂"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("<|end|>") == [tokenizer.eos_token_id]
+    assert all(len(tokenizer.encode(f"<|{role}|>")) == 1 for role in ROLES)
+
+
+def test_load_model_when_the_config_is_nested_then_runs_the_text_model(tmp_path: Path) -> None:
+    text = read_config(checkpoint("qwen3_5"))
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    with quiet_transformers():
+        whole.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert loaded.geometry.model_type == "qwen3_5"
+    assert loaded.tokenizer is None
+    rows = torch.randn(3, loaded.geometry.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = whole.lm_head(rows)
+    assert float((loaded.head.logits(rows) - expected).abs().max()) < 1e-5

@@ -1,0 +1,233 @@
+"""The varlen ops against token-by-token recurrences in float64, on mixes of decode rows, spans, slots and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.plan import Segment
+from common.ops.attention import paged_attention, write_kv
+from common.ops.index import StepIndex
+from common.ops.torch_backend import conv1d_varlen, gated_delta_varlen, mamba1_varlen, mamba2_varlen
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 24
+BLOCK_SIZE = 8
+
+Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""(state of one sequence, packed row) -> (output of the row, state after it)."""
+
+
+@dataclass
+class Mix:
+    """Segments of one step as (num_tokens, src, dst, {offset: slot})."""
+
+    segments: list[tuple[int, int, int, dict[int, int]]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s[0] for s in self.segments)
+
+    def index(self) -> StepIndex:
+        built = [
+            Segment("r", [0] * n, 3, [], 0, src, dst, tuple(saves), tuple(saves.values()))
+            for n, src, dst, saves in self.segments
+        ]
+        return StepIndex.build(built, block_size=BLOCK_SIZE, has_attention=False, device=CPU)
+
+
+MIXES = {
+    "one_span_from_nothing": Mix([(150, 0, 1, {})]),
+    "decode_rows_only": Mix([(1, 1, 1, {}), (1, 2, 3, {}), (1, 0, 4, {1: 5})]),
+    "span_saving_in_the_middle_and_at_its_end": Mix([(200, 1, 2, {1: 3, 70: 4, 71: 5, 200: 6})]),
+    "spans_and_decode_rows": Mix(
+        [
+            (1, 1, 1, {}),
+            (67, 2, 2, {64: 10}),
+            (2, 0, 3, {1: 11, 2: 12}),
+            (1, 4, 5, {1: 13}),
+            (129, 6, 7, {5: 14, 128: 15}),
+            (3, 8, 8, {}),
+            (1, 0, 9, {}),
+        ]
+    ),
+}
+mixes = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def slot_pool(*shape: int) -> Tensor:
+    """A strided view as the arena gives it, with neighbours that must not change; slot 0 is zero."""
+    wide = rand(NUM_SLOTS, 3, *shape, seed=17)
+    wide[0] = 0
+    return wide[:, 1]
+
+
+def reference(mix: Mix, pool: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Outputs and the pool afterwards, one token at a time."""
+    after = pool.clone()
+    outputs, row = [], 0
+    for num_tokens, src, dst, saves in mix.segments:
+        state = pool[src].double()
+        for offset in range(1, num_tokens + 1):
+            output, state = step(state, row)
+            outputs.append(output)
+            row += 1
+            if offset in saves:
+                after[saves[offset]] = state.to(pool.dtype)
+        after[dst] = state.to(pool.dtype)
+    return torch.stack(outputs), after
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    scale = float(expected.abs().max()) + 1e-9
+    assert float((found.double() - expected.double()).abs().max()) / scale < tolerance
+
+
+@mixes
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_conv1d_varlen_when_mixed_then_equals_the_sliding_window(mix: Mix, has_bias: bool, kernel: int) -> None:
+    x, weight = rand(mix.num_tokens, 6, seed=1), rand(6, kernel, seed=2)
+    bias = rand(6, seed=3) if has_bias else None
+    pool = slot_pool(6, kernel - 1)
+
+    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        window = torch.cat([state, x[row].double()[:, None]], 1)
+        output = (window * weight).sum(1) + (0 if bias is None else bias)
+        return output, window[:, 1:]
+
+    expected, after = reference(mix, pool, step)
+    assert_close(conv1d_varlen(x, weight, bias, mix.index().state, pool), expected)
+    assert_close(pool, after, 1e-7)
+
+
+@mixes
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, groups: int) -> None:
+    heads, head_dim, size = 4, 6, 5
+    total = mix.num_tokens
+    x, dt = rand(total, heads, head_dim, seed=1), F.softplus(rand(total, heads, seed=2))
+    a, d = -rand(heads, seed=3).exp() * 0.1, rand(heads, seed=4)
+    b, c = rand(total, groups, size, seed=5), rand(total, groups, size, seed=6)
+    pool = slot_pool(heads, head_dim, size)
+
+    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        keys = b[row].double().repeat_interleave(heads // groups, 0)
+        queries = c[row].double().repeat_interleave(heads // groups, 0)
+        added = (dt[row, :, None] * x[row]).double()[..., None] * keys[:, None]
+        state = state * (dt[row] * a).double().exp()[:, None, None] + added
+        return (state @ queries[..., None])[..., 0] + x[row] * d[:, None], state
+
+    expected, after = reference(mix, pool, step)
+    assert_close(mamba2_varlen(x, dt, a, b, c, d, mix.index().state, pool), expected)
+    assert_close(pool, after)
+
+
+@mixes
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_gated_delta_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, key_heads: int) -> None:
+    heads, key_dim, value_dim = 4, 8, 6
+    total = mix.num_tokens
+    query, key = rand(total, key_heads, key_dim, seed=1), rand(total, key_heads, key_dim, seed=2)
+    value, beta = rand(total, heads, value_dim, seed=3), rand(total, heads, seed=4).sigmoid()
+    decay = -F.softplus(rand(total, heads, seed=5)) * 0.1
+    pool = slot_pool(heads, key_dim, value_dim)
+
+    def norm(x: Tensor) -> Tensor:
+        x = x.double().repeat_interleave(heads // key_heads, 0)
+        return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        q, k = norm(query[row]) * key_dim**-0.5, norm(key[row])
+        state = state * decay[row].double().exp()[:, None, None]
+        delta = (value[row] - (k[:, None] @ state)[:, 0]) * beta[row, :, None]
+        state = state + k[..., None] * delta[:, None]
+        return (q[:, None] @ state)[:, 0], state
+
+    expected, after = reference(mix, pool, step)
+    assert_close(gated_delta_varlen(query, key, value, decay, beta, mix.index().state, pool), expected, 1e-4)
+    assert_close(pool, after, 1e-4)
+
+
+@mixes
+def test_mamba1_varlen_when_mixed_then_equals_the_recurrence(mix: Mix) -> None:
+    channels, size = 7, 5
+    total = mix.num_tokens
+    x, dt = rand(total, channels, seed=1), F.softplus(rand(total, channels, seed=2))
+    a, d = -rand(channels, size, seed=3).exp() * 0.1, rand(channels, seed=4)
+    b, c = rand(total, size, seed=5), rand(total, size, seed=6)
+    pool = slot_pool(channels, size)
+
+    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        decay = (dt[row, :, None] * a).double().exp()
+        state = state * decay + (dt[row] * x[row]).double()[:, None] * b[row]
+        return state @ c[row].double() + x[row] * d, state
+
+    expected, after = reference(mix, pool, step)
+    assert_close(mamba1_varlen(x, dt, a, b, c, d, mix.index().state, pool), expected)
+    assert_close(pool, after)
+
+
+def test_ops_when_steps_decay_to_nothing_then_stay_finite() -> None:
+    mix = Mix([(130, 1, 1, {}), (1, 2, 2, {})])
+    x, b = rand(131, 4, 6, seed=1), rand(131, 1, 5, seed=2)
+    dt = torch.full((131, 4), 50.0)  # exp(-50 * 20 * 64) is far below the smallest float32
+    a = torch.full((4,), -20.0)
+    found = mamba2_varlen(x, dt, a, b, b, None, mix.index().state, slot_pool(4, 6, 5))
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
+    num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    # (start, num_tokens): a first chunk, a continuation over more than one query tile, decode rows early and late
+    shapes = [(0, 37), (19, 600), (0, 1), (45, 1), (130, 1), (8, 16)]
+    free = (torch.randperm(199, generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    segments, queries, keys, values = [], [], [], []
+    k_pool = rand(200, BLOCK_SIZE, 2, num_kv_heads, 16, seed=9).to(dtype)[:, :, 0]
+    v_pool = rand(200, BLOCK_SIZE, 2, num_kv_heads, 12, seed=10).to(dtype)[:, :, 1]
+    for i, (start, count) in enumerate(shapes):
+        total = start + count
+        table = [free.pop() for _ in range(-(-total // BLOCK_SIZE))]
+        queries.append(rand(total, num_heads, 16, seed=20 + i).to(dtype))
+        keys.append(rand(total, num_kv_heads, 16, seed=40 + i).to(dtype))
+        values.append(rand(total, num_kv_heads, 12, seed=60 + i).to(dtype))
+        for position in range(start):
+            k_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[i][position]
+            v_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[i][position]
+        segments.append(Segment("r", [0] * count, start, table, start, 0, 0))
+    index = StepIndex.build(segments, block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
+    assert index is not None
+    q, k, v = (torch.cat([x[s:] for x, (s, _) in zip(xs, shapes, strict=True)]) for xs in (queries, keys, values))
+    write_kv(k, v, k_pool, v_pool, index)
+    found = paged_attention(q, k, v, k_pool, v_pool, index, 0.3)
+    expected = []
+    for (start, count), qs, ks, vs in zip(shapes, queries, keys, values, strict=True):
+        repeat = num_heads // num_kv_heads
+        ks, vs = ks.double().repeat_interleave(repeat, 1), vs.double().repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", qs[start:].double(), ks) * 0.3
+        scores.masked_fill_(torch.ones(count, start + count, dtype=torch.bool).triu(start + 1), float("-inf"))
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs))
+    assert_close(found, torch.cat(expected), 2e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone() -> None:
+    k_pool, v_pool = torch.zeros(4, BLOCK_SIZE, 1, 2), torch.zeros(4, BLOCK_SIZE, 1, 2)
+    segment = Segment("r", [0] * 12, 0, [2, 3], 10, 0, 0)
+    index = StepIndex.build([segment], block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
+    assert index is not None
+    write_kv(torch.ones(12, 1, 2), torch.ones(12, 1, 2), k_pool, v_pool, index)
+    written = k_pool[:, :, 0, 0].nonzero().tolist()
+    assert written == [[3, 2], [3, 3]]
+    assert torch.equal(v_pool, k_pool)

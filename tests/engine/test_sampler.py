@@ -1,0 +1,203 @@
+"""The sampling pipeline against naive, row by row references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.sampler import Sampler, SampleTask
+from common.request import SamplingParams
+
+VOCAB = 50
+
+
+def random_logits(num_rows: int, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def task(prompt: Sequence[int] = (), output: Sequence[int] = (), index: int = 0, **params: object) -> SampleTask:
+    return SampleTask(SamplingParams(**params), list(prompt), list(output), index)  # type: ignore[arg-type]
+
+
+def drawn_frequencies(logits: Tensor, num_draws: int, **params: object) -> Tensor:
+    """Empirical distribution over ``num_draws`` seeds."""
+    rows = logits.expand(num_draws, -1)
+    tokens = [r.token_id for r in Sampler().sample(rows, [task(seed=s, **params) for s in range(num_draws)])]
+    return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / num_draws
+
+
+def naive_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    probs = (logits.double() / temperature).softmax(-1)
+    keep = probs >= min_p * probs.max()
+    order = sorted(range(VOCAB), key=lambda i: -float(probs[i]))
+    order = [i for i in order if keep[i]][: top_k or VOCAB]
+    total = sum(float(probs[i]) for i in order)
+    result, running = torch.zeros(VOCAB, dtype=torch.double), 0.0
+    for i in order:
+        if running < top_p:
+            result[i] = probs[i]
+        running += float(probs[i]) / total
+    return result / result.sum()
+
+
+def test_sample_when_all_rows_are_greedy_then_takes_the_largest_logit() -> None:
+    logits = random_logits(7)
+    results = Sampler().sample(logits, [task(temperature=0.0) for _ in range(7)])
+    assert [r.token_id for r in results] == logits.argmax(-1).tolist()
+
+
+def test_sample_when_the_step_has_no_rows_then_returns_nothing() -> None:
+    assert Sampler().sample(torch.empty(0, VOCAB), []) == []
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (1.5, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.2, 12, 0.8, 0.05),
+    ],
+)
+def test_sample_when_drawn_many_times_then_follows_the_naive_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = random_logits(1, seed=3)
+    expected = naive_distribution(logits[0], temperature, top_k, top_p, min_p)
+    found = drawn_frequencies(logits, 8000, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert found[expected == 0].sum() == 0
+    assert float((found - expected).abs().max()) < 4 * math.sqrt(0.25 / 8000)
+    assert float((found - expected).abs().sum()) < 0.08
+
+
+def test_sample_when_no_seed_is_given_then_rows_draw_independently() -> None:
+    logits = random_logits(1, scale=0.1).expand(4000, -1)
+    tokens = torch.tensor([r.token_id for r in Sampler(seed=1).sample(logits, [task() for _ in range(4000)])])
+    found = torch.bincount(tokens, minlength=VOCAB) / 4000
+    assert float((found - logits[0].softmax(-1)).abs().max()) < 0.015
+
+
+def test_sample_when_seeded_then_does_not_depend_on_the_batch() -> None:
+    logits = random_logits(6, seed=5)
+    kinds = [
+        task(seed=11),
+        task(seed=12, top_k=7),
+        task(temperature=0.0),
+        task(seed=13, top_p=0.5, output=(1, 2)),
+        task(),
+        task(seed=14, min_p=0.1, temperature=0.7, repetition_penalty=1.3, prompt=(4, 9)),
+    ]
+    together = [r.token_id for r in Sampler(seed=0).sample(logits, kinds)]
+    for row in (0, 1, 2, 3, 5):
+        alone = Sampler(seed=99).sample(logits[row : row + 1], [kinds[row]])[0].token_id
+        assert alone == together[row]
+    backwards = [r.token_id for r in Sampler(seed=7).sample(logits.flip(0), kinds[::-1])][::-1]
+    assert [t for i, t in enumerate(backwards) if i != 4] == [t for i, t in enumerate(together) if i != 4]
+
+
+@pytest.mark.parametrize("changed", [{"index": 1}, {"output_token_ids": [0]}, {"params": SamplingParams(seed=2)}])
+def test_sample_when_fork_position_or_seed_differs_then_draws_anew(changed: dict[str, object]) -> None:
+    flat = torch.zeros(1, 4096)
+    first = task(seed=1)
+    a = Sampler().sample(flat, [first])[0].token_id
+    b = Sampler().sample(flat, [replace(first, **changed)])[0].token_id  # type: ignore[arg-type]
+    assert a != b
+
+
+def test_sample_when_penalties_are_set_then_scores_equal_the_naive_reference() -> None:
+    logits = random_logits(3, seed=8)
+    prompt, output = [1, 2, 3, 3], [3, 4, 4, 4, 5]
+    settings = [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.1, "frequency_penalty": 0.4},
+        {"repetition_penalty": 0.6, "presence_penalty": -0.5, "frequency_penalty": -0.2},
+    ]
+    for row, setting in enumerate(settings):
+        expected = logits[row].clone().double()
+        p = SamplingParams(**setting)  # type: ignore[arg-type]
+        for token in set(prompt + output):
+            value = expected[token]
+            expected[token] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        for token in set(output):
+            expected[token] -= p.presence_penalty + p.frequency_penalty * output.count(token)
+        # The whole penalised distribution shows through the draws of many seeds at once.
+        rows = logits[row].expand(6000, -1)
+        tasks = [task(prompt, output, seed=s, **setting) for s in range(6000)]
+        found = (
+            torch.bincount(torch.tensor([r.token_id for r in Sampler().sample(rows, tasks)]), minlength=VOCAB) / 6000
+        )
+        assert float((found - expected.softmax(-1)).abs().max()) < 0.025
+        greedy = Sampler().sample(logits[row : row + 1], [task(prompt, output, temperature=0.0, **setting)])[0]
+        assert greedy.token_id == int(expected.argmax())
+
+
+def test_sample_when_a_frequent_token_leads_by_less_than_its_penalty_then_greedy_takes_the_next() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 9] = 2.0, 1.5
+    penalised = task(output=[7, 7], temperature=0.0, frequency_penalty=0.3)
+    assert Sampler().sample(logits, [penalised])[0].token_id == 9
+    assert Sampler().sample(logits, [task(prompt=[7, 7], temperature=0.0, frequency_penalty=0.3)])[0].token_id == 7
+
+
+def test_sample_when_logit_bias_is_given_then_shifts_only_that_row() -> None:
+    logits = random_logits(2, seed=4)
+    banned = int(logits[0].argmax())
+    tasks = [task(temperature=0.0, logit_bias={banned: -100.0, 5: 100.0}), task(temperature=0.0)]
+    results = Sampler().sample(logits, tasks)
+    assert results[0].token_id == 5
+    assert results[1].token_id == int(logits[1].argmax())
+
+
+def test_sample_when_below_min_tokens_then_never_ends() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 1], logits[0, 2], logits[0, 3] = 9.0, 8.0, 7.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({2}))
+    early = SampleTask(params, [5], [6], eos_token_ids=(1,))
+    assert Sampler().sample(logits, [early])[0].token_id == 3
+    assert Sampler().sample(logits, [replace(early, output_token_ids=[6, 6])])[0].token_id == 1
+
+
+def test_sample_when_logprobs_are_asked_then_values_are_of_the_raw_distribution() -> None:
+    logits = random_logits(3, seed=6)
+    tasks = [
+        task(seed=1, temperature=0.3, top_k=2, logprobs=4),
+        task(temperature=0.0, logprobs=0, logit_bias={8: 100.0}),
+        task(temperature=0.0),
+    ]
+    results = Sampler().sample(logits, tasks)
+    expected = logits.log_softmax(-1)
+    for row in (0, 1):
+        token = results[row].token_id
+        assert results[row].logprob == pytest.approx(float(expected[row, token]), abs=1e-6)
+        assert results[row].rank == 1 + int((expected[row] > expected[row, token]).sum())
+    values, order = expected[0].topk(4)
+    assert [t for t, _ in results[0].top] == order.tolist()
+    assert [v for _, v in results[0].top] == pytest.approx(values.tolist(), abs=1e-6)
+    assert results[1].token_id == 8
+    assert results[1].top == ()
+    assert results[2].rank == 0
+
+
+def test_prompt_logprobs_when_given_next_tokens_then_equal_log_softmax() -> None:
+    logits = random_logits(5, seed=9)
+    following = [3, 1, 4, 1, 5]
+    results = Sampler().prompt_logprobs(logits, following, 2)
+    expected = logits.log_softmax(-1)
+    for row, token in enumerate(following):
+        assert results[row].token_id == token
+        assert results[row].logprob == pytest.approx(float(expected[row, token]), abs=1e-6)
+        assert [t for t, _ in results[row].top] == expected[row].topk(2).indices.tolist()
+
+
+def test_sample_when_given_then_leaves_the_logits_alone() -> None:
+    logits = random_logits(2)
+    before = logits.clone()
+    Sampler(seed=0).sample(logits, [task(logit_bias={1: 5.0}, repetition_penalty=2.0, prompt=[1]), task(min_p=0.5)])
+    assert torch.equal(logits, before)

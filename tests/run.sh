@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The checks that CI runs: ruff, mypy and the tests, in this checkout's .venv (made and filled when needed).
+#
+#   bash tests/run.sh                 style, types, and the tests but those marked `full`
+#   bash tests/run.sh --all           the whole matrix
+#   bash tests/run.sh [--all] ARGS    ARGS go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. deploy/venv.sh
+
+markers="not full"
+if [ "${1:-}" = "--all" ]; then
+    markers=""
+    shift
+fi
+
+ensure_venv node,test
+
+# One thread per process: the tests start several. Nothing is fetched from a model hub.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# A developer's own settings would change what is tested.
+for variable in ${!TANDEM_@}; do unset "$variable"; done
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+exec .venv/bin/python -m pytest -m "$markers" "$@"

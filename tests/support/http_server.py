@@ -1,0 +1,58 @@
+"""An ASGI app on a real loopback port, served by uvicorn in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+WAIT_S = 20.0
+
+
+class AppServer:
+    """One running app. ``stop`` closes its listener and connections; it may be called twice."""
+
+    def __init__(self, app: Starlette, port: int = 0) -> None:
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_for(lambda: self._server.started or not self._thread.is_alive(), "the server to start")
+        assert self._server.started, "the app failed to start"
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask_to_stop(self) -> None:
+        """Begin to stop without waiting, for stopping several at once."""
+        self._server.should_exit = True
+
+    def stop(self) -> None:
+        self.ask_to_stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+
+@contextlib.contextmanager
+def serving(app: Starlette) -> Iterator[AppServer]:
+    server = AppServer(app)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until ``condition`` is true; fails the test naming ``what`` after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        time.sleep(0.01)

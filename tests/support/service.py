@@ -1,0 +1,179 @@
+"""Real processes for tests: nodes and proxies on free loopback ports, started, waited for, and always ended, by pid.
+
+``Service`` is one prefill node, one decode node and a proxy (any number of each). Logs go to files; a process that dies
+at start raises with the end of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """This process's environment without the user's own ``TANDEM_*`` settings, one thread per process."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return environment | extra
+
+
+class Process:
+    """One child process in a process group of its own, its output in a file."""
+
+    def __init__(self, argv: Sequence[str], log: Path, **environment: str) -> None:
+        self.log = log
+        self._file = log.open("wb")
+        self.popen = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            env=child_environment(**environment),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def tail(self, num_chars: int = 4000) -> str:
+        return self.log.read_text(errors="replace")[-num_chars:]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends the process; SIGKILL when it does not go. Returns its exit status."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+            try:
+                self.popen.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._file.close()
+        return int(self.popen.wait())
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait(STOP_TIMEOUT_S)
+
+
+@dataclass
+class Node:
+    """A running node or proxy."""
+
+    role: str
+    url: str
+    process: Process
+
+    def check_cache(self) -> dict[str, object]:
+        """``/internal/v1/cache/check`` of a node: {"ok", "violations", "blocks", "slots", "leases", "sequences"}."""
+        response = httpx.get(self.url + "/internal/v1/cache/check", timeout=30)
+        response.raise_for_status()
+        return dict(response.json())
+
+
+def start_node(role: str, model: Path, folder: Path, *flags: str, port: int | None = None, **environment: str) -> Node:
+    """``role`` is ``prefill`` or ``decode``. Does not wait: see ``wait_ready``."""
+    port = port or free_port()
+    argv = [sys.executable, "-m", f"{role}_node", "--model", str(model), "--port", str(port), "--device", "cpu", *flags]
+    environment = {"TANDEM_TEST_HOOKS": "1", **environment}
+    return Node(role, f"http://127.0.0.1:{port}", Process(argv, folder / f"{role}-{port}.log", **environment))
+
+
+def start_proxy(prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str) -> Node:
+    port = free_port()
+    argv = [sys.executable, "-m", "proxy", "--port", str(port), "--health-interval-seconds", "0.2"]
+    if prefill:
+        argv += ["--prefill", *(node.url for node in prefill)]
+    argv += ["--decode", *(node.url for node in decode), *flags]
+    return Node("proxy", f"http://127.0.0.1:{port}", Process(argv, folder / f"proxy-{port}.log"))
+
+
+def wait_ready(node: Node, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if node.process.popen.poll() is not None:
+            raise AssertionError(f"{node.role} exited with {node.process.popen.returncode}:\n{node.process.tail()}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(node.url + "/ready", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"{node.role} not ready after {timeout_s} s:\n{node.process.tail()}")
+
+
+@dataclass
+class Service:
+    """Context manager: everything is ready inside, and ended after it."""
+
+    model: Path
+    prefill_flags: Sequence[str] = ()
+    decode_flags: Sequence[str] = ()
+    proxy_flags: Sequence[str] = ()
+    num_prefill: int = 1
+    num_decode: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    prefill: list[Node] = field(default_factory=list, init=False)
+    decode: list[Node] = field(default_factory=list, init=False)
+    proxy: Node = field(init=False)
+
+    def __enter__(self) -> Service:
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-service-")
+        folder = Path(self._folder.name)
+        try:
+            for nodes, role, flags, number in (
+                (self.prefill, "prefill", self.prefill_flags, self.num_prefill),
+                (self.decode, "decode", self.decode_flags, self.num_decode),
+            ):
+                nodes += [start_node(role, self.model, folder, *flags, **self.environment) for _ in range(number)]
+            for node in (*self.prefill, *self.decode):
+                wait_ready(node)
+            self.proxy = start_proxy(self.prefill, self.decode, folder, *self.proxy_flags)
+            wait_ready(self.proxy, 30)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            for node in self.nodes:
+                sys.stderr.write(f"--- end of the log of {node.role} {node.url}\n{node.process.tail()}\n")
+        self._stop()
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        yield from (*self.prefill, *self.decode)
+        if hasattr(self, "proxy"):
+            yield self.proxy
+
+    @property
+    def url(self) -> str:
+        return self.proxy.url
+
+    def _stop(self) -> None:
+        for node in reversed(list(self.nodes)):
+            node.process.stop()
+        self._folder.cleanup()

@@ -1,0 +1,63 @@
+"""What is NIXL's alone: loading it, its plugins, and that it keeps quiet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import TransferError
+from common.transfer.backend import Peer, Read, ReadStatus, TransferCode
+from common.transfer.nixl_backend import NixlBackend, load_bindings
+from tests.support.transfer_memory import BLOCKS, EndpointMemory
+from tests.support.transfer_sites import NIXL_PACKAGES, Site, finish
+
+
+def test_import_when_nothing_is_moved_then_neither_nixl_nor_torch_is_loaded() -> None:
+    code = (
+        "import sys, json, common.transfer.nixl_backend, common.transfer.puller, common.transfer.inprocess_backend;"
+        "print(json.dumps([name for name in ('torch', 'nixl', 'nixl_cu12') if name in sys.modules]))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == []
+
+
+def test_load_bindings_when_the_first_package_is_absent_then_the_next_one_is_taken() -> None:
+    bindings = load_bindings(("no_such_package", *NIXL_PACKAGES))
+    assert bindings.__name__ in {f"{package}._bindings" for package in NIXL_PACKAGES}
+    assert logging.getLogger("nixl").handlers == []
+
+
+def test_load_bindings_when_no_package_is_there_then_unavailable_with_the_reasons() -> None:
+    with pytest.raises(TransferError, match=r"no_such_package.*nor_this_one") as caught:
+        load_bindings(("no_such_package", "nor_this_one"))
+    assert caught.value.code == TransferCode.BACKEND_UNAVAILABLE
+
+
+@pytest.mark.parametrize("backends", [["PIGEON"], []])
+def test_backend_when_a_plugin_is_unknown_then_the_flag_is_named(backends: list[str]) -> None:
+    with pytest.raises(TransferError, match="--nixl-backends") as caught:
+        NixlBackend(engine_id="reader", epoch=1, backends=backends, bindings=load_bindings(NIXL_PACKAGES))
+    assert (caught.value.code, caught.value.param) == (TransferCode.BACKEND_UNAVAILABLE, "nixl_backends")
+
+
+def test_add_peer_when_the_blob_is_not_nixls_then_refused(memory: EndpointMemory) -> None:
+    site = Site("nixl")
+    try:
+        backend = site.backend(memory)
+        good = json.loads(site.backend(EndpointMemory(epoch=2, seed=2), engine_id="holder").metadata())
+        for blob, code in (("?", TransferCode.BAD_METADATA), ("aGVsbG8=", TransferCode.TRANSFER_FAILED)):
+            with pytest.raises(TransferError) as caught:
+                backend.add_peer(json.dumps({**good, "agent": blob}).encode())
+            assert caught.value.code == code
+        with pytest.raises(TransferError, match="announces the name") as caught:
+            backend.add_peer(json.dumps({**good, "name": "somebody else"}).encode())
+        assert caught.value.code == TransferCode.BAD_METADATA
+        peer = backend.add_peer(json.dumps(good).encode())
+        assert isinstance(peer, Peer)
+        assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 2)])])) is ReadStatus.DONE
+    finally:
+        site.close()

@@ -1,0 +1,208 @@
+"""Any sequence of operations keeps every unit accounted for, and nobody ever reads bytes of another prefix."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.kv_cache.world import World, make_config
+
+from common.kv_cache.results import LeasedPrefix
+
+KINDS = {
+    "hybrid": {},
+    "dense": {"state": False},
+    "state_only": {"attention": False},
+    "no_caching": {"caching": False},
+    "dense_no_caching": {"state": False, "caching": False},
+    "mode_none": {"mode": "none"},
+}
+
+
+class Driver:
+    """Plays random operations; prompts come from a small tree so that prefixes are shared, diverge and repeat."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.random = world, random.Random(seed)
+        self.running: list[str] = []
+        self.finished: set[str] = set()
+        self.pulling: dict[str, tuple[object, list[int]]] = {}
+        self.quarantined: list[str] = []
+        self.leases: dict[str, tuple[LeasedPrefix, tuple[int, ...]]] = {}
+        self.count = 0
+
+    def prompt(self) -> list[int]:
+        if self.world.tokens and self.random.random() < 0.5:
+            base = self.random.choice(list(self.world.tokens.values()))
+            cut = self.random.choice([len(base), len(base), self.random.randint(0, len(base))])
+            return base[:cut] + [self.random.randrange(2) for _ in range(self.random.randint(0 if cut else 1, 9))]
+        return [self.random.randrange(2) for _ in range(self.random.randint(1, 22))]
+
+    def new_id(self) -> str:
+        self.count += 1
+        return f"s{self.count}"
+
+    def admit(self) -> None:
+        seq_id = self.new_id()
+        prompt = self.prompt()
+        if self.world.admit(seq_id, prompt):
+            self.running.append(seq_id)
+            view = self.world.manager.sequence(seq_id)
+            assert view.num_computed_tokens <= len(prompt)
+
+    def advance(self) -> None:
+        world, manager = self.world, self.world.manager
+        if not self.running:
+            return
+        seq_id = self.random.choice(self.running)
+        view = manager.sequence(seq_id)
+        tokens = world.tokens[seq_id]
+        if view.num_computed_tokens < view.num_prompt_tokens:
+            end = min(view.num_computed_tokens + self.random.randint(1, 12), view.num_prompt_tokens)
+            wanted = {p for p in range(1, view.num_prompt_tokens + 1) if self.random.random() < 0.15}
+            if self.random.random() < 0.5:
+                wanted.add(view.num_prompt_tokens)
+            world.step(seq_id, end, wanted)
+            return
+        if seq_id not in self.finished:
+            self.finished.add(seq_id)
+            seal = self.random.random() < 0.3
+            end = manager.finish_prompt(seq_id, world.row(tokens), seal=seal)
+            if end.slot_id:
+                assert world.slots[end.slot_id] == tuple(tokens)
+            if seal:
+                if self.random.random() < 0.7:
+                    self.lease(seq_id)
+                self.leave(seq_id)
+            elif self.random.random() < 0.4:
+                child = self.new_id()
+                if world.fork(seq_id, child):
+                    self.running.append(child)
+                    self.finished.add(child)
+            return
+        if manager.extend(seq_id, len(tokens) + 1):
+            tokens.append(self.random.randrange(2))
+            view.keys.extend(tokens[-1:])
+            world.step(seq_id, len(tokens))
+        else:
+            self.leave(seq_id)
+
+    def lease(self, seq_id: str) -> None:
+        lease_id = f"lease-{seq_id}"
+        lease = self.world.manager.lease(seq_id, lease_id, self.world.clock.now_s + self.random.randint(1, 9))
+        self.leases[lease_id] = (lease, tuple(self.world.tokens[seq_id][: lease.num_tokens]))
+
+    def leave(self, seq_id: str) -> None:
+        self.running.remove(seq_id)
+        self.world.manager.free(seq_id, donate=self.random.random() < 0.6)
+
+    def leave_any(self) -> None:
+        if self.running:
+            self.leave(self.random.choice(self.running))
+
+    def accept(self) -> None:
+        seq_id, prompt = self.new_id(), self.prompt()
+        plan = self.world.manager.accept_remote(seq_id, self.world.keys(prompt), len(prompt))
+        if plan is not None:
+            self.world.tokens[seq_id] = prompt
+            self.pulling[seq_id] = (plan, prompt)
+
+    def settle_pull(self) -> None:
+        if not self.pulling:
+            return
+        seq_id = self.random.choice(list(self.pulling))
+        plan, prompt = self.pulling.pop(seq_id)
+        if self.random.random() < 0.7:
+            self.world.receive(plan, prompt)
+            self.world.manager.commit_remote(seq_id, self.world.row(prompt))
+            self.running.append(seq_id)
+            self.finished.add(seq_id)
+        else:
+            quarantine = self.random.random() < 0.5
+            self.world.manager.abandon_remote(seq_id, quarantine=quarantine)
+            if quarantine and not plan.is_empty:
+                # a late read lands in quarantined memory whenever it likes
+                self.world.receive(plan, [9] * len(prompt))
+                self.quarantined.append(seq_id)
+
+    def end_quarantine(self) -> None:
+        if self.quarantined:
+            assert self.world.manager.release_quarantine(self.quarantined.pop())
+
+    def pass_time(self) -> None:
+        self.world.clock.now_s += self.random.randint(0, 3)
+        for lease_id in self.world.manager.expire_leases():
+            del self.leases[lease_id]
+        if self.leases and self.random.random() < 0.5:
+            lease_id = self.random.choice(list(self.leases))
+            assert self.world.manager.release_lease(lease_id)
+            del self.leases[lease_id]
+
+    def check_leases(self) -> None:
+        """Bytes promised to a reader stay what they are, under an unchanged generation."""
+        world, size = self.world, self.world.config.block_size
+        for lease, tokens in self.leases.values():
+            if world.config.has_attention:
+                for position in range(lease.num_tokens):
+                    assert world.rows[lease.block_ids[position // size]][position % size] == tokens[: position + 1]
+            for block_id, generation in zip(lease.block_ids, lease.block_generations, strict=True):
+                assert world.manager.generations.generation("blocks", block_id) == generation
+            if world.config.has_state:
+                assert world.slots[lease.slot_id] == tokens
+                assert world.manager.generations.generation("slots", lease.slot_id) == lease.slot_generation
+
+    def play(self, num_operations: int) -> None:
+        operations = [self.admit] * 3 + [self.advance] * 10 + [self.leave_any, self.accept, self.settle_pull] * 2
+        operations += [self.end_quarantine, self.pass_time]
+        for _ in range(num_operations):
+            self.random.choice(operations)()
+            self.world.check()
+            self.check_leases()
+
+    def drain(self) -> None:
+        manager = self.world.manager
+        while self.pulling:
+            self.settle_pull()
+        while self.running:
+            self.leave_any()
+        while self.quarantined:
+            self.end_quarantine()
+        for lease_id in list(self.leases):
+            manager.release_lease(lease_id)
+        manager.take_block_copies()
+        self.world.check()
+        stats = manager.stats()
+        for counts in (stats.blocks, stats.slots):
+            assert counts["held"] == counts["leased"] == counts["quarantined"] == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(7, 30),
+    num_slots=st.integers(2, 9),
+    max_checkpoints=st.sampled_from([2, 5, 100]),
+)
+def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread(
+    kind: str, seed: int, num_blocks: int, num_slots: int, max_checkpoints: int
+) -> None:
+    config = make_config(
+        num_blocks=num_blocks, num_slots=num_slots, max_checkpoints=max_checkpoints, **KINDS[kind]  # type: ignore[arg-type]
+    )
+    driver = Driver(World(config), seed)
+    driver.play(80)
+    driver.drain()
+
+
+def test_random_operations_when_driven_long_then_every_path_was_taken() -> None:
+    driver = Driver(World(make_config(num_blocks=24, num_slots=9)), 7)
+    driver.play(3000)
+    stats = driver.world.manager.stats()
+    assert {"save", "prompt_end", "donated", "pulled"} <= stats.checkpoints_saved.keys()
+    assert {"capacity", "attention"} <= stats.checkpoints_evicted.keys()
+    assert stats.hit_tokens["joint"] > 0
+    assert stats.leases_expired > 0
+    driver.drain()

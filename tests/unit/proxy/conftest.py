@@ -1,0 +1,80 @@
+"""A real proxy in front of fake nodes, all on loopback ports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from common.config import ProxyConfig
+from proxy.app import create_app
+from tests.support.http_server import AppServer, wait_for
+from tests.unit.proxy.fake_node import FakeNode
+
+FAST_POLL_S = 0.05
+
+
+@dataclass
+class Cluster:
+    """A proxy and its nodes; ``client`` talks to the proxy."""
+
+    client: httpx.Client
+    prefill: list[FakeNode]
+    decode: list[FakeNode]
+    servers: dict[str, AppServer] = field(default_factory=dict)
+
+    def stop_node(self, node: FakeNode) -> None:
+        self.servers[node.name].stop()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one series of the proxy; 0 when it is not there."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        for line in self.client.get("/metrics").text.splitlines():
+            series, _, value = line.rpartition(" ")
+            given, _, rest = series.partition("{")
+            if given == name and wanted <= set(rest.rstrip("}").split(",")):
+                return float(value)
+        return 0.0
+
+
+StartCluster = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start_cluster() -> Iterator[StartCluster]:
+    """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to."""
+    with contextlib.ExitStack() as stack:
+
+        def start(num_prefill: int = 1, num_decode: int = 1, *, wait: bool = True, **config: Any) -> Cluster:
+            prefill = [FakeNode(f"prefill-{index}") for index in range(num_prefill)]
+            decode = [FakeNode(f"decode-{index}") for index in range(num_decode)]
+            servers = {}
+            for node in [*prefill, *decode]:
+                server = servers[node.name] = AppServer(node.app())
+                stack.callback(server.stop)
+            config.setdefault("health_interval_seconds", FAST_POLL_S)
+            proxy = AppServer(
+                create_app(
+                    ProxyConfig(
+                        prefill=tuple(servers[node.name].url for node in prefill),
+                        decode=tuple(servers[node.name].url for node in decode),
+                        **config,
+                    )
+                )
+            )
+            stack.callback(proxy.stop)
+            for server in (*servers.values(), proxy):
+                stack.callback(server.ask_to_stop)
+            client = stack.enter_context(httpx.Client(base_url=proxy.url, timeout=20, trust_env=False))
+            if wait:
+                wait_for(lambda: client.get("/ready").status_code == 200, "the proxy to be ready")
+                names = [server.url for server in servers.values()]
+                cluster = Cluster(client, prefill, decode, servers)
+                wait_for(lambda: all(cluster.metric("tandem_node_up", node=url) for url in names), "all nodes up")
+            return Cluster(client, prefill, decode, servers)
+
+        yield start

@@ -1,0 +1,138 @@
+"""What each leg of a request carries, and what comes back to the client."""
+
+from __future__ import annotations
+
+from common.api.handoff import prefill_leg_params
+from tests.unit.proxy.conftest import StartCluster
+from tests.unit.proxy.fake_node import NUM_CHUNKS
+
+DONE = "data: [DONE]"
+
+
+def test_completion_when_prompt_is_single_then_both_legs_carry_the_handoff(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    body = {"prompt": "abc", "max_tokens": 7, "min_tokens": 3, "n": 2, "temperature": 0.5, "seed": 1, "user": "me"}
+    answer = cluster.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.json()["node"] == "decode-0"
+    assert cluster.prefill[0].bodies == [
+        {
+            "prompt": "abc",
+            "temperature": 0.5,
+            "seed": 1,
+            "user": "me",
+            "stream": False,
+            "max_tokens": 1,
+            "kv_transfer_params": prefill_leg_params(),
+        }
+    ]
+    params = {"do_remote_prefill": True, "remote_host": "prefill-0", "tandem_lease_id": "prefill-0-lease-0"}
+    assert cluster.decode[0].bodies == [{**body, "kv_transfer_params": params}]
+    assert cluster.prefill[0].released == []
+    assert cluster.metric("tandem_proxy_decisions_total", policy="round_robin", placement="remote") == 1
+    assert cluster.metric("tandem_requests_total", route="completions", outcome="stop") == 1
+
+
+def test_completion_when_prompts_are_a_list_then_one_prefill_each_and_one_decode(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    assert cluster.client.post("/v1/completions", json={"prompt": prompts}).status_code == 200
+    assert sorted(body["prompt"] for body in cluster.prefill[0].bodies) == sorted(prompts)
+    (decode_body,) = cluster.decode[0].bodies
+    assert decode_body["prompt"] == prompts
+    leases = [params["tandem_lease_id"] for params in decode_body["kv_transfer_params"]]
+    by_prompt = {tuple(body["prompt"]): f"prefill-0-lease-{i}" for i, body in enumerate(cluster.prefill[0].bodies)}
+    assert leases == [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+def test_completion_when_list_has_one_prompt_then_params_are_one_object(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    cluster.client.post("/v1/completions", json={"prompt": ["abc"]})
+    assert cluster.prefill[0].bodies[0]["prompt"] == "abc"
+    assert isinstance(cluster.decode[0].bodies[0]["kv_transfer_params"], dict)
+
+
+def test_completion_when_prompt_is_token_ids_then_it_is_one_prompt(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    cluster.client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+    assert [body["prompt"] for body in cluster.prefill[0].bodies] == [[1, 2, 3]]
+
+
+def test_completion_when_echo_with_logprobs_then_no_prefill_leg(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert cluster.client.post("/v1/completions", json=body).status_code == 200
+    assert cluster.prefill[0].bodies == []
+    assert cluster.decode[0].bodies == [body]
+    assert cluster.metric("tandem_proxy_decisions_total", policy="round_robin", placement="local") == 1
+
+
+def test_completion_when_client_sends_transfer_params_then_they_are_dropped(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    forged = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 80}
+    cluster.client.post("/v1/completions", json={"prompt": "abc", "kv_transfer_params": forged})
+    assert cluster.decode[0].bodies[0]["kv_transfer_params"]["remote_host"] == "prefill-0"
+
+
+def test_chat_when_streamed_then_bytes_pass_through_to_done(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    body = {"messages": [{"role": "user", "content": "hé"}], "stream": True, "stream_options": {"include_usage": True}}
+    with cluster.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert len(lines) == NUM_CHUNKS + 1
+    assert lines[-1] == DONE
+    (prefill_body,) = cluster.prefill[0].bodies
+    assert prefill_body["messages"] == body["messages"]
+    assert "stream_options" not in prefill_body
+    assert cluster.prefill[0].received[0].path == "/v1/chat/completions"
+    assert cluster.decode[0].bodies[0]["stream_options"] == {"include_usage": True}
+
+
+def test_headers_when_traced_then_both_legs_and_the_answer_have_them(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    headers = {"X-Request-Id": "abc-1", "Authorization": "Bearer k", "X-Tandem-Trace": "1"}
+    answer = cluster.client.post("/v1/completions", json={"prompt": "abc"}, headers=headers)
+    assert answer.headers["x-request-id"] == "abc-1"
+    prefill, decode = cluster.prefill[0].received[0].headers, cluster.decode[0].received[0].headers
+    for leg in (prefill, decode):
+        assert (leg["x-request-id"], leg["authorization"], leg["x-tandem-trace"]) == ("abc-1", "Bearer k", "1")
+    assert decode["x-tandem-prefill-node"] == "prefill-0"
+    queue_s, elapsed_s = map(float, decode["x-tandem-proxy-seconds"].split(","))
+    assert 0 <= queue_s <= elapsed_s
+
+
+def test_headers_when_no_request_id_then_one_is_made(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    answer = cluster.client.post("/v1/completions", json={"prompt": "abc"})
+    made = answer.headers["x-request-id"]
+    assert made
+    assert cluster.decode[0].received[0].headers["x-request-id"] == made
+
+
+def test_nodes_when_several_then_round_robin_takes_turns(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(2, 2)
+    for _ in range(4):
+        cluster.client.post("/v1/completions", json={"prompt": "abc"})
+    assert [len(node.bodies) for node in [*cluster.prefill, *cluster.decode]] == [2, 2, 2, 2]
+
+
+def test_small_routes_are_answered_by_a_node_or_the_proxy(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    assert cluster.client.get("/v1/models").json()["data"] == [{"id": "fake", "max_model_len": 128}]
+    got = cluster.client.post("/tokenize", json={"prompt": "abc"}).json()
+    assert got == {"node": "decode-0", "got": {"prompt": "abc"}}
+    assert cluster.client.get("/health").status_code == 200
+    assert set(cluster.client.get("/version").json()) == {"tandem", "torch", "transformers", "nixl"}
+    missing = cluster.client.get("/v1/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "not_found"
+
+
+def test_cluster_key_when_configured_then_nodes_get_it(start_cluster: StartCluster, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    key_file = tmp_path / "key"
+    key_file.write_text("# the key\nsecret\n")
+    cluster = start_cluster(cluster_key_file=str(key_file))
+    cluster.client.post("/v1/completions", json={"prompt": "abc"})
+    for node in (*cluster.prefill, *cluster.decode):
+        assert node.received[0].headers["x-tandem-cluster-key"] == "secret"

@@ -1,0 +1,135 @@
+"""Every import of every module, indented ones too, against the table of allowed directions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("common", "prefill_node", "decode_node", "proxy")
+HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate")
+
+# Part -> what it may import of ours besides itself. `common.errors` is open to all.
+ALLOWED = {
+    "proxy": {"common.api", "common.metrics", "common.errors", "common.config"},
+    "prefill_node": {"common"},
+    "decode_node": {"common"},
+    "common.node": {
+        "common.engine",
+        "common.models",
+        "common.transfer",
+        "common.kv_cache",
+        "common.api",
+        "common.metrics",
+        "common.request",
+        "common.config",
+    },
+    "common.engine": {"common.models", "common.kv_cache", "common.request"},
+    "common.models": {"common.ops", "common.kv_cache.spec", "common.kv_cache.geometry"},
+    "common.ops": set(),
+    "common.kv_cache": {"common.request"},
+    "common.transfer": {"common.config"},
+    "common.api": {"common.request"},
+    "common.cli": {"common.config", "common.kv_cache.simulate"},
+    "common.metrics": set(),
+    "common.errors": set(),
+    "common.config": set(),
+    "common.request": set(),
+}
+# The parts that must run where torch, transformers and NIXL are not installed, and the modules in them that need not.
+LIGHT = ("proxy", "common.kv_cache", "common.api", "common.cli", "common.metrics", "common.errors", "common.config")
+LIGHT_EXCEPT = {"common.kv_cache.storage"}
+LIGHT_ENGINE = ("common.engine.scheduler", "common.engine.plan", "common.request")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the four packages."""
+    found = {}
+    for package in OURS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that the file imports anywhere in it; relative ones come out as ``.``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield "."
+            else:
+                # `from common import config` names a module, `from common.config import NodeConfig` does not: both
+                # forms begin with a prefix that the table knows.
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _is_import_call(node):
+            argument = node.args[0] if node.args else None
+            yield argument.value if isinstance(argument, ast.Constant) else "?"
+
+
+def _is_import_call(node: ast.Call) -> bool:
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in ("import_module", "__import__")
+
+
+def is_within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+def part_of(name: str) -> str | None:
+    return next((part for part in ALLOWED if is_within(name, part)), None)
+
+
+MODULES = modules()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_module_imports_only_what_its_part_may(name: str) -> None:
+    part = part_of(name)
+    for imported in imports(MODULES[name]):
+        assert imported != ".", f"{name}: relative import"
+        if part is None:
+            assert name == "common", f"{name} belongs to no part of the table"
+            assert not any(is_within(imported, each) for each in OURS), f"{name} imports {imported}"
+            continue
+        if not any(is_within(imported, each) for each in OURS) or is_within(imported, part):
+            continue
+        allowed = ALLOWED[part] | {"common.errors"}
+        assert any(is_within(imported, each) for each in allowed), f"{name} imports {imported}, not allowed in {part}"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_light_module_imports_nothing_heavy(name: str) -> None:
+    is_light = any(is_within(name, part) for part in LIGHT) and name not in LIGHT_EXCEPT
+    if not (is_light or name in LIGHT_ENGINE):
+        return
+    for imported in imports(MODULES[name]):
+        assert not any(is_within(imported, heavy) for heavy in HEAVY), f"{name} imports {imported}"
+
+
+def test_ops_imports_torch_and_the_standard_library_only() -> None:
+    for name, path in MODULES.items():
+        if is_within(name, "common.ops"):
+            for imported in imports(path):
+                assert not is_within(imported, "transformers"), f"{name} imports {imported}"
+                assert not is_within(imported, "nixl"), f"{name} imports {imported}"
+
+
+def test_table_when_an_import_is_indented_then_it_is_read(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text(
+        "def f():\n    if True:\n        from proxy.app import create_app\n"
+        "    importlib.import_module('decode_node')\n    import torch.nn\n"
+    )
+    assert sorted(imports(source)) == ["decode_node", "proxy.app.create_app", "torch.nn"]
+
+
+def test_every_directory_with_modules_is_a_package() -> None:
+    for path in MODULES.values():
+        assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
