@@ -209,6 +209,9 @@ class NodeConfig:
     served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)
+    advertise_host: str | None = flag(
+        None, "address at which other nodes reach this one (default: --host)", metavar="ADDR"
+    )
     node_name: str | None = flag(None, "name in traces and metrics (default: role and port)")
     dtype: str = choice_flag(
         "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
@@ -222,7 +225,7 @@ class NodeConfig:
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
-    kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", MIB)
+    kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
     mamba_cache_mode: str = choice_flag(
         "auto", "where recurrent states are kept", "auto", "align", "all", "none", available=("auto", "none")

@@ -93,6 +93,7 @@ class Intake:
             engine_id=manifest.engine_id,
             epoch=manifest.epoch,
             lease_id=manifest.lease_id,
+            prefix_key=manifest.prefix_key,
             num_tokens=manifest.num_tokens,
             block_ids=manifest.block_ids[0] if manifest.block_ids else (),
             block_generations=manifest.generations[0] if manifest.generations else (),

@@ -40,7 +40,7 @@ class PrefillLeg:
         )
         result: RequestOutput | None = None
         try:
-            async for output in self._node.run(request):
+            async for output in self._node.engine.generate(request):
                 result = output
         finally:
             if result is None:  # nobody will ever learn of a lease that the last step may have made
@@ -58,7 +58,7 @@ class PrefillLeg:
         return Manifest(
             engine_id=node.engine_id,
             request_id=request.request_id,
-            host=node.config.host,
+            host=node.config.advertise_host or node.config.host,
             port=node.config.port,
             num_tokens=lease.num_tokens,
             block_size=cache.block_size,

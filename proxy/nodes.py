@@ -22,7 +22,7 @@ import httpx
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 2.0
-MAX_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 2.0
 KEEP_ALIVE_S = 4.0  # below the 5 s after which a plain uvicorn closes an idle connection
 REASON_LENGTH = 300
 
@@ -87,7 +87,9 @@ class Node:
 
     def mark_down(self, reason: str) -> None:
         if self.is_up or reason != self.reason:
-            logger.warning("node down node=%s role=%s reason=%s", self.url, self.role.value, reason)
+            # Not up yet is how every start looks; up no longer is news.
+            level = logging.WARNING if self.is_up else logging.INFO
+            logger.log(level, "node down node=%s role=%s reason=%s", self.url, self.role.value, reason)
         self.is_up, self.reason = False, reason
 
     def suspect(self, reason: str, *, down: bool) -> None:

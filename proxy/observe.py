@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.api.versions import installed_versions
+from common.api.versions import build_labels
 from common.errors import QueueFullError, TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
@@ -26,9 +26,7 @@ class RequestRecord:
 
 class ProxyMetrics:
     def __init__(self, pool: NodePool, max_concurrency: int) -> None:
-        versions = installed_versions()
-        labels = {"version": versions.pop("tandem"), **versions}
-        self._metrics = Metrics(Role.PROXY, versions={name: text or "" for name, text in labels.items()})
+        self._metrics = Metrics(Role.PROXY, versions=build_labels())
         self._metrics.set_source(self._samples)
         self._pool = pool
         self._max_concurrency = max_concurrency

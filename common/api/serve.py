@@ -62,7 +62,8 @@ def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info", gra
         access_log=False,
         lifespan="on",
         log_config=None,
-        log_level=log_level,
+        # uvicorn's own "info" is about itself; who started what is ours to say.
+        log_level="warning" if log_level == "info" else log_level,
         server_header=False,
         timeout_graceful_shutdown=grace_s,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -12,6 +12,12 @@ def installed_versions() -> dict[str, str | None]:
     return {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
 
 
+def build_labels() -> dict[str, str]:
+    """Labels of the ``build_info`` metric; empty for what is not installed."""
+    versions = installed_versions()
+    return {"version": versions.pop("tandem") or "", **{name: version or "" for name, version in versions.items()}}
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

@@ -31,7 +31,7 @@ DECODE_PORT_OFFSET = 200
 MAX_NODES = 100
 
 # Set by `tandem up` itself, for each process.
-_OWN_NODE_FLAGS = frozenset({"model", "host", "port", "node_name", "peers"})
+_OWN_NODE_FLAGS = frozenset({"model", "host", "port", "advertise_host", "node_name", "peers"})
 _OWN_PROXY_FLAGS = frozenset({"host", "port", "prefill", "decode"})
 
 

@@ -46,11 +46,11 @@ class ChildSpec:
 
 
 class ChildDiedError(Exception):
-    """A child exited when it should not have."""
+    """A child exited, or is no use, when it should have been running; ``tail`` is the end of its output."""
 
-    def __init__(self, name: str, status: int, tail: Sequence[str]) -> None:
-        super().__init__(f"{name} {describe_status(status)}")
-        self.name, self.status, self.tail = name, status, list(tail)
+    def __init__(self, name: str, what: str, tail: Sequence[str] = ()) -> None:
+        super().__init__(f"{name} {what}")
+        self.name, self.tail = name, list(tail)
 
 
 def describe_status(status: int) -> str:
@@ -69,6 +69,7 @@ class Child:
         self._process = process
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._reader = asyncio.create_task(self._forward(log))
+        self._is_stopped = False
 
     @classmethod
     async def start(cls, spec: ChildSpec, environ: Mapping[str, str], log: TextIO) -> Child:
@@ -88,7 +89,7 @@ class Child:
         status = await self._process.wait()
         # A grandchild may hold the pipe open; the tail is worth a moment, not a hang.
         await asyncio.wait({self._reader}, timeout=1.0)
-        return ChildDiedError(self.spec.name, status, self._tail)
+        return ChildDiedError(self.spec.name, describe_status(status), self._tail)
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number`` to the whole group; nothing happens when it is gone already."""
@@ -96,7 +97,9 @@ class Child:
             os.killpg(self._process.pid, number)
 
     async def stop(self, deadline_s: float) -> None:
-        """SIGTERM, then SIGKILL after ``deadline_s``; returns when the process is gone."""
+        """SIGTERM, then SIGKILL after ``deadline_s``; returns when the process is gone. Once is enough."""
+        if self._is_stopped:
+            return
         if self._process.returncode is None:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -105,6 +108,7 @@ class Child:
         self.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), KILL_DEADLINE_S)
+        self._is_stopped = True
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
@@ -216,11 +220,15 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
             try:
-                await self._start(spec)
+                async with asyncio.timeout(self._startup_timeout_s):
+                    await self._start(spec)
                 ready_at_s = time.monotonic()
                 death = await self._children[spec.name].wait()
             except ChildDiedError as exc:
                 death, ready_at_s = exc, time.monotonic()
+            except TimeoutError:
+                death = ChildDiedError(spec.name, f"is not ready after {self._startup_timeout_s:g} s")
+                ready_at_s = time.monotonic()
 
     async def _stop_all(self) -> None:
         await asyncio.gather(*(child.stop(self._stop_deadline_s) for child in self._children.values()))

@@ -8,6 +8,7 @@ environment, 5 print the URL and a curl example, 6 run until SIGINT, SIGTERM or 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import signal
 import sys
@@ -19,7 +20,12 @@ from common.cli.supervisor import ChildSpec, Supervisor, check_port_free, descri
 from common.config import NodeConfig, ProxyConfig, to_argv
 from common.errors import ConfigError
 
-BUILTIN_MODULE = "common.models.builtin"
+# In a process of its own, because it imports torch: the supervisor must stay small and quick to start.
+BUILTIN_PROGRAM = """
+import sys
+from common.models.builtin import ensure_builtin_checkpoint
+sys.stdout.write(f"{ensure_builtin_checkpoint()}\\n")
+"""
 ENVIRONMENT_PREFIX = "TANDEM_"
 
 
@@ -56,6 +62,8 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
         model = await _builtin_model(child_environ, stop)
         if model is None:
             return 0
+        # Its folder in somebody's cache is no name to show to clients.
+        config = dataclasses.replace(config, node={"served_model_name": Path(model).name, **config.node})
     supervisor = Supervisor(
         child_specs(config, model),
         environ=child_environ,
@@ -99,8 +107,8 @@ async def _builtin_model(environ: Mapping[str, str], stop: asyncio.Event) -> str
     _print("no --model given: preparing the built-in model")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        BUILTIN_MODULE,
+        "-c",
+        BUILTIN_PROGRAM,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -122,11 +130,9 @@ async def _builtin_model(environ: Mapping[str, str], stop: asyncio.Event) -> str
         await asyncio.gather(output, stopped, return_exceptions=True)
     lines = stdout.decode(errors="replace").split("\n")
     path = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    if process.returncode != 0 or not Path(path).is_dir():  # noqa: ASYNC240 - nothing runs yet
+    if process.returncode != 0 or not path or not Path(path).is_dir():  # noqa: ASYNC240 - nothing runs yet
         tail = "\n".join(stderr.decode(errors="replace").splitlines()[-8:])
-        raise ConfigError(
-            f"making the built-in model: {BUILTIN_MODULE} {describe_status(process.returncode or 0)}\n{tail}"
-        )
+        raise ConfigError(f"making the built-in model: {describe_status(process.returncode or 0)}\n{tail}".rstrip())
     _print(f"using the built-in model in {path}")
     return path
 

@@ -18,7 +18,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.sampler import Sampler, SampleTask
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
-from common.errors import TandemError, TransferError
+from common.errors import InvalidRequestError, TandemError, TransferError
 from common.kv_cache.manager import KVCacheManager, PullPlan
 from common.request import FinishReason, PhaseSeconds, Request, RequestOutput, TokenLogprob
 
@@ -98,9 +98,14 @@ class EngineCore:
         return self._manager.next_lease_deadline()
 
     def add_request(self, request: Request) -> None:
-        keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt)
-        self._track(Sequence(request, 0, keys))
-        self._scheduler.add(self._by_request[request.request_id][0])
+        """Queues a request. A handed-over prefix must be the one of this prompt (and this cache salt)."""
+        sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
+        self._track(sequence)
+        self._scheduler.add(sequence)
+        if request.remote is not None and sequence.keys.key_at(sequence.num_prompt_tokens) != request.remote.prefix_key:
+            message = "kv_transfer_params.tandem_prefix_key is not the key of prompt_token_ids (and cache_salt) here"
+            param = "kv_transfer_params.tandem_prefix_key"
+            self._emit_error(sequence, InvalidRequestError(message, param=param))
 
     def abort(self, request_id: str) -> None:
         """The caller left: frees everything the request holds; unknown or finished ids are ignored."""

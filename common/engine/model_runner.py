@@ -18,7 +18,6 @@ from common.kv_cache.storage import KVStorage
 from common.models.loader import LoadedModel
 from common.models.seam import EngineCache
 from common.models.step import ActiveStep, PoolViews, run_step
-from common.ops.index import StepIndex
 
 
 class ModelRunner:
@@ -42,17 +41,16 @@ class ModelRunner:
         if not segments:
             return []
         device = self._model.device
-        index = StepIndex.build(
-            segments, block_size=self._config.block_size, has_attention=self._config.has_attention, device=device
-        )
+        step = ActiveStep.of(segments, self._views, block_size=self._config.block_size, device=device)
         ids = torch.tensor([list(itertools.chain.from_iterable(s.token_ids for s in segments))], device=device)
-        with run_step(ActiveStep(index, self._views)):
+        with run_step(step):
             output = self._base(
-                input_ids=ids, position_ids=index.positions[None], past_key_values=self._cache, use_cache=True
+                input_ids=ids, position_ids=step.positions[None], past_key_values=self._cache, use_cache=True
             )
         hidden = output.last_hidden_state[0]
+        ends = itertools.accumulate(segment.num_tokens for segment in segments)
         rows = []
-        for segment, end in zip(segments, index.state.cu_seqlens[1:], strict=True):
+        for segment, end in zip(segments, ends, strict=True):
             wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
             rows.append(hidden[end - wanted : end])
         return rows

@@ -1,7 +1,7 @@
 """Block copies to run before the next forward: a published tail continued in a fresh block.
 
-Sources stay held until the copies are drained, so nothing can be evicted under them. A source that is itself a pending
-destination is replaced by where its bytes come from, so the pairs may run in any order or at once.
+Sources stay held until the copies are drained, so nothing can be evicted under them. No source is itself a pending
+destination (callers copy from ``origin``), so the pairs may run in any order or at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CopyQueue:
         return iter(self._source_of.values())
 
     def push(self, source: int, destination: int) -> None:
-        source = self._source_of.get(source, source)
+        assert source not in self._source_of, "copy from where the bytes are (origin)"
         self._pool.hold(source)
         self._source_of[destination] = source
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
 from common.models.step import ActiveStep, PoolViews, run_step
-from common.ops.index import StepIndex
 
 NUM_PROBE_TOKENS = 40
 _BLOCK_SIZE = 8
 _BLOCKS_PER_TABLE = NUM_PROBE_TOKENS // _BLOCK_SIZE
-_HALF_PRECISION_TOLERANCE = 0.35
-"""Largest mean difference in standard deviations in bfloat16 or float16, where stock itself is some 0.1 from the
-truth; a lost state gives about 1."""
+_HALF_PRECISION_TOLERANCE = 0.15
+"""Largest mean difference in standard deviations in bfloat16 or float16. Measured on tests/support/models.py in
+bfloat16: 0.01 to 0.03 as it should be, 0.2 to 0.4 with the states lost on resume alone, 0.4 to 0.8 with the states lost
+at every cut. (The largest difference says nothing there: one flipped choice of an expert moves a row by 2.)"""
 
 
 class ProbePools:
@@ -122,19 +122,16 @@ def check_numbers(
         ConfigError: shapes that differ from the geometry, or numbers that differ from stock.
     """
     views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 7, device), geometry)
-    largest, differences = 0.0, []
+    differences = []
     for pieces in _SCHEDULE:
-        index = StepIndex.build(
-            pieces, block_size=_BLOCK_SIZE, has_attention=bool(geometry.attention_layers), device=device
-        )
+        step = ActiveStep.of(pieces, views, block_size=_BLOCK_SIZE, device=device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
-        with _shape_errors(geometry), run_step(ActiveStep(index, views)):
-            output = model(input_ids=ids, position_ids=index.positions[None], past_key_values=cache, use_cache=True)
+        with _shape_errors(geometry), run_step(step):
+            output = model(input_ids=ids, position_ids=step.positions[None], past_key_values=cache, use_cache=True)
         want = torch.cat([expected[p.sequence, p.start : p.end] for p in pieces])
-        difference = (output.logits[0].float() - want).abs() / want.std().clamp_min(1e-12)
-        largest = max(largest, float(difference.max()))
-        differences.append(float(difference.mean()))
-    mean = max(differences)
+        differences.append((output.logits[0].float() - want).abs() / expected.std().clamp_min(1e-12))
+    difference = torch.cat(differences)
+    largest, mean = float(difference.max()), float(difference.mean())
     if dtype == torch.float32:
         failed, allowed = not largest <= tolerance, f"{tolerance:g} at most"  # "not <=": NaN fails too
     else:

@@ -7,16 +7,17 @@ the stock one, and other models in the same process are not disturbed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.kv_cache.spec import ModelGeometry
-from common.ops.index import AttentionIndex, StateIndex, StepIndex
+from common.ops.index import AttentionIndex, SegmentLike, StateIndex, StepIndex
 
 
 class LayerPools(Protocol):
@@ -48,6 +49,20 @@ class ActiveStep:
     index: StepIndex
     pools: PoolViews
     layer_idx: int = -1
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[SegmentLike], pools: PoolViews, *, block_size: int, device: torch.device
+    ) -> ActiveStep:
+        """The step that runs ``segments``, packed in this order."""
+        has_attention = bool(pools.attention)
+        index = StepIndex.build(segments, block_size=block_size, has_attention=has_attention, device=device)
+        return cls(index, pools)
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_tokens] position of each packed row in its sequence."""
+        return self.index.positions
 
     @property
     def state_index(self) -> StateIndex:

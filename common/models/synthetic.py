@@ -120,9 +120,10 @@ def save_checkpoint(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path
         with quiet_transformers():
             model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        scratch.chmod(0o755)
         scratch.rename(folder)
     except OSError:
-        if not (folder / "config.json").is_file():  # else another process was first
+        if missing(folder):  # else another process was first
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -7,7 +7,6 @@ two apps can live in one process. The model is loaded before (it may take minute
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import time
@@ -24,18 +23,17 @@ from common.api.fields import Fields
 from common.api.http import install_middleware, read_json_object
 from common.api.protocol import check_model, parse_chat
 from common.api.tokenizer import TextCodec
+from common.api.versions import build_labels, installed_versions
 from common.config import NodeConfig, read_key_file
 from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.node import Node
-from common.node.node_metrics import installed_versions
 from common.node.runtime import NodeModel
 from common.node.serving import Intake, PrefillLeg, Serving
 from common.node.test_hooks import TEST_HOOKS_VARIABLE, add_test_hooks
 
 MAX_LEASES_PER_CALL = 10_000
-DRAIN_TIMEOUT_S = 30.0
 
 
 def create_node_app(
@@ -47,7 +45,7 @@ def create_node_app(
     create_intake: Callable[[Node], Intake] | None = None,
 ) -> FastAPI:
     """An app for ``model``. A node without a prefill leg hands nothing out, one without an intake takes nothing in."""
-    metrics = Metrics(role, versions=installed_versions())
+    metrics = Metrics(role, versions=build_labels())
     node = Node(config, model, role.value, metrics)
     loaded = model.loaded
     codec = None
@@ -65,7 +63,6 @@ def create_node_app(
         await node.start()
         try:
             yield
-            await node.drain(DRAIN_TIMEOUT_S if role is Role.PREFILL else 0.0)
         finally:
             await node.close()
 
@@ -142,8 +139,7 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str | None]:
-        names = {"tandem": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
-        return {label: _version(package) for label, package in names.items()}
+        return installed_versions()
 
 
 def _add_internal_routes(app: FastAPI, node: Node) -> None:
@@ -214,9 +210,3 @@ async def _lease_ids(http: HttpRequest) -> list[str]:
         )
     return value
 
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

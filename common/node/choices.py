@@ -86,6 +86,8 @@ class Choice:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             rest = self._stream.finish()
             text += rest.text
+            if rest.stopped is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, rest.stopped
         if self._is_first and self._echo_text is not None:
             text = self._echo_text + text
             token_ids = self._echo_token_ids + token_ids

@@ -1,8 +1,7 @@
 """One running node: owns the engine thread, the transfer layer and the connections to peers, from start to close.
 
-Life: ``start`` (transport up, engine thread running) -> serving -> ``drain`` (no new requests, leases and requests end)
--> ``close`` in reverse order: engine first, so that nothing starts a read, then puller, then backend, which ends every
-read that is still in flight.
+Life: ``start`` (transport up, engine thread running) -> serving -> ``close`` in reverse order: engine first, so that
+nothing starts a read, then puller, then backend, which ends every read that is still in flight.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator
 
 from common.config import NodeConfig
 from common.engine.core import EngineCore
@@ -23,13 +20,11 @@ from common.node.peers import PeerDirectory
 from common.node.pulling import FinishedPull, PullSource, RemotePrefix
 from common.node.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id, read_cluster_key
-from common.request import Request, RequestOutput
 from common.transfer.backend import TransferBackend
 from common.transfer.puller import Puller, PullOutcome, PullStatus
 
 logger = logging.getLogger(__name__)
 
-DRAIN_POLL_S = 0.05
 STATS_TIMEOUT_S = 2.0
 
 
@@ -46,8 +41,6 @@ class Node:
         self.served_model_name = config.served_model_name or config.model
         self.cluster_key = read_cluster_key(config)
         self.core: EngineCore = create_core(config, model)
-        self.is_draining = False
-        self.num_requests = 0
         self.backend: TransferBackend
         self.source: PullSource
         self.engine: EngineThread
@@ -77,19 +70,7 @@ class Node:
         await self.peers.close()
         await asyncio.to_thread(self.backend.close)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Waits until no request runs and no lease is out, at most ``timeout_s``."""
-        self.is_draining = True
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if not self.num_requests and self.model.manager.next_lease_deadline() is None:
-                return
-            await asyncio.sleep(DRAIN_POLL_S)
-        logger.warning("drain: %.1f s passed with %d requests open", timeout_s, self.num_requests)
-
     def not_ready_reason(self) -> str | None:
-        if self.is_draining:
-            return "draining"
         return None if self.engine.is_alive else "the engine stopped"
 
     # --- requests
@@ -97,20 +78,10 @@ class Node:
     def check_admission(self) -> None:
         """Raises QueueFullError when too many requests wait for their turn already."""
         waiting = self.core.num_waiting
-        if waiting >= self.config.max_queue:
+        if waiting > self.config.max_queue:
             raise QueueFullError(
                 f"{waiting} requests are waiting on {self.name}, --max-queue is {self.config.max_queue}"
             )
-
-    async def run(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Outputs of one engine request; aborts it when the caller stops reading. Counted for the drain."""
-        self.num_requests += 1
-        try:
-            async with contextlib.aclosing(self.engine.generate(request)) as outputs:
-                async for output in outputs:
-                    yield output
-        finally:
-            self.num_requests -= 1
 
     # --- common.node.pulling.PullListener, on the poll thread (or, for an empty pull, the engine thread)
 

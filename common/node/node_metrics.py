@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Mapping
 
@@ -11,20 +10,6 @@ from common.metrics.metrics import Metrics, Samples
 from common.node.pulling import FinishedPull
 from common.request import FinishReason, RequestOutput
 from common.transfer.puller import PullOutcome, PullStatus
-
-VERSION_PACKAGES = {"version": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of what a node runs on; a package that is not installed is left out."""
-    versions = {}
-    for label, package in VERSION_PACKAGES.items():
-        try:
-            versions[label] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
 
 def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions: int) -> Samples:
     """Gauges and counters of interface.md that live in the cache manager and the scheduler."""

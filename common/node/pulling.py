@@ -37,6 +37,7 @@ class RemotePrefix:
     engine_id: str
     epoch: int
     lease_id: str
+    prefix_key: bytes
     num_tokens: int
     block_ids: tuple[int, ...]
     block_generations: tuple[int, ...]

@@ -260,7 +260,7 @@ class Serving:
                 remote=remote,
                 arrival_s=time.monotonic(),
             )
-            outputs = await stack.enter_async_context(contextlib.aclosing(self._node.run(engine_request)))
+            outputs = await stack.enter_async_context(contextlib.aclosing(self._node.engine.generate(engine_request)))
             async for output in outputs:
                 yield job, output
 

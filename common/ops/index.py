@@ -72,7 +72,6 @@ class ChunkIndex:
         padding: [num_chunks, size] True where a place is padding, or None when there is none.
         places, targets: [n] flat place in [num_chunks * size] of every real row, and the packed row it belongs to.
         walk: one entry per chunk.
-        num_runs: number of runs of chunks that begin from a slot.
     """
 
     size: int
@@ -81,7 +80,6 @@ class ChunkIndex:
     places: Tensor
     targets: Tensor
     walk: tuple[ChunkStep, ...]
-    num_runs: int
 
     def gather(self, x: Tensor) -> Tensor:
         """[num_tokens, ...] -> [num_chunks, size, ...]."""
@@ -103,7 +101,6 @@ class StateIndex:
         spans: segments of more than one token.
         decode_rows, decode_src, decode_dst: [num_decode] row, source and destination slot of each decode row.
         decode_saves, decode_save_slots: [n] which of the decode rows also write which slot.
-        conv_sources, conv_outputs: see :meth:`StepIndex.build`; layout of the one convolution over all spans.
     """
 
     num_tokens: int
@@ -160,7 +157,7 @@ class AttentionIndex:
     """Rows and blocks of one step for paged attention.
 
     Attributes:
-        write_rows: [n] packed rows whose K/V is written, or None for all of them.
+        write_rows: [n] packed rows whose K/V is written (decode rows first), or None: all of them, in order.
         write_blocks, write_offsets: [n] where to.
         tiles: prompt chunks.
         decode_rows: [num_decode]; decode_tables: [num_decode, max_blocks], padded with block 0;
@@ -192,12 +189,12 @@ class StepIndex:
     ) -> StepIndex:
         """Index tensors of ``segments``, packed in this order, on ``device``."""
         begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
-        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in segments])
+        positions = list(itertools.chain.from_iterable(range(s.start, s.start + s.num_tokens) for s in segments))
         return cls(
             num_tokens=begins[-1],
-            positions=positions.to(device),
+            positions=torch.tensor(positions, dtype=torch.long, device=device),
             state=_build_state(segments, begins, device),
-            attention=_build_attention(segments, begins, positions, block_size, device) if has_attention else None,
+            attention=_build_attention(segments, begins, block_size, device) if has_attention else None,
         )
 
 
@@ -263,44 +260,51 @@ def _build_chunks(spans: Sequence[Span], size: int, device: torch.device) -> Chu
         places=places.to(device),
         targets=all_rows.flatten()[places].to(device),
         walk=tuple(walk),
-        num_runs=len(spans),
     )
 
 
 def _build_attention(
-    segments: Sequence[SegmentLike], begins: Sequence[int], positions: Tensor, block_size: int, device: torch.device
+    segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, device: torch.device
 ) -> AttentionIndex:
-    tables = [torch.as_tensor(s.block_ids, dtype=torch.long) for s in segments]
-    blocks = torch.cat(
-        [t[positions[a:b] // block_size] for t, (a, b) in zip(tables, itertools.pairwise(begins), strict=True)]
-    )
-    keep = torch.cat([torch.arange(s.start, s.start + s.num_tokens) >= s.write_from for s in segments])
-    write_rows = None if bool(keep.all()) else keep.nonzero()[:, 0]
-    if write_rows is not None:
-        blocks, positions = blocks[write_rows], positions[write_rows]
     tiles: list[AttentionTile] = []
     decode: list[int] = []
+    span_writes: list[Tensor] = []  # each [3, n]: row, block, offset
     for i, segment in enumerate(segments):
         if segment.num_tokens == 1:
             decode.append(i)
-        elif segment.start == 0:
+            continue
+        table = torch.as_tensor(segment.block_ids, dtype=torch.long)
+        end = segment.start + segment.num_tokens
+        written = torch.arange(min(max(segment.start, segment.write_from), end), end)  # none: all of it is shared
+        rows = written + (begins[i] - segment.start)
+        span_writes.append(torch.stack([rows, table[written // block_size], written % block_size]))
+        if segment.start == 0:
             tiles.append(AttentionTile(begins[i], begins[i + 1], begins[i], segment.num_tokens, None, None))
         else:
-            tiles.extend(_continuation_tiles(segment, begins[i], tables[i], block_size, device))
+            tiles.extend(_continuation_tiles(segment, begins[i], table, block_size, device))
+    rows_written = [
+        (begins[i], segments[i].block_ids[segments[i].start // block_size], segments[i].start % block_size)
+        for i in decode
+        if segments[i].start >= segments[i].write_from
+    ]
+    decode_writes = torch.tensor(rows_written, dtype=torch.long).reshape(-1, 3).T
+    writes = torch.cat([decode_writes, *span_writes], 1)
+    in_packed_order = bool((writes[0] == torch.arange(writes.shape[1])).all()) and writes.shape[1] == begins[-1]
+
     num_keys = [segments[i].start + 1 for i in decode]
     max_blocks = max((-(-n // block_size) for n in num_keys), default=0)
-    table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
+    decode_table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
     for row, (i, n) in enumerate(zip(decode, num_keys, strict=True)):
         count = -(-n // block_size)
-        table[row, :count] = tables[i][:count]
+        decode_table[row, :count] = torch.as_tensor(segments[i].block_ids[:count], dtype=torch.long)
     hidden = torch.arange(max_blocks * block_size)[None] >= torch.tensor(num_keys, dtype=torch.long)[:, None]
     return AttentionIndex(
-        write_rows=None if write_rows is None else write_rows.to(device),
-        write_blocks=blocks.to(device),
-        write_offsets=(positions % block_size).to(device),
+        write_rows=None if in_packed_order else writes[0].to(device),
+        write_blocks=writes[1].to(device),
+        write_offsets=writes[2].to(device),
         tiles=tuple(tiles),
         decode_rows=torch.tensor([begins[i] for i in decode], dtype=torch.long).to(device),
-        decode_tables=table.to(device),
+        decode_tables=decode_table.to(device),
         decode_hidden=hidden[:, None].to(device),
     )
 

@@ -16,6 +16,8 @@ decided by ``Puller``, which reads the holder's generations afterwards.
 from __future__ import annotations
 
 import abc
+import base64
+import binascii
 import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -168,6 +170,19 @@ class PeerMetadata:
             agent=_field(document, "agent", str),
             regions=regions,
         )
+
+    def agent_blob(self) -> bytes:
+        """``agent``, decoded from base64.
+
+        Raises:
+            TransferError: ``bad_metadata``.
+        """
+        try:
+            return base64.b64decode(self.agent, validate=True)
+        except binascii.Error as exc:
+            raise TransferError(
+                f"peer {self.engine_id}: agent metadata is not base64", code=TransferCode.BAD_METADATA
+            ) from exc
 
 
 def _field(document: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -17,7 +17,6 @@ taken for this one's. NIXL facts this file is built on (1.5.1):
 from __future__ import annotations
 
 import base64
-import binascii
 import importlib
 import logging
 import os
@@ -224,12 +223,7 @@ class NixlBackend(TransferBackend):
         with self._lock:
             self._open_agent()
             self._check_announcement(announced)
-            try:
-                blob = base64.b64decode(announced.agent, validate=True)
-            except binascii.Error as exc:
-                raise TransferError(
-                    f"peer {announced.engine_id}: agent metadata is not base64", code=TransferCode.BAD_METADATA
-                ) from exc
+            blob = announced.agent_blob()
             remote = self._remotes.get(announced.name)
             if remote is None or remote.blob != blob:
                 peer = Peer(

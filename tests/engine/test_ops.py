@@ -222,12 +222,35 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
     assert_close(found, torch.cat(expected), 2e-6 if dtype == torch.float32 else 2e-2)
 
 
-def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone() -> None:
-    k_pool, v_pool = torch.zeros(4, BLOCK_SIZE, 1, 2), torch.zeros(4, BLOCK_SIZE, 1, 2)
-    segment = Segment("r", [0] * 12, 0, [2, 3], 10, 0, 0)
-    index = StepIndex.build([segment], block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
+# (start, num_tokens, write_from) -> (block, offset) of each row that is written, with the table [2, 3]
+WRITES = {
+    (0, 12, 10): [[3, 2], [3, 3]],
+    (0, 12, 12): [],
+    (0, 12, 16): [],
+    (3, 9, 11): [[3, 3]],
+    (5, 2, 0): [[2, 5], [2, 6]],
+    (11, 1, 11): [[3, 3]],
+    (11, 1, 12): [],
+}
+
+
+@pytest.mark.parametrize(("place", "expected"), WRITES.items())
+def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
+    place: tuple[int, int, int], expected: list[list[int]]
+) -> None:
+    start, count, write_from = place
+    k_pool, v_pool = torch.zeros(6, BLOCK_SIZE, 1, 2), torch.zeros(6, BLOCK_SIZE, 1, 2)
+    segments = [
+        Segment("r", [0] * count, start, [2, 3], write_from, 0, 0),
+        Segment("other", [0] * 2, 0, [4], 0, 0, 0),
+        Segment("row", [0], 0, [5], 0, 0, 0),
+    ]
+    index = StepIndex.build(segments, block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
     assert index is not None
-    write_kv(torch.ones(12, 1, 2), torch.ones(12, 1, 2), k_pool, v_pool, index)
-    written = k_pool[:, :, 0, 0].nonzero().tolist()
-    assert written == [[3, 2], [3, 3]]
+    key = torch.arange(1.0, count + 4)[:, None, None].expand(-1, 1, 2)
+    write_kv(key, key, k_pool, v_pool, index)
+    assert k_pool[:4, :, 0, 0].nonzero().tolist() == expected
+    if expected:
+        assert [float(k_pool[b, o, 0, 0]) for b, o in expected] == list(range(count - len(expected) + 1, count + 1))
+    assert [float(k_pool[b, o, 0, 0]) for b, o in ((4, 0), (4, 1), (5, 0))] == [count + 1, count + 2, count + 3]
     assert torch.equal(v_pool, k_pool)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -190,7 +191,7 @@ def test_pull_when_generations_exceed_the_scratch_of_one_read_then_all_are_check
     site: Site, rigs: Rigs, memory: EndpointMemory
 ) -> None:
     num_blocks = 2 * SEGMENT_ENTRIES + 10
-    sizes = {"num_blocks": num_blocks, "block_bytes": 256}
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_bytes": 256}
     holder = site.holder(epoch=EPOCH, **sizes)
     large = EndpointMemory(epoch=5, seed=1, **sizes)
     rig = rigs(site.backend(large))

@@ -33,7 +33,7 @@ ALLOWED = {
     "common.kv_cache": {"common.request"},
     "common.transfer": {"common.config"},
     "common.api": {"common.request"},
-    "common.cli": {"common.config", "common.kv_cache.simulate"},
+    "common.cli": {"common.config", "common.kv_cache.simulate", "common.metrics.table"},
     "common.metrics": set(),
     "common.errors": set(),
     "common.config": set(),

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.kv_cache.world import World, make_config
 
 from common.kv_cache.results import LeasedPrefix
+from tests.unit.kv_cache.world import World, make_config
 
 KINDS = {
     "hybrid": {},
@@ -190,7 +190,10 @@ def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread
     kind: str, seed: int, num_blocks: int, num_slots: int, max_checkpoints: int
 ) -> None:
     config = make_config(
-        num_blocks=num_blocks, num_slots=num_slots, max_checkpoints=max_checkpoints, **KINDS[kind]  # type: ignore[arg-type]
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        max_checkpoints=max_checkpoints,
+        **KINDS[kind],  # type: ignore[arg-type]
     )
     driver = Driver(World(config), seed)
     driver.play(80)

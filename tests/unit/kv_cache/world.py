@@ -1,5 +1,5 @@
-"""A cache with pretend bytes: what each block row and slot holds is modelled as tokens, so that a test can ask whether a
-sequence would have read the right thing. Steps run as the engine runs them: copies, then reads and writes, then
+"""A cache with pretend bytes: what each block row and slot holds is modelled as tokens, so that a test can ask whether
+a sequence would have read the right thing. Steps run as the engine runs them: copies, then reads and writes, then
 ``complete_step``."""
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ class World:
         if not self.manager.admit(seq_id, keys, hit, len(token_ids)):
             return False
         self.tokens[seq_id] = list(token_ids)
+        is_exact = self.manager.sequence(seq_id).num_computed_tokens == len(token_ids)
+        assert is_exact == (hit.output_row is not None)
+        assert hit.output_row in (None, self.row(token_ids))
         return True
 
     def run_copies(self) -> None:

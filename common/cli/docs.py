@@ -1,0 +1,80 @@
+"""``python -m common.cli.docs``: write the tables of flags and metrics in ``docs/`` from the code that defines them.
+
+The two files hold nothing else, so a test can compare them as a whole: a flag or metric that changed without its
+documentation fails there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common.cli.flags import UpConfig
+from common.config import NodeConfig, ProxyConfig, flag_table
+from common.metrics.table import METRICS, NODES, PREFIX, MetricSpec, Role
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+COMMAND = "python -m common.cli.docs"
+
+_FLAGS_INTRODUCTION = """\
+Every flag is also an environment variable: `--max-num-seqs` is `TANDEM_MAX_NUM_SEQS`. A flag wins over its variable.
+Lists take several words (`--prefill URL URL`), in a variable they are separated by blanks or commas. Sizes are written
+`512MiB`, `2GiB` or as bytes. Unknown flags are refused. A decode node's default port is 8200.
+"""
+_UP_INTRODUCTION = """\
+It takes these, and hands every flag of the nodes and of the proxy on to the processes that it starts; addresses, ports,
+names and `--prefill`/`--decode` it sets itself.
+"""
+_METRICS_INTRODUCTION = """\
+Served at `/metrics` of every process, in the Prometheus text format. All names begin with `tandem_`, units are base
+units (seconds, bytes, tokens), and every metric also has the label `role` (`prefill`, `decode` or `proxy`). Label
+values come from small fixed sets. A histogram `NAME` appears as `NAME_bucket`, `NAME_sum` and `NAME_count`.
+"""
+
+
+def flags_document() -> str:
+    """``docs/flags.md``."""
+    sections = [
+        _heading("Flags", _FLAGS_INTRODUCTION),
+        f"## `tandem prefill` and `tandem decode`\n\n{flag_table(NodeConfig)}",
+        f"## `tandem proxy`\n\n{flag_table(ProxyConfig)}",
+        f"## `tandem up`\n\n{_UP_INTRODUCTION}\n{flag_table(UpConfig)}",
+    ]
+    return "\n".join(sections)
+
+
+def metrics_document() -> str:
+    """``docs/metrics.md``."""
+    rows = ["| metric | kind | labels | on | meaning |", "|---|---|---|---|---|", *map(_metric_row, METRICS)]
+    return "\n".join([_heading("Metrics", _METRICS_INTRODUCTION), *rows]) + "\n"
+
+
+def documents() -> dict[str, str]:
+    """File name in ``docs/`` -> its text."""
+    return {"flags.md": flags_document(), "metrics.md": metrics_document()}
+
+
+def _heading(title: str, introduction: str) -> str:
+    return f"<!-- Written by `{COMMAND}`: change the code, then run it. -->\n\n# {title}\n\n{introduction}"
+
+
+def _metric_row(spec: MetricSpec) -> str:
+    labels = ", ".join(f"`{label}`" for label in spec.labels)
+    return f"| `{PREFIX}{spec.name}` | {spec.kind.value} | {labels} | {_roles(spec.roles)} | {spec.help} |"
+
+
+def _roles(roles: frozenset[Role]) -> str:
+    if roles == frozenset(Role):
+        return "all"
+    return "nodes" if roles == NODES else ", ".join(sorted(role.value for role in roles))
+
+
+def main() -> int:
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in documents().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Replay a request trace through the real cache manager: no model, no torch, the same numbers every time.
+
+For capacity planning and for comparing policies. Requests run one after the other, in file order, each to its end:
+lookup, admit, one step for the prompt, one for the output, free with donation.
+
+A trace is JSON lines, either {"timestamp", "input_length", "output_length", "hash_ids"} with one id per 512 tokens
+(equal ids = equal content) or {"timestamp", "prompt_token_ids", "output_token_ids"}. A hash-id trace has no finer positions:
+its last full 512-token boundary stands for the end of the last message and is given to the save policy; outputs are unique.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.kv_cache.geometry import model_geometry
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.planner import EVICTION_POLICIES, MAMBA_CACHE_MODES, plan_cache
+from common.kv_cache.spec import DTYPE_BYTES
+
+TOKENS_PER_HASH_ID = 512
+_UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SEQ_ID = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """``boundary``: a semantic position before the prompt's end, worth a state; 0 when the trace tells none."""
+
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    boundary: int = 0
+
+
+def read_trace(trace_path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """Raises ConfigError naming the line that cannot be used."""
+    next_unique = (1 << 32) - 1  # hash ids count up from 0, unique outputs down from here
+    try:
+        with trace_path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and number > limit:
+                    return
+                try:
+                    request, next_unique = _parse(json.loads(line), next_unique)
+                except (KeyError, TypeError, ValueError) as exc:
+                    raise ConfigError(f"--trace {trace_path} line {number}: {exc!r}", param="--trace") from exc
+                yield request
+    except OSError as exc:
+        raise ConfigError(f"--trace {trace_path}: {exc.strerror}", param="--trace") from exc
+
+
+def _parse(line: dict[str, Any], next_unique: int) -> tuple[TraceRequest, int]:
+    if "prompt_token_ids" in line:
+        return TraceRequest(line["prompt_token_ids"], line.get("output_token_ids", ())), next_unique
+    num_tokens, num_output = int(line["input_length"]), int(line["output_length"])
+    prompt: list[int] = []
+    for hash_id in line["hash_ids"]:
+        prompt.extend(range(hash_id * TOKENS_PER_HASH_ID, (hash_id + 1) * TOKENS_PER_HASH_ID))
+    if len(prompt) < num_tokens:
+        raise ValueError(f"{len(line['hash_ids'])} hash_ids are too few for input_length {num_tokens}")
+    output = range(next_unique, next_unique - num_output, -1)
+    boundary = num_tokens // TOKENS_PER_HASH_ID * TOKENS_PER_HASH_ID
+    return TraceRequest(prompt[:num_tokens], output, boundary), next_unique - num_output
+
+
+def simulate(
+    trace_path: Path,
+    limit: int | None = None,
+    *,
+    model_config_path: Path,
+    kv_cache_memory_bytes: int,
+    block_size: int = 16,
+    dtype: str = "auto",
+    mamba_cache_mode: str = "auto",
+    eviction_policy: str = "lru",
+) -> dict[str, Any]:
+    """The figures of `tandem simulate` as one JSON-able object."""
+    started = time.perf_counter()
+    raw_config = _read_config(model_config_path)
+    plan = plan_cache(
+        model_geometry(raw_config, _model_dtype(raw_config, dtype)),
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        max_num_seqs=1,
+        max_model_len=1,
+        block_size=block_size,
+        root_key=b"simulate",
+        mamba_cache_mode=mamba_cache_mode,
+        eviction_policy=eviction_policy,
+    )
+    manager = KVCacheManager(plan.config)
+    seen: set[bytes] = set()
+    totals: Counter[str] = Counter()
+    for request in read_trace(trace_path, limit):
+        totals["requests"] += 1
+        totals["prompt_tokens"] += len(request.prompt_token_ids)
+        if not request.prompt_token_ids:
+            continue
+        keys = manager.prefix_keys(request.prompt_token_ids)
+        totals["ideal"] += _ideal_hit(keys, seen)
+        num_hit = _replay(manager, keys, request)
+        if num_hit is None:
+            totals["too_long"] += len(request.prompt_token_ids)
+            keys.extend(request.output_token_ids)
+        else:
+            totals["hit"] += num_hit
+        seen.update(keys.boundary_key(index) for index in range(1, keys.num_tokens // block_size + 1))
+    stats = manager.stats()
+    lost = dict(stats.lost_tokens)
+    if totals["too_long"]:
+        lost["too_long"] = totals["too_long"]
+    num_prompt = totals["prompt_tokens"]
+    return {
+        "requests": totals["requests"],
+        "prompt_tokens": num_prompt,
+        "hit_tokens": totals["hit"],
+        "hit_rate": totals["hit"] / num_prompt if num_prompt else 0.0,
+        "ideal_hit_rate": totals["ideal"] / num_prompt if num_prompt else 0.0,
+        "block_bytes": plan.report.block_bytes,
+        "slot_bytes": plan.report.slot_bytes,
+        "blocks": plan.report.num_blocks,
+        "slots": plan.report.num_slots,
+        "checkpoints": {
+            "saved": sum(stats.checkpoints_saved.values()),
+            "skipped": sum(stats.checkpoints_skipped.values()),
+            "evicted": sum(stats.checkpoints_evicted.values()),
+        },
+        "lost_tokens": lost,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _replay(manager: KVCacheManager, keys: PrefixKeys, request: TraceRequest) -> int | None:
+    """Run one request to its end; the tokens it did not have to compute, or None when it does not fit at all."""
+    num_prompt = keys.num_tokens
+    # The last sampled token is never computed.
+    num_tokens = num_prompt + max(0, len(request.output_token_ids) - 1)
+    hit = manager.lookup(keys, num_prompt)
+    if not manager.admit(_SEQ_ID, keys, hit, num_tokens):
+        return None
+    wanted = set(manager.save_positions(num_prompt, hit))
+    if wanted and request.boundary:
+        wanted.add(request.boundary)
+    if hit.num_tokens < num_prompt:
+        manager.plan_saves(_SEQ_ID, hit.num_tokens, num_prompt, wanted)
+        manager.take_block_copies()
+        manager.complete_step(_SEQ_ID, num_prompt)
+    manager.finish_prompt(_SEQ_ID, _SEQ_ID)
+    keys.extend(request.output_token_ids)
+    if num_tokens > num_prompt:
+        manager.take_block_copies()
+        manager.complete_step(_SEQ_ID, num_tokens)
+    manager.free(_SEQ_ID, donate=True)
+    return hit.num_tokens
+
+
+def _ideal_hit(keys: PrefixKeys, seen: set[bytes]) -> int:
+    """Tokens an infinite cache would have, to the block."""
+    num_blocks = 0
+    for index in range(1, keys.num_tokens // keys.block_size + 1):
+        if keys.boundary_key(index) not in seen:
+            break
+        num_blocks = index
+    return num_blocks * keys.block_size
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw_config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--model-config {file}: {exc}", param="--model-config") from exc
+    if not isinstance(raw_config, dict):
+        raise ConfigError(f"--model-config {file}: not a JSON object", param="--model-config")
+    return raw_config
+
+
+def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
+    if dtype != "auto":
+        return dtype
+    text_config = raw_config.get("text_config") or {}
+    for config in (raw_config, text_config):
+        named = config.get("dtype") or config.get("torch_dtype")
+        if named in DTYPE_BYTES:
+            return str(named)
+    return "bfloat16"
+
+
+def parse_bytes(text: str) -> int:
+    """'8GiB', '512MiB', '1048576' -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNIT_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 8GiB")
+    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, one request each")
+    parser.add_argument("--limit", type=int, default=None, help="replay only the first N requests")
+    parser.add_argument("--model-config", type=Path, required=True, help="model folder or its config.json")
+    parser.add_argument("--kv-cache-memory", type=parse_bytes, default=8 << 30, help="bytes of cache, e.g. 8GiB")
+    parser.add_argument("--dtype", choices=["auto", *DTYPE_BYTES], default="auto")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
+    parser.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, default="auto")
+    parser.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default="lru")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = simulate(
+        args.trace,
+        args.limit,
+        model_config_path=args.model_config,
+        kv_cache_memory_bytes=args.kv_cache_memory,
+        block_size=args.block_size,
+        dtype=args.dtype,
+        mamba_cache_mode=args.mamba_cache_mode,
+        eviction_policy=args.eviction_policy,
+    )
+    if args.json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+    else:
+        for name, value in figures.items():
+            sys.stdout.write(f"{name:<15} {value:.4f}\n" if isinstance(value, float) else f"{name:<15} {value}\n")
+    return 0

@@ -1,0 +1,222 @@
+"""The flag table: what argv and environment become, what is refused, and how it is written back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli.flags import parse_up
+from common.config import (
+    NodeConfig,
+    ProxyConfig,
+    flag_table,
+    flags_of,
+    format_size,
+    parse_config,
+    parse_node_config,
+    parse_size,
+    read_key_file,
+    to_argv,
+)
+from common.errors import ConfigError
+
+
+def node(*argv: str, **environ: str) -> NodeConfig:
+    return parse_node_config(["--model", "m", *argv], environ, role="prefill", default_port=8100)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1.5gib", 3 << 29), ("1000", 1000), ("1kb", 1000), ("7B", 7)],
+)
+def test_parse_size_when_valid_then_bytes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3", "2QiB", "1e9", "nan"])
+def test_parse_size_when_invalid_then_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_format_size_then_parse_size_gives_the_same(num_bytes: int) -> None:
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
+    config = node()
+    assert (config.port, config.block_size, config.kv_cache_memory) == (8100, 16, 2 << 30)
+    assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_queue) == (2048, 64, 256)
+    assert (config.kv_lease_seconds, config.kv_transfer_timeout_seconds) == (30.0, 30.0)
+    assert config.max_body_bytes == 16 << 20
+    assert config.node_name == "prefill-8100"
+    assert config.enable_prefix_caching
+    assert config.peers == ()
+
+
+def test_environment_when_flag_is_given_too_then_the_flag_wins() -> None:
+    assert node(TANDEM_MAX_NUM_SEQS="7").max_num_seqs == 7
+    assert node("--max-num-seqs", "9", TANDEM_MAX_NUM_SEQS="7").max_num_seqs == 9
+
+
+def test_environment_when_variable_is_unknown_or_empty_then_ignored() -> None:
+    assert node(TANDEM_NO_SUCH_THING="1", TANDEM_MAX_NUM_SEQS="").max_num_seqs == 64
+
+
+def test_environment_when_value_is_bad_then_error_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match=r"--max-num-seqs \(from TANDEM_MAX_NUM_SEQS\) 'many' is not a whole number"):
+        node(TANDEM_MAX_NUM_SEQS="many")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("1", True), ("ON", True), ("false", False), ("0", False), ("no", False)]
+)
+def test_environment_when_flag_is_boolean_then_words_are_read(word: str, value: bool) -> None:
+    assert node(TANDEM_ENABLE_PREFIX_CACHING=word).enable_prefix_caching is value
+
+
+def test_environment_when_flag_is_a_list_then_spaces_and_commas_part_it() -> None:
+    assert node(TANDEM_PEERS="http://a:1, http://b:2").peers == ("http://a:1", "http://b:2")
+
+
+def test_boolean_when_negated_then_off() -> None:
+    assert not node("--no-enable-prefix-caching").enable_prefix_caching
+
+
+@pytest.mark.parametrize("argv", [["--no-such-flag"], ["--max-num", "1"], ["positional"], ["--api-key", "secret"]])
+def test_argv_when_a_flag_is_unknown_then_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        node(*argv)
+    assert exit_info.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs 0 is below its minimum of 1"),
+        (["--port", "70000"], "--port 70000 is above its maximum of 65535"),
+        (["--block-size", "1025"], "--block-size 1025 is above its maximum of 1024"),
+        (["--max-body-bytes", "1000"], "--max-body-bytes 1000 is below its minimum of 1KiB"),
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is not a size"),
+        (["--dtype", "int8"], "--dtype int8 is not one of auto, float32, bfloat16, float16"),
+        (["--mamba-cache-mode", "all"], "--mamba-cache-mode all is not built in this version; use auto or none"),
+        (["--peers", "example"], "--peers 'example' is not a base URL"),
+        (["--peers", "http://h:99999"], "--peers 'http://h:99999' is"),
+        (["--kv-lease-seconds", "inf"], "--kv-lease-seconds 'inf' is not a number of seconds"),
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0 is below its minimum of 1"),
+        (["--prefix-cache-retention-interval", "64"], "--prefix-cache-retention-interval 64 is not built"),
+    ],
+)
+def test_value_when_out_of_bounds_then_error_names_flag_value_and_bound(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        node(*argv)
+    assert error.value.message.startswith(message)
+    assert error.value.param == argv[0]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24, 1024])
+def test_block_size_when_within_bounds_then_any_whole_number(block_size: int) -> None:
+    assert node("--block-size", str(block_size)).block_size == block_size
+
+
+def test_config_when_built_in_code_then_validated_too() -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs 0 is below"):
+        NodeConfig(model="m", max_num_seqs=0)
+    with pytest.raises(ConfigError, match="--model is required"):
+        NodeConfig()
+    with pytest.raises(ConfigError, match="--decode is required"):
+        ProxyConfig()
+
+
+def test_config_when_frozen_then_not_assignable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        node().port = 1  # type: ignore[misc]
+
+
+CHANGED_NODE = NodeConfig(
+    model="-odd name",
+    revision="r",
+    trust_remote_code=True,
+    enable_prefix_caching=False,
+    max_model_len=100,
+    kv_cache_memory=(1 << 30) + 1,
+    kv_lease_seconds=0.123456789,
+    peers=("http://a:1", "http://b:2"),
+    node_name="n",
+    api_key_file="/k",
+    seed=5,
+)
+
+
+@pytest.mark.parametrize(
+    "config", [CHANGED_NODE, NodeConfig(model="m"), ProxyConfig(decode=("http://d:1",), policy="least_loaded")]
+)
+def test_to_argv_when_parsed_again_then_equal(config: NodeConfig | ProxyConfig) -> None:
+    assert parse_config(type(config), to_argv(config), {}, prog="test") == config
+
+
+def test_to_argv_when_environment_disagrees_then_argv_wins_for_every_given_flag() -> None:
+    environ = {"TANDEM_SEED": "9", "TANDEM_ENABLE_PREFIX_CACHING": "1", "TANDEM_TRUST_REMOTE_CODE": "0"}
+    assert parse_config(NodeConfig, to_argv(CHANGED_NODE), environ, prog="test") == CHANGED_NODE
+
+
+@pytest.mark.parametrize("config_class", [NodeConfig, ProxyConfig])
+def test_every_field_is_a_flag_and_in_the_table(config_class: type) -> None:
+    flags = flags_of(config_class)
+    assert [each.name for each in flags] == [field.name for field in dataclasses.fields(config_class)]
+    table = flag_table(config_class)
+    for each in flags:
+        assert f"`{each.option}" in table
+        assert each.help
+
+
+def test_up_when_flags_are_shared_then_nodes_and_proxy_get_them() -> None:
+    config = parse_up(
+        ["--port", "9000", "--decode-nodes=2", "--log-level", "debug", "--max-num-seqs=8", "--policy", "least_loaded"],
+        {"TANDEM_CLUSTER_KEY_FILE": "/key"},
+    )
+    nodes = config.node_configs("model")
+    assert [(role, each.port, each.node_name) for role, each in nodes] == [
+        ("prefill", 9100, "prefill-9100"),
+        ("decode", 9200, "decode-9200"),
+        ("decode", 9201, "decode-9201"),
+    ]
+    proxy = config.proxy_config()
+    assert proxy.prefill == ("http://127.0.0.1:9100",)
+    assert proxy.decode == ("http://127.0.0.1:9200", "http://127.0.0.1:9201")
+    assert proxy.policy == "least_loaded"
+    for each in (*(each for _, each in nodes), proxy):
+        assert (each.log_level, each.cluster_key_file) == ("debug", "/key")
+    assert {each.max_num_seqs for _, each in nodes} == {8}
+
+
+def test_up_when_a_node_flag_is_bad_then_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="--block-size 0 is below"):
+        parse_up(["--block-size", "0"], {})
+
+
+@pytest.mark.parametrize("option", ["--node-name", "--peers", "--advertise-host", "--decode"])
+def test_up_when_given_a_flag_it_sets_itself_then_refused(option: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_up([option, "http://x:1"], {})
+
+
+def test_read_key_file_when_comments_and_blanks_then_keys_only(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\n one \ntwo\n")
+    assert read_key_file(str(path), "--api-key-file") == ("one", "two")
+
+
+@pytest.mark.parametrize("content", [None, b"# nothing\n", b"\xff\xfe"])
+def test_read_key_file_when_unusable_then_error_names_flag_and_path(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--api-key-file {path}"):
+        read_key_file(str(path), "--api-key-file")

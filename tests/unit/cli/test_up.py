@@ -1,0 +1,214 @@
+"""``tandem up`` as a process, with the real proxy and stand-ins for the nodes, which need no model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http_server import wait_for
+from tests.support.service import ROOT, child_environment
+
+# Takes a node's argv; writes down how it was started; answers as a node would.
+FAKE_NODE = """
+import http.server, json, os, signal, sys
+role = __package__ or "node"
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
+with open(f"{flags['node-name']}.json", "w") as file:
+    json.dump({"pid": os.getpid(), "argv": sys.argv[1:], "environ": dict(os.environ),
+               "sigint_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN}, file)
+if os.environ.get("FAKE_DEATH") == role:
+    sys.stderr.write("loading weights\\nno such tensor: lm_head\\n")
+    sys.exit(3)
+if os.environ.get("FAKE_DEAF") == role:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"node_name": flags["node-name"]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Handler).serve_forever()
+"""
+
+
+def free_base_port() -> int:
+    """A port whose successors by 100 and 200 are free as well."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for offset in (100, 200):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise AssertionError("no three free ports")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+class Up:
+    """One ``tandem up``; everything it writes goes to one log."""
+
+    def __init__(self, folder: Path, *argv: str, ignore_sigint: bool = False, **environ: str) -> None:
+        for role in ("prefill_node", "decode_node"):
+            (folder / role).mkdir(exist_ok=True)
+            (folder / role / "__init__.py").touch()
+            (folder / role / "__main__.py").write_text(FAKE_NODE)
+        self.folder = folder
+        self.port = free_base_port()
+        self.log = folder / "up.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "common.cli", "up", "--model", "m", "--port", str(self.port), *argv],
+                cwd=folder,  # first on the module path: the stand-ins are found before the real nodes
+                env=child_environment(PYTHONPATH=str(ROOT), **environ),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignore_sigint else None,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_ready(self) -> Up:
+        wait_for(lambda: "Tandem is ready" in self.output or self.process.poll() is not None, "tandem up")
+        assert self.process.poll() is None, self.output
+        return self
+
+    def wait_exit(self) -> int:
+        return self.process.wait(30)
+
+    def node(self, role: str) -> dict[str, Any]:
+        port = self.port + {"prefill": 100, "decode": 200}[role]
+        started: dict[str, Any] = json.loads((self.folder / f"{role}-{port}.json").read_text())
+        return started
+
+    def proxy_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = (pid for pid in map(int, children) if b"\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return pid
+
+    def pids(self) -> list[int]:
+        return [self.node("prefill")["pid"], self.node("decode")["pid"], self.proxy_pid()]
+
+
+StartUp = Callable[..., Up]
+
+
+@pytest.fixture
+def start_up(tmp_path: Path) -> Iterator[StartUp]:
+    running: list[Up] = []
+
+    def start(*argv: str, **settings: Any) -> Up:
+        running.append(Up(tmp_path, *argv, **settings))
+        return running[-1]
+
+    yield start
+    for up in running:
+        if up.process.poll() is None:
+            up.process.send_signal(signal.SIGTERM)
+            up.wait_exit()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_up_when_signalled_then_status_0_and_no_child_left(start_up: StartUp, number: signal.Signals) -> None:
+    up = start_up(ignore_sigint=True).wait_ready()
+    pids = up.pids()
+    up.process.send_signal(number)
+    assert up.wait_exit() == 0
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_up_when_ready_then_says_who_where_and_how_to_call(start_up: StartUp) -> None:
+    up = start_up().wait_ready()
+    for name, port in ((f"prefill-{up.port + 100}", up.port + 100), ("proxy", up.port)):
+        assert f"{name:<14} ready at http://127.0.0.1:{port}\n" in up.output
+    assert f"curl -N http://127.0.0.1:{up.port}/v1/chat/completions" in up.output
+    assert httpx.get(f"http://127.0.0.1:{up.port}/ready", trust_env=False).status_code == 200
+
+
+def test_up_when_starting_nodes_then_flags_are_in_argv_and_keys_are_not(start_up: StartUp, tmp_path: Path) -> None:
+    key_file = tmp_path / "api.key"
+    key_file.write_text("very-secret\n")
+    up = start_up("--max-num-seqs", "5", "--api-key-file", str(key_file), TANDEM_BLOCK_SIZE="32").wait_ready()
+    for role in ("prefill", "decode"):
+        started = up.node(role)
+        for word in ("--max-num-seqs=5", "--block-size=32", f"--api-key-file={key_file}", "--model=m"):
+            assert word in started["argv"]
+        assert not any(name.startswith("TANDEM_") for name in started["environ"])
+        assert "very-secret" not in json.dumps(started)
+
+
+def test_up_when_a_node_dies_at_start_then_says_which_and_why(start_up: StartUp) -> None:
+    up = start_up(FAKE_DEATH="decode_node")
+    assert up.wait_exit() == 1
+    assert f"error: decode-{up.port + 200} exited with status 3 while starting" in up.output
+    assert "    no such tensor: lm_head\n" in up.output
+    assert not is_alive(up.node("prefill")["pid"])
+
+
+@pytest.mark.parametrize("offset", [0, 100, 200])
+def test_up_when_a_port_is_in_use_then_says_so_and_starts_nothing(start_up: StartUp, offset: int) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        taken = sock.getsockname()[1]
+        up = start_up("--port", str(taken - offset))
+        assert up.wait_exit() == 1
+    assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in up.output
+    assert not list(up.folder.glob("*.json"))
+
+
+def test_up_when_a_node_dies_later_then_it_is_restarted_on_its_port(start_up: StartUp) -> None:
+    up = start_up().wait_ready()
+    first = up.node("prefill")
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_for(lambda: up.node("prefill")["pid"] != first["pid"], "the restart")
+    wait_for(lambda: up.output.count(f"ready at http://127.0.0.1:{up.port + 100}\n") == 2, "the node to be ready again")
+    assert f"prefill-{up.port + 100} was killed by SIGKILL; restarting it in 1 s" in up.output
+    assert up.node("prefill")["argv"] == first["argv"]
+
+
+def test_up_when_the_proxy_dies_then_everything_ends_with_status_1(start_up: StartUp) -> None:
+    up = start_up().wait_ready()
+    pids = up.pids()
+    os.kill(up.proxy_pid(), signal.SIGKILL)
+    assert up.wait_exit() == 1
+    assert "proxy was killed by SIGKILL" in up.output
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_up_when_a_child_is_deaf_to_sigterm_then_a_second_signal_kills_it(start_up: StartUp) -> None:
+    up = start_up(FAKE_DEAF="decode_node").wait_ready()
+    pid = up.node("decode")["pid"]
+    up.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "tandem up: stopping" in up.output, "the first signal to be seen")
+    assert is_alive(pid)
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait_exit() == 0
+    assert not is_alive(pid)

@@ -1,0 +1,99 @@
+"""Replaying traces whose answers can be computed by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.kv_cache.simulate import add_arguments, parse_bytes, run, simulate
+
+HYBRID = {
+    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
+    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
+}  # fmt: skip
+
+
+def replay(folder: Path, lines: list[dict[str, Any]], *, memory: int = 1 << 24, **options: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    (folder / "trace.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return simulate(folder / "trace.jsonl", model_config_path=folder, kv_cache_memory_bytes=memory, **options)
+
+
+def hashed(num_tokens: int, *hash_ids: int) -> dict[str, Any]:
+    return {"timestamp": 0, "input_length": num_tokens, "output_length": 3, "hash_ids": hash_ids}
+
+
+def test_hash_trace_when_prefixes_repeat_then_hits_are_at_the_boundary_and_exact_ends(tmp_path: Path) -> None:
+    lines = [hashed(1100, 0, 1, 2), hashed(1100, 0, 1, 3), hashed(1100, 0, 1, 2), hashed(600, 0, 9)]
+    result = replay(tmp_path, lines)
+    assert (result["requests"], result["prompt_tokens"]) == (4, 3900)
+    assert result["hit_tokens"] == 1024 + 1100  # nothing kept at 512, so the last request finds attention only
+    assert result["lost_tokens"] == {"no_state": 512}
+    assert result["ideal_hit_rate"] == pytest.approx((1024 + 1088 + 512) / 3900)
+    assert result["hit_rate"] == pytest.approx(2124 / 3900)
+
+
+def test_token_trace_when_turns_follow_each_other_then_each_resumes_after_the_last(tmp_path: Path) -> None:
+    first = {"timestamp": 0, "prompt_token_ids": list(range(50)), "output_token_ids": [1000, 1001, 1002]}
+    second = {"timestamp": 1, "prompt_token_ids": [*range(50), 1000, 1001, 1002, 7, 8], "output_token_ids": [5]}
+    assert replay(tmp_path, [first, second])["hit_tokens"] == 52  # the last sampled token was never computed
+
+
+def test_trace_when_replayed_twice_then_figures_are_equal(tmp_path: Path) -> None:
+    lines = [hashed(1000 + 17 * turn, turn % 3, turn % 5, turn) for turn in range(30)]
+    memory = 300_000
+    figures = [replay(tmp_path, lines, memory=memory) for _ in range(2)]
+    for result in figures:
+        del result["seconds"]
+    assert figures[0] == figures[1]
+    assert figures[0]["checkpoints"]["evicted"] > 0
+    assert replay(tmp_path, lines, limit=4)["requests"] == 4
+
+
+def test_request_when_it_exceeds_the_pool_then_counted_not_run(tmp_path: Path) -> None:
+    result = replay(tmp_path, [hashed(1100, 0, 1, 2)], memory=100_000)
+    assert result["lost_tokens"] == {"too_long": 1100}
+    assert result["hit_tokens"] == 0
+
+
+def test_mode_none_when_replayed_then_no_state_is_kept(tmp_path: Path) -> None:
+    result = replay(tmp_path, [hashed(1100, 0, 1, 2)] * 2, mamba_cache_mode="none")
+    assert (result["hit_tokens"], result["checkpoints"]["saved"]) == (0, 0)
+
+
+def test_trace_when_a_line_is_wrong_then_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 2"):
+        replay(tmp_path, [hashed(512, 0), hashed(5000, 1)])
+    with pytest.raises(ConfigError, match="--model-config"):
+        simulate(tmp_path / "trace.jsonl", model_config_path=tmp_path / "no", kv_cache_memory_bytes=1)
+
+
+def test_command_when_json_is_asked_then_one_object_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(tmp_path, [hashed(600, 0, 1)])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    argv = ["--trace", str(tmp_path / "trace.jsonl"), "--model-config", str(tmp_path), "--kv-cache-memory", "16MiB"]
+    assert run(parser.parse_args([*argv, "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 1
+    assert run(parser.parse_args(argv)) == 0
+    assert "hit_rate" in capsys.readouterr().out
+
+
+def test_sizes_when_written_with_units_then_bytes() -> None:
+    assert [parse_bytes(text) for text in ("17", "2KiB", "1.5 MiB", "8gib")] == [17, 2048, 3 << 19, 8 << 30]
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_bytes("8 apples")
+
+
+def test_import_when_simulating_then_torch_stays_out() -> None:
+    code = "import sys, common.kv_cache.simulate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,63 @@
+"""The tables in ``docs/`` say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.cli.docs import COMMAND, documents
+from common.cli.flags import UpConfig
+from common.config import NodeConfig, ProxyConfig, flag_table, flags_of
+from common.metrics.metrics import Metrics
+from common.metrics.table import METRICS, PREFIX, Role
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["flags.md", "metrics.md"])
+def test_document_when_compared_with_its_generator_is_the_same(name: str) -> None:
+    assert read(name) == documents()[name], f"docs/{name} is out of date: run {COMMAND}"
+
+
+@pytest.mark.parametrize("config_class", [NodeConfig, ProxyConfig, UpConfig])
+def test_flags_document_holds_the_flag_table_of(config_class: type) -> None:
+    table = flag_table(config_class)
+    assert table in read("flags.md")
+    assert len(table.splitlines()) == len(flags_of(config_class)) + 2
+
+
+def test_flags_document_has_no_other_rows_than_those_tables() -> None:
+    rows = [line for line in read("flags.md").splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(len(flags_of(each)) for each in (NodeConfig, ProxyConfig, UpConfig))
+
+
+def test_metrics_document_lists_exactly_the_table_with_labels_and_help() -> None:
+    rows = {}
+    for line in read("metrics.md").splitlines():
+        if line.startswith("| `"):
+            name, kind, labels, _, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name.strip("`")] = (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
+    assert rows == {PREFIX + spec.name: (spec.kind.value, spec.labels, spec.help) for spec in METRICS}
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_metrics_document_names_each_metric_that_a_process_exposes(role: Role) -> None:
+    text = Metrics(role).render()[0].decode()
+    exposed = set(re.findall(r"^# HELP (\w+) ", text, re.MULTILINE))
+    documented = {
+        line.split("|")[1].strip().strip("`"): line.split("|")[4].strip()
+        for line in read("metrics.md").splitlines()
+        if line.startswith("| `")
+    }
+    here = {
+        name
+        for name, on in documented.items()
+        if on == "all" or role.value in on or (on == "nodes" and role is not Role.PROXY)
+    }
+    assert exposed == here
