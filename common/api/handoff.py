@@ -77,8 +77,9 @@ def read_transfer_params(value: object) -> tuple[TransferMode, tuple[Mapping[str
     """
     if value is None:
         return TransferMode.NONE, ()
-    entries = value if isinstance(value, list | tuple) else [value]
-    if not entries or not all(isinstance(entry, Mapping) for entry in entries):
+    given = value if isinstance(value, list | tuple) else [value]
+    entries = [entry for entry in given if isinstance(entry, Mapping)]
+    if not entries or len(entries) != len(given):
         invalid(FIELD, value, "an object, or a list with one object per prompt")
     modes = {transfer_mode(entry) for entry in entries}
     if len(modes) != 1:

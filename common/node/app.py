@@ -209,4 +209,3 @@ async def _lease_ids(http: HttpRequest) -> list[str]:
             f"lease_ids must hold at most {MAX_LEASES_PER_CALL} ids, got {len(value)}", param="lease_ids"
         )
     return value
-

@@ -11,6 +11,7 @@ from common.node.pulling import FinishedPull
 from common.request import FinishReason, RequestOutput
 from common.transfer.puller import PullOutcome, PullStatus
 
+
 def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions: int) -> Samples:
     """Gauges and counters of interface.md that live in the cache manager and the scheduler."""
     checkpoints: dict[tuple[str, ...], float] = {}

@@ -17,6 +17,7 @@ from common.ops.index import ChunkIndex, StateIndex
 
 _MAMBA2_CHUNK = 64
 _DELTA_CHUNK = 64
+_MAMBA1_CHUNK = 64
 _L2_EPS = 1e-6
 
 
@@ -237,7 +238,7 @@ def mamba1_varlen(
 ) -> Tensor:
     """Mamba-1 selective scan, arXiv 2312.00752.
 
-    A span of n tokens is cut into about sqrt(n) chunks that advance side by side: once from zero to learn what each
+    A span of n tokens is cut into some sqrt(n) chunks that advance side by side: once from zero to learn what each
     chunk adds, then along the chain of chunks, then again from the right begin for the outputs. 2 sqrt(n) wide steps,
     not n.
 
@@ -257,8 +258,8 @@ def mamba1_varlen(
         out[rows] = torch.bmm(state, c[rows][:, :, None])[:, :, 0]
         _store_decode(pool, state, index)
     if index.spans:
-        root = max(1, int(index.longest_run**0.5))
-        _mamba1_spans(x, dt, a, b, c, index.chunks(_chunk_size(2 * root - 1, _MAMBA2_CHUNK)), pool, out)
+        size = _chunk_size(int((index.longest_run / 2) ** 0.5), _MAMBA1_CHUNK)  # least of 2 * size + length / size
+        _mamba1_spans(x, dt, a, b, c, index.chunks(size), pool, out)
     return out if d is None else torch.addcmul(out, x, d.float())
 
 
@@ -314,4 +315,4 @@ def _l2norm(x: Tensor) -> Tensor:
 
 def _chunk_size(longest_run: int, limit: int) -> int:
     """A power of two: large enough for the longest run, at least 8 and at most ``limit``."""
-    return min(limit, max(8, 1 << (longest_run - 1).bit_length()))
+    return min(limit, max(8, 1 << max(0, longest_run - 1).bit_length()))

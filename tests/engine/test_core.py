@@ -1,7 +1,8 @@
-"""The engine as a whole, in process, on a real tiny model: batching, preemption, aborts and forks against requests run alone.
+"""The engine as a whole, in process, on a real tiny model: batching, preemption, aborts and forks against requests run
+alone.
 
-One engine with a small pool runs many requests with things going wrong; each surviving greedy output must equal that of an
-engine with plenty of room that runs the request alone, and after every step the cache's invariants must hold.
+One engine with a small pool runs many requests with things going wrong; each surviving greedy output must equal that of
+an engine with plenty of room that runs the request alone, and after every step the cache's invariants must hold.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from common.config import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.plan import StepPlan
 from common.errors import TandemError, TransferError
 from common.node.pulling import FinishedPull
 from common.node.runtime import NodeModel, create_core, load_node_model
@@ -63,7 +65,8 @@ def collect(core: EngineCore) -> dict[tuple[str, int], list[int]]:
 def used(model: NodeModel) -> tuple[int, int, int, int]:
     """Blocks and slots that somebody holds, leases and sequences: all 0 when nothing runs."""
     stats = model.manager.stats()
-    busy = [sum(n for state, n in pool.items() if state not in ("free", "cached")) for pool in (stats.blocks, stats.slots)]
+    pools = (stats.blocks, stats.slots)
+    busy = [sum(n for state, n in pool.items() if state not in ("free", "cached")) for pool in pools]
     return busy[0], busy[1], stats.leases_active, stats.num_sequences
 
 
@@ -150,7 +153,12 @@ def test_exact_repeat_when_cached_runs_no_forward_before_its_first_token() -> No
     first = collect(core)["first", 0]
     forwards: list[int] = []
     forward = model.runner.forward
-    model.runner.forward = lambda plan: (forwards.append(plan.num_tokens), forward(plan))[1]  # type: ignore[method-assign,assignment,func-returns-value]
+
+    def counted(plan: StepPlan) -> list[torch.Tensor]:
+        forwards.append(plan.num_tokens)
+        return forward(plan)
+
+    model.runner.forward = counted  # type: ignore[method-assign]
     core.add_request(request("second", prompt))
     outputs = core.step()
     assert [output.token_ids for output in outputs] == [first[:1]]

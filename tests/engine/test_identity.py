@@ -3,6 +3,8 @@ these checks can fail: take a state or a block away and the numbers change."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -112,6 +114,30 @@ def test_null_entries_when_steps_have_run_then_are_still_zero(family: str) -> No
     run_mixed_steps(harness)
     assert not harness.storage.block_arena[0].any()
     assert not harness.storage.slot_arena[0].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(family: str) -> None:
+    rng = random.Random(f"schedule-{family}")
+    harness = Harness(family, num_blocks=128)
+    prompts = {f"s{i}": random_tokens(rng.randint(2, 90), 100 + i) for i in range(6)}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+    waiting, running = list(prompts), []
+    while waiting or running:
+        if waiting and (not running or rng.random() < 0.5):
+            running.append(waiting.pop())
+            harness.add(running[-1], 1 + len(found) - len(waiting), 96)
+        work = []
+        for name in rng.sample(running, rng.randint(1, len(running))):
+            begin = harness.sequences[name].num_computed
+            end = min(len(prompts[name]), begin + rng.choice([1, 1, 3, 17, 40]))
+            saves = {rng.randint(begin + 1, end): 8 + len(work)} if rng.random() < 0.5 else {}
+            work.append(Work(name, prompts[name][begin:end], saves))
+        for item, rows in zip(work, harness.logits(*work), strict=True):
+            found[item.name].append(rows)
+        running = [name for name in running if harness.sequences[name].num_computed < len(prompts[name])]
+    for name, prompt in prompts.items():
+        assert float((torch.cat(found[name]) - stock_logits(family, prompt)).abs().max()) < tolerance(family)
 
 
 @pytest.mark.parametrize("rows", list(Rows))
