@@ -24,6 +24,9 @@ from common.request import FinishReason, PhaseSeconds, Request, RequestOutput, T
 
 logger = logging.getLogger(__name__)
 
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt rows whose logits exist at a time: with a vocabulary of 150,000 that is 150 MB."""
+
 
 class PrefixSource(Protocol):
     """Moves a remote prefix into this node's pools; implemented by the node over its transfer layer.
@@ -258,6 +261,7 @@ class EngineCore:
                 child.num_computed_tokens = child.num_prompt_tokens
                 child.is_prompt_done = True
                 child.prompt_done_s = sequence.prompt_done_s
+                child.prompt_logprobs = sequence.prompt_logprobs
                 self._scheduler.add_running(child)
                 ready.append(child)
             else:
@@ -268,10 +272,11 @@ class EngineCore:
         assert sequence.prompt_logprobs is not None
         assert sequence.sampling is not None
         following = sequence.token_ids[start + 1 : start + 1 + hidden.shape[0]]
-        if following:
-            logits = self._runner.logits(hidden[: len(following)])
+        for begin in range(0, len(following), PROMPT_LOGPROB_ROWS):
+            next_ids = following[begin : begin + PROMPT_LOGPROB_ROWS]
+            logits = self._runner.logits(hidden[begin : begin + len(next_ids)])
             num_top = sequence.sampling.logprobs or 0
-            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, following, num_top))
+            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
 
     def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
         if not to_sample:

@@ -132,6 +132,8 @@ class Scheduler:
         sequence.pending_row = None
         sequence.remote = None
         sequence.num_preemptions += 1
+        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
+            sequence.prompt_logprobs = [None]
         self.num_preemptions += 1
         self.add(sequence)
 

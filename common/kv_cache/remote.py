@@ -70,7 +70,7 @@ class RemoteIntake:
         source = seq.src_checkpoint
         last = len(seq.block_ids) - 1
         if source is not None and source.tail_block_id and last not in pull.indices:
-            pass
+            self._sequences.copies.push(source.tail_block_id, seq.block_ids[last])
         self._prompt_ends.finish(seq, output_row, seal=False, event="pulled")
 
     def _mark_null_entries(self, seq: Sequence) -> None:

@@ -4,8 +4,9 @@ For capacity planning and for comparing policies. Requests run one after the oth
 lookup, admit, one step for the prompt, one for the output, free with donation.
 
 A trace is JSON lines, either {"timestamp", "input_length", "output_length", "hash_ids"} with one id per 512 tokens
-(equal ids = equal content) or {"timestamp", "prompt_token_ids", "output_token_ids"}. A hash-id trace has no finer positions:
-its last full 512-token boundary stands for the end of the last message and is given to the save policy; outputs are unique.
+(equal ids = equal content) or {"timestamp", "prompt_token_ids", "output_token_ids"}. A hash-id trace has no finer
+positions: its last full 512-token boundary stands for the end of the last message and is given to the save policy;
+outputs are unique.
 """
 
 from __future__ import annotations

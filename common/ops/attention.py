@@ -67,7 +67,11 @@ def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex
     num_kv_heads = k_pool.shape[2]
     # [num_kv_heads, num_decode, blocks, block_size, head_size] -> [num_kv_heads * num_decode, keys, head_size]
     k = k_pool.permute(2, 0, 1, 3)[:, index.decode_tables].reshape(num_kv_heads * num_rows, -1, head_size)
-    v = v_pool.permute(2, 0, 1, 3)[:, index.decode_tables].reshape(num_kv_heads * num_rows, -1, v_pool.shape[-1])
+    v = v_pool.permute(2, 0, 1, 3)[:, index.decode_tables]
+    # A weight of 0 does not silence what a former owner left in the last block if that is infinite or no number.
+    every = torch.arange(num_rows, device=v.device)
+    pass
+    v = v.reshape(num_kv_heads * num_rows, -1, v_pool.shape[-1])
     q = (
         query.view(num_rows, num_kv_heads, -1, head_size)
         .transpose(0, 1)

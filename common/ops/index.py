@@ -162,6 +162,8 @@ class AttentionIndex:
         tiles: prompt chunks.
         decode_rows: [num_decode]; decode_tables: [num_decode, max_blocks], padded with block 0;
         decode_hidden: [num_decode, 1, max_blocks * block_size] True where a key is beyond the row's own position.
+        decode_last: [num_decode] place in its table of the block with the row's own position; decode_stale:
+        [num_decode, block_size, 1] True for the places of that block beyond it, which hold what a former owner left.
     """
 
     write_rows: Tensor | None
@@ -171,6 +173,8 @@ class AttentionIndex:
     decode_rows: Tensor
     decode_tables: Tensor
     decode_hidden: Tensor
+    decode_last: Tensor
+    decode_stale: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +301,8 @@ def _build_attention(
     for row, (i, n) in enumerate(zip(decode, num_keys, strict=True)):
         count = -(-n // block_size)
         decode_table[row, :count] = torch.as_tensor(segments[i].block_ids[:count], dtype=torch.long)
-    hidden = torch.arange(max_blocks * block_size)[None] >= torch.tensor(num_keys, dtype=torch.long)[:, None]
+    lengths = torch.tensor(num_keys, dtype=torch.long)
+    hidden = torch.arange(max_blocks * block_size)[None] >= lengths[:, None]
     return AttentionIndex(
         write_rows=None if in_packed_order else writes[0].to(device),
         write_blocks=writes[1].to(device),
@@ -306,6 +311,8 @@ def _build_attention(
         decode_rows=torch.tensor([begins[i] for i in decode], dtype=torch.long).to(device),
         decode_tables=decode_table.to(device),
         decode_hidden=hidden[:, None].to(device),
+        decode_last=((lengths - 1) // block_size).to(device),
+        decode_stale=(torch.arange(block_size) > ((lengths - 1) % block_size)[:, None])[..., None].to(device),
     )
 
 

@@ -239,8 +239,8 @@ def mamba1_varlen(
     """Mamba-1 selective scan, arXiv 2312.00752.
 
     A span of n tokens is cut into some sqrt(n) chunks that advance side by side: once from zero to learn what each
-    chunk adds, then along the chain of chunks, then again from the right begin for the outputs. 2 sqrt(n) wide steps,
-    not n.
+    chunk adds, then along the chain of chunks, then again from the right begin for the outputs. A few
+    sqrt(n) wide steps, not n.
 
     Args:
         x: [num_tokens, channels]; dt: [num_tokens, channels] step sizes, final (bias and softplus applied).

@@ -323,3 +323,24 @@ def test_step_that_raises_when_caught_fails_its_requests_and_frees_their_memory(
     model.runner.forward = forward  # type: ignore[method-assign]
     core.add_request(request("r", tokens(1, 30)))
     assert len(collect(core)["r", 0]) == 12
+
+
+def test_prompt_logprobs_when_preempted_or_forked_are_whole_and_the_same() -> None:
+    roomy, _ = engine(kv_cache_memory=64 << 20)
+    core, _ = engine(kv_cache_memory=400_000, max_model_len=192)
+    seen = []
+    for each, others in ((roomy, 0), (core, 5)):
+        for index in range(others):
+            each.add_request(request(f"a{index}", tokens(index, 60), max_tokens=100))
+        echo = request("z", tokens(20, 100), num_forks=2, prompt_logprobs=True, logprobs=0, max_tokens=3)
+        each.add_request(echo)
+        by_fork: dict[int, list[Any]] = {}
+        for step in run(each):
+            for output in step:
+                if output.request_id == "z" and output.prompt_logprobs is not None:
+                    by_fork[output.index] = [e and round(e.logprob, 3) for e in output.prompt_logprobs]
+        seen.append(by_fork)
+    assert {len(entries) for entries in seen[0].values()} == {100}
+    assert sorted(seen[0]) == [0, 1]
+    for fork in (0, 1):
+        assert seen[1][fork][1:] == pytest.approx(seen[0][0][1:], abs=2e-3)

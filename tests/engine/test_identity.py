@@ -109,6 +109,16 @@ def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(family: str) -> None:
+    harness = Harness(family)
+    for arena in (harness.storage.block_arena, harness.storage.slot_arena):
+        arena[1:] = 0xFF  # not a number in every float type
+    found = run_mixed_steps(harness)
+    tokens, _ = harness.greedy(["A", "B"], [int(rows[-1].argmax()) for rows in found], 8)
+    assert tokens == [stock_greedy(family, prompt, 8)[0] for prompt in (A, B)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_null_entries_when_steps_have_run_then_are_still_zero(family: str) -> None:
     harness = Harness(family)
     run_mixed_steps(harness)

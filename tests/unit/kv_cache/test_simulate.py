@@ -48,7 +48,7 @@ def test_token_trace_when_turns_follow_each_other_then_each_resumes_after_the_la
 
 def test_trace_when_replayed_twice_then_figures_are_equal(tmp_path: Path) -> None:
     lines = [hashed(1000 + 17 * turn, turn % 3, turn % 5, turn) for turn in range(30)]
-    memory = 300_000
+    memory = 600_000
     figures = [replay(tmp_path, lines, memory=memory) for _ in range(2)]
     for result in figures:
         del result["seconds"]
