@@ -43,11 +43,7 @@ class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's o
 
 
 class LegFailedError(NodeUnavailableError):
-    """The node refused the connection, broke it, or answered what cannot be used. ``is_refused``: nothing was sent."""
-
-    def __init__(self, message: str, *, is_refused: bool = False) -> None:
-        super().__init__(message)
-        self.is_refused = is_refused
+    """The node refused the connection, broke it, or answered what cannot be used."""
 
 
 def prefill_body(body: Mapping[str, Any], prompt: Any | None) -> bytes:
@@ -120,7 +116,7 @@ async def _translated(node: Node) -> AsyncIterator[None]:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
         node.suspect(describe(exc), down=True)
-        raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}", is_refused=True) from exc
+        raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}") from exc
     except httpx.TimeoutException as exc:
         node.suspect(describe(exc), down=False)
         raise DeadlineExceededError(

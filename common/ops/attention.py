@@ -70,7 +70,7 @@ def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex
     v = v_pool.permute(2, 0, 1, 3)[:, index.decode_tables]
     # A weight of 0 does not silence what a former owner left in the last block if that is infinite or no number.
     every = torch.arange(num_rows, device=v.device)
-    pass
+    v[:, every, index.decode_last] = v[:, every, index.decode_last].masked_fill(index.decode_stale, 0.0)
     v = v.reshape(num_kv_heads * num_rows, -1, v_pool.shape[-1])
     q = (
         query.view(num_rows, num_kv_heads, -1, head_size)

@@ -35,7 +35,7 @@ class Received:
 
 @dataclass
 class FakeNode:
-    """``fault`` applies to generation requests; ``lease_fault`` holds prompts whose prefill leg alone is refused."""
+    """``fault`` applies to every generation request, the two lists of prompts to those prompts only."""
 
     name: str
     fault: Fault = Fault.NONE
