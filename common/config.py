@@ -217,6 +217,9 @@ class NodeConfig:
         "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
     )
     device: str = choice_flag("auto", "where the model runs; auto: cuda when there is one", "auto", "cpu", "cuda")
+    ops_backend: str = choice_flag(
+        "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
+    )
     num_threads: int = int_flag(1, "torch threads of this process", 1, 1024)
     seed: int = int_flag(0, "seed of requests that bring none", 0, (1 << 63) - 1)
     max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)

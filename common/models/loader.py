@@ -27,11 +27,13 @@ from common.errors import ConfigError
 from common.kv_cache.geometry import model_geometry
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
 from common.models.families import FAMILIES, Family
-from common.models.fingerprint import model_fingerprint
+from common.models.fingerprint import model_fingerprint, user_cache_dir
 from common.models.head import Head
 from common.models.probe import check_numbers, probe_tokens, stock_logits
 from common.models.quiet import quiet_transformers
 from common.models.seam import EngineCache, install, missing_functions, use_paged_attention
+from common.ops.interface import Ops
+from common.ops.select import create_ops
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class LoadedModel:
         config: its text config.
         geometry: what the cache must hold for it, checked against the loaded modules.
         dtype, device: of the weights.
+        ops: the backend that the seam calls.
         fingerprint: hex digest of config, weights, dtype and revision.
         head: rows of the last hidden state -> logits.
         tokenizer: the checkpoint's tokenizer, or None when it has none.
@@ -60,6 +63,7 @@ class LoadedModel:
     geometry: ModelGeometry
     dtype: torch.dtype
     device: torch.device
+    ops: Ops
     fingerprint: str
     head: Head
     tokenizer: Any | None
@@ -75,10 +79,12 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     seed: int = 0,
+    ops_backend: str = "auto",
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
+    ``ops_backend`` is auto | torch | cpp (:func:`common.ops.select.create_ops`).
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -90,6 +96,7 @@ def load_model(
     dtype = _resolve_dtype(dtype, raw_config)
     geometry = model_geometry(raw_config, dtype)
     target = torch.device(device)
+    ops = create_ops(ops_backend, dtype=getattr(torch, dtype), device=target, cache_dir=user_cache_dir())
     with quiet_transformers():
         loaded = _load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
         head = Head(loaded)
@@ -99,6 +106,7 @@ def load_model(
         check_numbers(
             loaded,
             EngineCache(),
+            ops,
             geometry,
             tokens,
             expected,
@@ -107,11 +115,12 @@ def load_model(
             tolerance=family.probe_tolerance,
         )
     logger.info(
-        "model loaded folder=%s model_type=%s dtype=%s device=%s parameters=%d seconds=%.1f",
+        "model loaded folder=%s model_type=%s dtype=%s device=%s ops=%s parameters=%d seconds=%.1f",
         folder,
         geometry.model_type,
         dtype,
         target,
+        ops.name,
         sum(p.numel() for p in loaded.parameters()),
         time.monotonic() - begin_s,
     )
@@ -121,6 +130,7 @@ def load_model(
         geometry=geometry,
         dtype=getattr(torch, dtype),
         device=target,
+        ops=ops,
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
         tokenizer=load_tokenizer(folder, trust_remote_code),

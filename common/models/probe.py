@@ -19,6 +19,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
 from common.models.step import ActiveStep, PoolViews, run_step
+from common.ops.interface import Ops
 
 NUM_PROBE_TOKENS = 40
 _BLOCK_SIZE = 8
@@ -108,6 +109,7 @@ def stock_logits(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
 def check_numbers(
     model: Any,
     cache: Any,
+    ops: Ops,
     geometry: ModelGeometry,
     tokens: Tensor,
     expected: Tensor,
@@ -124,7 +126,7 @@ def check_numbers(
     views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 7, device), geometry)
     differences = []
     for pieces in _SCHEDULE:
-        step = ActiveStep.of(pieces, views, block_size=_BLOCK_SIZE, device=device)
+        step = ActiveStep.of(pieces, views, ops, block_size=_BLOCK_SIZE, device=device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
         with _shape_errors(geometry), run_step(step):
             output = model(input_ids=ids, position_ids=step.positions[None], past_key_values=cache, use_cache=True)

@@ -22,8 +22,7 @@ from transformers.activations import ACT2FN
 
 from common.models.families import CONV, GATED_DELTA, MAMBA1, MAMBA2
 from common.models.step import active_step
-from common.ops.attention import paged_attention, write_kv
-from common.ops.torch_backend import conv1d_varlen, gated_delta_varlen, mamba1_varlen, mamba2_varlen
+from common.ops.interface import StepSize
 
 ATTENTION_NAME = "tandem_paged"
 _STOCK = "__tandem_stock__"
@@ -42,7 +41,7 @@ class EngineCache:
         assert step is not None, "the engine's cache was used outside a step"
         step.layer_idx = layer_idx
         k_pool, v_pool = step.attention_pool()
-        write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pool, v_pool, step.attention_index)
+        step.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pool, v_pool, step.index)
         return key, value
 
     def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -94,7 +93,7 @@ def _attention(
     k_pool, v_pool = step.attention_pool()
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(q, k, v, k_pool, v_pool, step.attention_index, scale)[None], None
+    return step.ops.attention(q, k, v, k_pool, v_pool, step.index, scale)[None], None
 
 
 def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,10 +108,10 @@ def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
         step = active_step()
         if step is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
-        out = conv1d_varlen(
-            hidden_states[0].T.to(weight.dtype), weight, bias, step.state_index, step.state_pool("conv")
-        )
-        if activation is not None:
+        x, pool = hidden_states[0].T.to(weight.dtype), step.state_pool("conv")
+        silu = activation in ("silu", "swish")
+        out = step.ops.conv1d(x, weight, bias, step.index, pool, silu=silu)
+        if activation is not None and not silu:
             out = ACT2FN[activation](out)
         return out.to(hidden_states.dtype).T[None]
 
@@ -134,10 +133,11 @@ def _mamba2(stock: Callable[..., Any]) -> Callable[..., Any]:
         if step is None:
             return stock(hidden_states, dt, A, B, C, *args, **kwargs)
         assert kwargs.get("z") is None, "gating inside the Mamba-2 scan is not used by any listed family"
-        low, high = kwargs.get("dt_limit") or (0.0, float("inf"))
-        size = _step_size(dt[0], kwargs.get("dt_bias"), bool(kwargs.get("dt_softplus"))).clamp_(low, high)
+        size = StepSize(
+            kwargs.get("dt_bias"), bool(kwargs.get("dt_softplus")), *(kwargs.get("dt_limit") or (0.0, float("inf")))
+        )
         pool = step.state_pool("recurrent")
-        out = mamba2_varlen(hidden_states[0], size, A, B[0], C[0], kwargs.get("D"), step.state_index, pool)
+        out = step.ops.mamba2(hidden_states[0], dt[0], A, B[0], C[0], kwargs.get("D"), step.index, pool, step_size=size)
         return (out[None], None) if kwargs.get("return_final_states") else out[None]
 
     return scan
@@ -157,11 +157,9 @@ def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
         step = active_step()
         if step is None:
             return stock(hidden_states, dt, A, B, C, *args, **kwargs)
-        size = _step_size(dt[0].T, kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
-        pool = step.state_pool("recurrent")
-        out = mamba1_varlen(hidden_states[0].T, size, A, B[0].T, C[0].T, kwargs.get("D"), step.state_index, pool).T[
-            None
-        ]
+        size = StepSize(kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
+        x, b, c, pool = hidden_states[0].T, B[0].T, C[0].T, step.state_pool("recurrent")
+        out = step.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), step.index, pool, step_size=size).T[None]
         if (gate := kwargs.get("z")) is not None:
             out = out * F.silu(gate)
         return (out, None) if kwargs.get("return_last_state") else out
@@ -178,18 +176,10 @@ def _gated_delta(stock: Callable[..., Any]) -> Callable[..., Any]:
         assert kwargs.get("use_qk_l2norm_in_kernel"), "every listed family normalises query and key inside the rule"
         pool = step.state_pool("recurrent")
         decay, beta = kwargs["g"][0], kwargs["beta"][0]
-        out = gated_delta_varlen(query[0], key[0], value[0], decay, beta, step.state_index, pool)
+        out = step.ops.gated_delta(query[0], key[0], value[0], decay, beta, step.index, pool)
         return out[None], None
 
     return rule
-
-
-def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """dt [num_tokens, channels] -> the step size that the scan multiplies with, float32."""
-    dt = dt.float()
-    if bias is not None:
-        dt = dt + bias.float()
-    return F.softplus(dt) if softplus else dt
 
 
 _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(

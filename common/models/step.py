@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from common.kv_cache.spec import ModelGeometry
-from common.ops.index import AttentionIndex, SegmentLike, StateIndex, StepIndex
+from common.ops.index import StepIndex
+from common.ops.interface import Ops
+from common.ops.packed import SegmentLike
 
 
 class LayerPools(Protocol):
@@ -48,30 +50,20 @@ class ActiveStep:
 
     index: StepIndex
     pools: PoolViews
+    ops: Ops
     layer_idx: int = -1
 
     @classmethod
     def of(
-        cls, segments: Sequence[SegmentLike], pools: PoolViews, *, block_size: int, device: torch.device
+        cls, segments: Sequence[SegmentLike], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
     ) -> ActiveStep:
         """The step that runs ``segments``, packed in this order."""
-        has_attention = bool(pools.attention)
-        index = StepIndex.build(segments, block_size=block_size, has_attention=has_attention, device=device)
-        return cls(index, pools)
+        return cls(StepIndex.build(segments, block_size=block_size, device=device), pools, ops)
 
     @property
     def positions(self) -> Tensor:
         """[num_tokens] position of each packed row in its sequence."""
         return self.index.positions
-
-    @property
-    def state_index(self) -> StateIndex:
-        return self.index.state
-
-    @property
-    def attention_index(self) -> AttentionIndex:
-        assert self.index.attention is not None, "attention ran in a model planned without attention layers"
-        return self.index.attention
 
     def attention_pool(self) -> tuple[Tensor, Tensor]:
         return self.pools.attention[self.layer_idx]

@@ -56,6 +56,7 @@ def load_node_model(config: NodeConfig) -> NodeModel:
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
+        ops_backend=config.ops_backend,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
     plan = plan_cache(

@@ -9,38 +9,19 @@ A slot or block that a step writes is read by no other segment of the same step;
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from common.ops.packed import PackedStep, SegmentLike
+
 _QUERY_TILE = 512
 """Rows of a continuation chunk per attention call: bounds the mask to 512 x context bytes and skips keys after the
 tile."""
-
-
-class SegmentLike(Protocol):
-    """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def block_ids(self) -> Sequence[int]: ...
-    @property
-    def write_from(self) -> int: ...
-    @property
-    def src_slot(self) -> int: ...
-    @property
-    def dst_slot(self) -> int: ...
-    @property
-    def save_offsets(self) -> tuple[int, ...]: ...
-    @property
-    def save_slots(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,29 +158,57 @@ class AttentionIndex:
     decode_stale: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class StepIndex:
-    """Everything the ops need to know about one step. ``positions``: [num_tokens] position of each row in its
-    sequence."""
+    """Everything the ops need to know about one step; each form of it is made when a backend first asks for it.
 
-    num_tokens: int
-    positions: Tensor
-    state: StateIndex
-    attention: AttentionIndex | None
+    Lives for one step: the segments that it was built from must not change before its last use.
+
+    Attributes:
+        num_tokens: packed rows of the step.
+        device: where index tensors live.
+    """
+
+    def __init__(
+        self, segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, device: torch.device
+    ) -> None:
+        self._segments = segments
+        self._begins = begins
+        self._block_size = block_size
+        self.num_tokens = begins[-1]
+        self.device = device
 
     @classmethod
-    def build(
-        cls, segments: Sequence[SegmentLike], *, block_size: int, has_attention: bool, device: torch.device
-    ) -> StepIndex:
-        """Index tensors of ``segments``, packed in this order, on ``device``."""
+    def build(cls, segments: Sequence[SegmentLike], *, block_size: int, device: torch.device) -> StepIndex:
+        """The index of ``segments``, packed in this order."""
         begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
-        positions = list(itertools.chain.from_iterable(range(s.start, s.start + s.num_tokens) for s in segments))
-        return cls(
-            num_tokens=begins[-1],
-            positions=torch.tensor(positions, dtype=torch.long, device=device),
-            state=_build_state(segments, begins, device),
-            attention=_build_attention(segments, begins, block_size, device) if has_attention else None,
-        )
+        return cls(segments, begins, block_size, device)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """[num_tokens] position of each row in its sequence."""
+        starts = [s.start for s in self._segments]
+        if self.num_tokens == len(starts):  # decode rows only
+            return torch.tensor(starts, dtype=torch.long, device=self.device)
+        if len(starts) == 1:
+            return torch.arange(starts[0], starts[0] + self.num_tokens, device=self.device)
+        counts = torch.tensor([s.num_tokens for s in self._segments])
+        shifts = torch.tensor([start - begin for start, begin in zip(starts, self._begins, strict=False)])
+        return (torch.arange(self.num_tokens) + shifts.repeat_interleave(counts)).to(self.device)
+
+    @functools.cached_property
+    def state(self) -> StateIndex:
+        """Index tensors of the recurrent ops."""
+        return _build_state(self._segments, self._begins, self.device)
+
+    @functools.cached_property
+    def attention(self) -> AttentionIndex:
+        """Index tensors of paged attention; the segments must have block tables."""
+        return _build_attention(self._segments, self._begins, self._block_size, self.device)
+
+    @functools.cached_property
+    def packed(self) -> PackedStep:
+        """The step as compiled kernels read it."""
+        return PackedStep(self._segments, self._begins, self._block_size)
 
 
 def _build_state(segments: Sequence[SegmentLike], begins: Sequence[int], device: torch.device) -> StateIndex:

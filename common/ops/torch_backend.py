@@ -13,12 +13,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.ops.index import ChunkIndex, StateIndex
+from common.ops.attention import paged_attention, write_kv
+from common.ops.index import ChunkIndex, StateIndex, StepIndex
+from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
 
 _MAMBA2_CHUNK = 64
 _DELTA_CHUNK = 64
 _MAMBA1_CHUNK = 64
 _L2_EPS = 1e-6
+
+
+class TorchOps(Ops):
+    """The functions below as a backend."""
+
+    name = "torch"
+
+    def conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, index: StepIndex, pool: Tensor, *, silu: bool = False
+    ) -> Tensor:
+        out = conv1d_varlen(x, weight, bias, index.state, pool)
+        return F.silu(out) if silu else out
+
+    def mamba2(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        index: StepIndex,
+        pool: Tensor,
+        *,
+        step_size: StepSize = FINAL_STEP_SIZE,
+    ) -> Tensor:
+        return mamba2_varlen(x, _final(dt, step_size), a, b, c, d, index.state, pool)
+
+    def gated_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+    ) -> Tensor:
+        return gated_delta_varlen(query, key, value, decay, beta, index.state, pool)
+
+    def mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        index: StepIndex,
+        pool: Tensor,
+        *,
+        step_size: StepSize = FINAL_STEP_SIZE,
+    ) -> Tensor:
+        return mamba1_varlen(x, _final(dt, step_size), a, b, c, d, index.state, pool)
+
+    def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex) -> None:
+        write_kv(key, value, k_pool, v_pool, index.attention)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        index: StepIndex,
+        scale: float,
+    ) -> Tensor:
+        return paged_attention(query, key, value, k_pool, v_pool, index.attention, scale)
+
+
+def _final(dt: Tensor, step_size: StepSize) -> Tensor:
+    """The step size that a scan multiplies with, float32."""
+    dt = dt.float()
+    if step_size.bias is not None:
+        dt = dt + step_size.bias.float()
+    if step_size.softplus:
+        dt = F.softplus(dt)
+    if (step_size.low, step_size.high) != (FINAL_STEP_SIZE.low, FINAL_STEP_SIZE.high):
+        dt = dt.clamp(step_size.low, step_size.high)
+    return dt
 
 
 def conv1d_varlen(x: Tensor, weight: Tensor, bias: Tensor | None, index: StateIndex, pool: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ reference."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.storage import KVStorage
 from common.models.loader import LoadedModel, load_model
 from tests.support.models import VOCAB_SIZE, checkpoint
+from tests.support.ops import make_ops
 
 BLOCK_SIZE = 16
 TOLERANCE = {"qwen3_next": 5e-3, "qwen3_5": 5e-3}
@@ -34,8 +36,8 @@ def engine_model(family: str, dtype: str = "float32") -> LoadedModel:
 
 
 @functools.cache
-def stock_model(family: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32).eval()
+def stock_model(family: str, dtype: str = "float32") -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=getattr(torch, dtype)).eval()
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -92,8 +94,10 @@ class Harness:
     """``num_blocks`` are handed out in shuffled order, so that tables are never consecutive; slots are named by the
     test."""
 
-    def __init__(self, family: str, *, dtype: str = "float32", num_blocks: int = 64, num_slots: int = 16) -> None:
-        self.model = engine_model(family, dtype)
+    def __init__(
+        self, family: str, ops: str = "torch", *, dtype: str = "float32", num_blocks: int = 64, num_slots: int = 16
+    ) -> None:
+        self.model = dataclasses.replace(engine_model(family, dtype), ops=make_ops(ops))
         config = KVCacheConfig(self.model.geometry, BLOCK_SIZE, num_blocks, num_slots, b"root")
         self.storage = KVStorage(config, torch.device("cpu"))
         self.runner = ModelRunner(self.model, self.storage, config)

@@ -11,9 +11,15 @@ import torch
 from common.engine.plan import Rows
 from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
 from tests.support.models import FAMILIES, RECURRENT_FAMILIES
+from tests.support.ops import OPS_BACKENDS
 
 A, B = random_tokens(77, 1), random_tokens(53, 2)
 NUM_GREEDY = 24
+
+
+@pytest.fixture(params=OPS_BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,8 +34,8 @@ def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(family: str) -> None:
-    found = run_mixed_steps(Harness(family))
+def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str, family: str) -> None:
+    found = run_mixed_steps(Harness(family, backend))
     for rows, prompt in zip(found, (A, B), strict=True):
         expected = stock_logits(family, prompt)
         assert float((rows - expected).abs().max()) < tolerance(family)
@@ -37,8 +43,8 @@ def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(family: str)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(family: str) -> None:
-    harness = Harness(family)
+def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     first = [int(rows[-1].argmax()) for rows in run_mixed_steps(harness)]
     tokens, rows = harness.greedy(["A", "B"], first, NUM_GREEDY)
     for prompt, found, logits in zip((A, B), tokens, rows, strict=True):
@@ -48,8 +54,8 @@ def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_stock(family: str) -> None:
-    harness = Harness(family)
+def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_stock(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     run_mixed_steps(harness)
     tail = random_tokens(21, 3)
     origin = harness.sequences["A"].block_ids
@@ -68,8 +74,8 @@ def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_sto
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(family: str) -> None:
-    harness = Harness(family)
+def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     harness.add("A", 1, 128)
     harness.hidden(Work("A", A[:41], saves={37: 5}, rows=Rows.LAST))
     origin = list(harness.sequences["A"].block_ids)
@@ -89,8 +95,8 @@ def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(family: str) -> None:
-    harness = Harness(family)
+def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     if not harness.has_attention:
         pytest.skip("no attention layers, no blocks")
     harness.add("A", 1, 128)
@@ -109,8 +115,8 @@ def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(family: str) -> None:
-    harness = Harness(family)
+def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     for arena in (harness.storage.block_arena, harness.storage.slot_arena):
         arena[1:] = 0xFF  # not a number in every float type
     found = run_mixed_steps(harness)
@@ -119,17 +125,17 @@ def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_null_entries_when_steps_have_run_then_are_still_zero(family: str) -> None:
-    harness = Harness(family)
+def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     run_mixed_steps(harness)
     assert not harness.storage.block_arena[0].any()
     assert not harness.storage.slot_arena[0].any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(family: str) -> None:
+def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(backend: str, family: str) -> None:
     rng = random.Random(f"schedule-{family}")
-    harness = Harness(family, num_blocks=128)
+    harness = Harness(family, backend, num_blocks=128)
     prompts = {f"s{i}": random_tokens(rng.randint(2, 90), 100 + i) for i in range(6)}
     found: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
     waiting, running = list(prompts), []
@@ -151,8 +157,8 @@ def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(fam
 
 
 @pytest.mark.parametrize("rows", list(Rows))
-def test_forward_when_asked_for_rows_then_returns_that_many(rows: Rows) -> None:
-    harness = Harness("granitemoehybrid")
+def test_forward_when_asked_for_rows_then_returns_that_many(backend: str, rows: Rows) -> None:
+    harness = Harness("granitemoehybrid", backend)
     harness.add("A", 1, 64)
     harness.add("B", 2, 64)
     found = harness.hidden(Work("A", A[:9], rows=rows), Work("B", B[:1], rows=rows))
@@ -163,8 +169,10 @@ def test_forward_when_asked_for_rows_then_returns_that_many(rows: Rows) -> None:
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @pytest.mark.parametrize("prefix", [77, 1000])
-def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(family: str, prefix: int) -> None:
-    harness = Harness(family, num_blocks=160)
+def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
+    backend: str, family: str, prefix: int
+) -> None:
+    harness = Harness(family, backend, num_blocks=160)
     prompt = random_tokens(prefix, 5)
     harness.add("A", 1, prefix + 16)
     harness.add("Z", 2, prefix + 16)
@@ -178,8 +186,8 @@ def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(family: str) -> None:
-    harness = Harness(family)
+def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backend: str, family: str) -> None:
+    harness = Harness(family, backend)
     if not harness.has_attention:
         pytest.skip("no attention layers, no blocks")
     harness.add("A", 1, 128)
@@ -193,10 +201,10 @@ def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(family: str) -> None:
+def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(backend: str, family: str) -> None:
     prompt = random_tokens(1000, 6)
     other = random_tokens(100, 7) + prompt[100:]
-    harness = Harness(family, num_blocks=160)
+    harness = Harness(family, backend, num_blocks=160)
     harness.add("A", 1, 1000)
     harness.add("B", 2, 1000)
     a, b = harness.prefill("A", prompt), harness.prefill("B", other)
@@ -204,8 +212,8 @@ def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_when_run_then_stays_near_the_float32_numbers(family: str) -> None:
-    harness = Harness(family, dtype="bfloat16")
+def test_half_precision_when_run_then_stays_near_the_float32_numbers(backend: str, family: str) -> None:
+    harness = Harness(family, backend, dtype="bfloat16")
     rows = torch.cat(run_mixed_steps(harness))
     expected = torch.cat([stock_logits(family, A), stock_logits(family, B)])
     assert float((rows - expected).abs().mean() / expected.std()) < 0.3

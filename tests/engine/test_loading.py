@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-import common.models.seam as seam
 from common.errors import ConfigError
 from common.models.builtin import ensure_builtin_checkpoint
 from common.models.fingerprint import model_fingerprint
@@ -20,6 +19,7 @@ from common.models.quiet import quiet_transformers
 from common.models.synthetic import ROLES
 from tests.engine.harness import engine_model, random_tokens, stock_logits, stock_model
 from tests.support.models import FAMILIES, checkpoint
+from tests.support.ops import OPS_BACKENDS, make_ops
 
 
 @pytest.fixture
@@ -90,25 +90,27 @@ def test_load_model_when_layers_are_missing_in_the_file_then_refuses(copied: Pat
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("granitemoehybrid", "mamba2_varlen"),
-        ("jamba", "mamba1_varlen"),
-        ("qwen3_5", "gated_delta_varlen"),
-        ("lfm2", "conv1d_varlen"),
-        ("llama", "paged_attention"),
+        ("granitemoehybrid", "mamba2"),
+        ("jamba", "mamba1"),
+        ("qwen3_5", "gated_delta"),
+        ("lfm2", "conv1d"),
+        ("llama", "attention"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", OPS_BACKENDS)
 def test_load_model_when_an_op_is_wrong_then_the_probe_refuses(
-    monkeypatch: pytest.MonkeyPatch, family: str, name: str, dtype: str
+    monkeypatch: pytest.MonkeyPatch, family: str, name: str, backend: str, dtype: str
 ) -> None:
-    right = getattr(seam, name)
+    ops_class = type(make_ops(backend))
+    right = getattr(ops_class, name)
 
-    def wrong(*args: object) -> Tensor:
-        return right(*args).flip(0)
+    def wrong(*args: object, **kwargs: object) -> Tensor:
+        return right(*args, **kwargs).flip(0)
 
-    monkeypatch.setattr(seam, name, wrong)
+    monkeypatch.setattr(ops_class, name, wrong)
     with pytest.raises(ConfigError, match="failed the numeric probe"):
-        load_model(str(checkpoint(family)), dtype=dtype)
+        load_model(str(checkpoint(family)), dtype=dtype, ops_backend=backend)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

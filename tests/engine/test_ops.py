@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.plan import Segment
-from common.ops.attention import paged_attention, write_kv
 from common.ops.index import StepIndex
-from common.ops.torch_backend import conv1d_varlen, gated_delta_varlen, mamba1_varlen, mamba2_varlen
+from common.ops.interface import Ops
+from tests.support.ops import OPS_BACKENDS, make_ops
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 24
@@ -21,6 +21,11 @@ BLOCK_SIZE = 8
 
 Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """(state of one sequence, packed row) -> (output of the row, state after it)."""
+
+
+@pytest.fixture(params=OPS_BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return make_ops(request.param)
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Mix:
             Segment("r", [0] * n, 3, [], 0, src, dst, tuple(saves), tuple(saves.values()))
             for n, src, dst, saves in self.segments
         ]
-        return StepIndex.build(built, block_size=BLOCK_SIZE, has_attention=False, device=CPU)
+        return StepIndex.build(built, block_size=BLOCK_SIZE, device=CPU)
 
 
 MIXES = {
@@ -95,7 +100,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> No
 @mixes
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("kernel", [2, 4])
-def test_conv1d_varlen_when_mixed_then_equals_the_sliding_window(mix: Mix, has_bias: bool, kernel: int) -> None:
+def test_conv1d_when_mixed_then_equals_the_sliding_window(ops: Ops, mix: Mix, has_bias: bool, kernel: int) -> None:
     x, weight = rand(mix.num_tokens, 6, seed=1), rand(6, kernel, seed=2)
     bias = rand(6, seed=3) if has_bias else None
     pool = slot_pool(6, kernel - 1)
@@ -106,13 +111,13 @@ def test_conv1d_varlen_when_mixed_then_equals_the_sliding_window(mix: Mix, has_b
         return output, window[:, 1:]
 
     expected, after = reference(mix, pool, step)
-    assert_close(conv1d_varlen(x, weight, bias, mix.index().state, pool), expected)
+    assert_close(ops.conv1d(x, weight, bias, mix.index(), pool), expected)
     assert_close(pool, after, 1e-7)
 
 
 @mixes
 @pytest.mark.parametrize("groups", [1, 2])
-def test_mamba2_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, groups: int) -> None:
+def test_mamba2_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, groups: int) -> None:
     heads, head_dim, size = 4, 6, 5
     total = mix.num_tokens
     x, dt = rand(total, heads, head_dim, seed=1), F.softplus(rand(total, heads, seed=2))
@@ -128,13 +133,13 @@ def test_mamba2_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, groups: i
         return (state @ queries[..., None])[..., 0] + x[row] * d[:, None], state
 
     expected, after = reference(mix, pool, step)
-    assert_close(mamba2_varlen(x, dt, a, b, c, d, mix.index().state, pool), expected)
+    assert_close(ops.mamba2(x, dt, a, b, c, d, mix.index(), pool), expected)
     assert_close(pool, after)
 
 
 @mixes
 @pytest.mark.parametrize("key_heads", [2, 4])
-def test_gated_delta_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, key_heads: int) -> None:
+def test_gated_delta_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, key_heads: int) -> None:
     heads, key_dim, value_dim = 4, 8, 6
     total = mix.num_tokens
     query, key = rand(total, key_heads, key_dim, seed=1), rand(total, key_heads, key_dim, seed=2)
@@ -154,12 +159,12 @@ def test_gated_delta_varlen_when_mixed_then_equals_the_recurrence(mix: Mix, key_
         return (q[:, None] @ state)[:, 0], state
 
     expected, after = reference(mix, pool, step)
-    assert_close(gated_delta_varlen(query, key, value, decay, beta, mix.index().state, pool), expected, 1e-4)
+    assert_close(ops.gated_delta(query, key, value, decay, beta, mix.index(), pool), expected, 1e-4)
     assert_close(pool, after, 1e-4)
 
 
 @mixes
-def test_mamba1_varlen_when_mixed_then_equals_the_recurrence(mix: Mix) -> None:
+def test_mamba1_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix) -> None:
     channels, size = 7, 5
     total = mix.num_tokens
     x, dt = rand(total, channels, seed=1), F.softplus(rand(total, channels, seed=2))
@@ -173,23 +178,23 @@ def test_mamba1_varlen_when_mixed_then_equals_the_recurrence(mix: Mix) -> None:
         return state @ c[row].double() + x[row] * d, state
 
     expected, after = reference(mix, pool, step)
-    assert_close(mamba1_varlen(x, dt, a, b, c, d, mix.index().state, pool), expected)
+    assert_close(ops.mamba1(x, dt, a, b, c, d, mix.index(), pool), expected)
     assert_close(pool, after)
 
 
-def test_ops_when_steps_decay_to_nothing_then_stay_finite() -> None:
+def test_ops_when_steps_decay_to_nothing_then_stay_finite(ops: Ops) -> None:
     mix = Mix([(130, 1, 1, {}), (1, 2, 2, {})])
     x, b = rand(131, 4, 6, seed=1), rand(131, 1, 5, seed=2)
     dt = torch.full((131, 4), 50.0)  # exp(-50 * 20 * 64) is far below the smallest float32
     a = torch.full((4,), -20.0)
-    found = mamba2_varlen(x, dt, a, b, b, None, mix.index().state, slot_pool(4, 6, 5))
+    found = ops.mamba2(x, dt, a, b, b, None, mix.index(), slot_pool(4, 6, 5))
     assert bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
-    num_heads: int, num_kv_heads: int, dtype: torch.dtype
+    ops: Ops, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     # (start, num_tokens): a first chunk, a continuation over more than one query tile, decode rows early and late
     shapes = [(0, 37), (19, 600), (0, 1), (45, 1), (130, 1), (8, 16)]
@@ -207,11 +212,10 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
             k_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[i][position]
             v_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[i][position]
         segments.append(Segment("r", [0] * count, start, table, start, 0, 0))
-    index = StepIndex.build(segments, block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
-    assert index is not None
+    index = StepIndex.build(segments, block_size=BLOCK_SIZE, device=CPU)
     q, k, v = (torch.cat([x[s:] for x, (s, _) in zip(xs, shapes, strict=True)]) for xs in (queries, keys, values))
-    write_kv(k, v, k_pool, v_pool, index)
-    found = paged_attention(q, k, v, k_pool, v_pool, index, 0.3)
+    ops.write_kv(k, v, k_pool, v_pool, index)
+    found = ops.attention(q, k, v, k_pool, v_pool, index, 0.3)
     expected = []
     for (start, count), qs, ks, vs in zip(shapes, queries, keys, values, strict=True):
         repeat = num_heads // num_kv_heads
@@ -236,7 +240,7 @@ WRITES = {
 
 @pytest.mark.parametrize(("place", "expected"), WRITES.items())
 def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
-    place: tuple[int, int, int], expected: list[list[int]]
+    ops: Ops, place: tuple[int, int, int], expected: list[list[int]]
 ) -> None:
     start, count, write_from = place
     k_pool, v_pool = torch.zeros(6, BLOCK_SIZE, 1, 2), torch.zeros(6, BLOCK_SIZE, 1, 2)
@@ -245,10 +249,9 @@ def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
         Segment("other", [0] * 2, 0, [4], 0, 0, 0),
         Segment("row", [0], 0, [5], 0, 0, 0),
     ]
-    index = StepIndex.build(segments, block_size=BLOCK_SIZE, has_attention=True, device=CPU).attention
-    assert index is not None
+    index = StepIndex.build(segments, block_size=BLOCK_SIZE, device=CPU)
     key = torch.arange(1.0, count + 4)[:, None, None].expand(-1, 1, 2)
-    write_kv(key, key, k_pool, v_pool, index)
+    ops.write_kv(key, key, k_pool, v_pool, index)
     assert k_pool[:4, :, 0, 0].nonzero().tolist() == expected
     if expected:
         assert [float(k_pool[b, o, 0, 0]) for b, o in expected] == list(range(count - len(expected) + 1, count + 1))

@@ -1,0 +1,156 @@
+"""From the sources beside this file to a loaded library, compiled once per machine.
+
+1 find a compiler, 2 name the library after everything that its bytes depend on (sources, compiler, flags, CPU), 3 take
+it from the cache folder, or compile it there into a scratch file that is moved into place, under a lock so that nodes
+that start together compile once, 4 load it. Leaves by: a library, or :class:`BuildError` with the reason.
+
+The code is for the CPU it was compiled on, so only the sources are shipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction: what is fused is written as fused, see vector.h. The other two do not change a number.
+_FLAGS = (
+    "-std=gnu++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
+)
+# Tried in turn: not every compiler has OpenMP, or knows -march=native for its target.
+_MACHINE_FLAGS = (
+    ("-march=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native", "-fopenmp"),
+    ("-mcpu=native",),
+    (),
+)
+_COMPILE_TIMEOUT_S = 300.0
+_ENTRY = "tandem_attention"
+
+
+class BuildError(Exception):
+    """There is no library; the text says why."""
+
+
+def load_library(cache_dir: Path, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
+    """The compiled ops of ``source_dir``, from ``cache_dir``/ops or compiled into it.
+
+    Raises:
+        BuildError: no compiler, no success with it, or nowhere to write.
+    """
+    compiler = _find_compiler()
+    folder = cache_dir / "ops"
+    sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
+    path = folder / f"{_digest(compiler, sources)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if path.exists() and (library := _try_load(path)) is not None:
+                return library
+            _compile(compiler, sources, path)
+    except OSError as exc:
+        raise BuildError(f"cannot use the cache folder {folder}: {exc}") from exc
+    if (library := _try_load(path)) is None:
+        raise BuildError(f"{path} was compiled and cannot be loaded")
+    return library
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        if name and (found := shutil.which(name)) is not None:
+            return found
+    raise BuildError(f"no C++ compiler in PATH (looked for {', '.join(COMPILERS)})")
+
+
+def _digest(compiler: str, sources: Sequence[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        digest.update(f"{source.name}\0".encode())
+        digest.update(source.read_bytes())
+    for fact in (compiler, _run([compiler, "--version"]), repr((_FLAGS, _MACHINE_FLAGS)), _cpu()):
+        digest.update(f"\0{fact}".encode())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What -march=native looks at: the CPU's model and features."""
+    facts = [platform.machine()]
+    with contextlib.suppress(OSError):  # not Linux: the machine alone
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines():
+            if line.split(":")[0].strip() in ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part"):
+                facts.append(line)
+    return "\n".join(facts)
+
+
+def _compile(compiler: str, sources: Sequence[Path], path: Path) -> None:
+    begin_s = time.monotonic()
+    logger.info("compiling the C++ ops compiler=%s to=%s (once per machine, some seconds)", compiler, path)
+    units = [str(source) for source in sources if source.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
+        target = Path(scratch) / path.name
+        reasons = []
+        for flags in _MACHINE_FLAGS:
+            try:
+                _run([compiler, *_FLAGS, *flags, *units, "-o", str(target)])
+            except BuildError as exc:
+                reasons.append(str(exc))
+                continue
+            target.replace(path)
+            seconds = time.monotonic() - begin_s
+            logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), seconds)
+            return
+    raise BuildError(reasons[0])
+
+
+def _run(command: list[str]) -> str:
+    """Standard output of ``command``."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise BuildError(f"{command[0]} did not run: {exc}") from exc
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'no message'}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # gone with the process that holds it, however that ends
+        yield
+
+
+def _try_load(path: Path) -> ctypes.CDLL | None:
+    """None when the file is not what it should be: cut short, or another machine's."""
+    try:
+        library = ctypes.CDLL(str(path))
+        getattr(library, _ENTRY)
+    except (OSError, AttributeError) as exc:
+        logger.warning("cannot load the C++ ops path=%s reason=%s", path, exc)
+        return None
+    return library

@@ -1,0 +1,147 @@
+// Mamba-2 scan as the recurrence itself, token by token: per head a state [head_dim, state] that stays in the cache,
+// so nothing depends on where a chunk ends. arXiv 2405.21060.
+#include "step.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kRows = 16;  // tokens per pass over the state
+
+struct Mamba2Args {
+    const void* x;
+    int64_t x_dtype, x_stride, x_head_stride;  // [num_rows, heads, head_dim]
+    const void* dt;
+    int64_t dt_dtype, dt_stride, dt_head_stride;  // [num_rows, heads] before bias, softplus and limits
+    const void* dt_bias;
+    int64_t dt_bias_dtype;  // [heads] or null
+    int64_t softplus;
+    const float* limits;  // smallest and largest step size
+    const void* a;
+    int64_t a_dtype;  // [heads]
+    const void* b;
+    int64_t b_dtype, b_stride, b_group_stride;  // [num_rows, groups, state]
+    const void* c;
+    int64_t c_dtype, c_stride, c_group_stride;
+    const void* d;
+    int64_t d_dtype;  // [heads] or null
+    float* pool;
+    int64_t slot_stride;
+    void* out;  // [num_rows, heads, head_dim] in x's dtype
+    int64_t heads, groups, head_dim, state, num_threads;
+};
+
+// A tile of Rows x (Vectors * kLanes) of the state over `rows` tokens, in registers meanwhile; what it adds to the
+// outputs goes to partial [rows, Rows, kLanes]. decay [rows], scaled [rows, scaled_stride], b, c [rows, key_stride].
+template <int Rows, int Vectors>
+inline void advance_tile(float* s, int64_t stride, int64_t key_stride, int64_t rows, const float* decay,
+                         const float* scaled, int64_t scaled_stride, const float* b, const float* c, float* partial) {
+    vf tile[Rows][Vectors];
+    for (int i = 0; i < Rows; i++)
+        for (int j = 0; j < Vectors; j++) tile[i][j] = load(s + i * stride + j * kLanes);
+    for (int64_t t = 0; t < rows; t++) {
+        const vf keep = splat(decay[t]);
+        vf x[Rows], sums[Rows];
+        for (int i = 0; i < Rows; i++) {
+            x[i] = splat(scaled[t * scaled_stride + i]);
+            sums[i] = load(partial + (t * Rows + i) * kLanes);
+        }
+        for (int j = 0; j < Vectors; j++) {
+            const vf key = load(b + t * key_stride + j * kLanes), query = load(c + t * key_stride + j * kLanes);
+            for (int i = 0; i < Rows; i++) {
+                tile[i][j] = fma(x[i], key, tile[i][j] * keep);
+                sums[i] = fma(tile[i][j], query, sums[i]);
+            }
+        }
+        for (int i = 0; i < Rows; i++) store(partial + (t * Rows + i) * kLanes, sums[i]);
+    }
+    for (int i = 0; i < Rows; i++)
+        for (int j = 0; j < Vectors; j++) store(s + i * stride + j * kLanes, tile[i][j]);
+}
+
+// Rows [0, Rows) of the state, all columns; y [rows, scaled_stride].
+template <int Rows>
+inline void advance_rows(float* s, int64_t stride, int64_t key_stride, int64_t rows, const float* decay,
+                         const float* scaled, int64_t scaled_stride, const float* b, const float* c, float* partial,
+                         float* y) {
+    for (int64_t i = 0; i < rows * Rows; i++) store(partial + i * kLanes, vf{});
+    int64_t n = 0;
+    for (; n + 4 * kLanes <= stride; n += 4 * kLanes)
+        advance_tile<Rows, 4>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n, partial);
+    for (; n < stride; n += kLanes)
+        advance_tile<Rows, 1>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n, partial);
+    for (int64_t t = 0; t < rows; t++) {
+        const float* first = partial + t * Rows * kLanes;
+        float out[4];
+        sum4(load(first), load(first + (Rows - 1) * kLanes), vf{}, vf{}, out);
+        for (int i = 0; i < Rows; i++) y[t * scaled_stride + i] = out[i];
+    }
+}
+
+void scan_head(const Mamba2Args& a, const Step& step, int64_t segment, int64_t head) {
+    const int64_t stride = padded(a.state), dims = padded(a.head_dim);
+    const int64_t key_stride = stride + 16;  // rows a power of two apart would share few sets of the cache
+    const int64_t group = head / (a.heads / a.groups);
+    float* x = scratch(kRows * (3 * dims + 2 * key_stride + 2 + 2 * kLanes) + a.head_dim * stride);
+    float* scaled = x + kRows * dims;
+    float* y = scaled + kRows * dims;
+    float* b = y + kRows * dims;
+    float* c = b + kRows * key_stride;
+    float* decay = c + kRows * key_stride;
+    float* size = decay + kRows;
+    float* partial = size + kRows;
+    HeadState state(a.pool, a.slot_stride, head * a.head_dim * a.state, a.head_dim, a.state, step, segment,
+                    partial + 2 * kRows * kLanes);
+    const float rate = load_one(a.a, a.a_dtype, head);
+    const float bias = a.dt_bias ? load_one(a.dt_bias, a.dt_bias_dtype, head) : 0.0f;
+    const vf skip = splat(a.d ? load_one(a.d, a.d_dtype, head) : 0.0f);
+    const auto advance = [&](int64_t row, int64_t last) {
+        for (; row < last; row += kRows) {
+            const int64_t rows = last - row < kRows ? last - row : kRows;
+            for (int64_t t = 0; t < padded(rows); t++)
+                size[t] = t < rows ? load_one(a.dt, a.dt_dtype, (row + t) * a.dt_stride + head * a.dt_head_stride) : 0;
+            for (int64_t t = 0; t < rows; t += kLanes) {
+                vf d = load(size + t) + splat(bias);
+                if (a.softplus) d = softplus(d);
+                d = select(d < splat(a.limits[0]), splat(a.limits[0]), d);
+                d = select(d > splat(a.limits[1]), splat(a.limits[1]), d);
+                store(size + t, d);
+                store(decay + t, exp(d * splat(rate)));
+            }
+            for (int64_t t = 0; t < rows; t++) {
+                load_row(x + t * dims, a.x, a.x_dtype, (row + t) * a.x_stride + head * a.x_head_stride, a.head_dim);
+                load_row(b + t * key_stride, a.b, a.b_dtype,
+                         (row + t) * a.b_stride + group * a.b_group_stride, a.state);
+                load_row(c + t * key_stride, a.c, a.c_dtype,
+                         (row + t) * a.c_stride + group * a.c_group_stride, a.state);
+                for (int64_t p = 0; p < dims; p += kLanes)
+                    store(scaled + t * dims + p, load(x + t * dims + p) * splat(size[t]));
+            }
+            int64_t p = 0;
+            for (; p + 2 <= a.head_dim; p += 2)
+                advance_rows<2>(state.data + p * stride, stride, key_stride, rows, decay, scaled + p, dims, b, c,
+                                partial, y + p);
+            for (; p < a.head_dim; p++)
+                advance_rows<1>(state.data + p * stride, stride, key_stride, rows, decay, scaled + p, dims, b, c,
+                                partial, y + p);
+            for (int64_t t = 0; t < rows; t++) {
+                for (int64_t q = 0; q < dims; q += kLanes)
+                    store(y + t * dims + q, fma(skip, load(x + t * dims + q), load(y + t * dims + q)));
+                store_row(a.out, a.x_dtype, ((row + t) * a.heads + head) * a.head_dim, y + t * dims, a.head_dim);
+            }
+        }
+    };
+    walk(step, segment, advance, [&](int64_t slot) { state.save(slot); });
+    state.save(step.dst_slot[segment]);
+}
+
+}  // namespace
+}  // namespace tandem
+
+extern "C" void tandem_mamba2(const int64_t* words, const int64_t* step_words) {
+    using namespace tandem;
+    const Mamba2Args& a = *reinterpret_cast<const Mamba2Args*>(words);
+    const Step& step = *reinterpret_cast<const Step*>(step_words);
+    const int64_t work = step.num_rows() * a.heads * a.head_dim * a.state * 2;
+    parallel(step.num_segments * a.heads, a.num_threads, work,
+             [&](int64_t i) { scan_head(a, step, i / a.heads, i % a.heads); });
+}

@@ -1,0 +1,98 @@
+// What every op is told of the step: which packed rows belong to which segment, its slots, saves and blocks.
+//
+// Arguments arrive as arrays of 64-bit words; the structs below name them, in order. Pointers are words too.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vector.h"
+
+namespace tandem {
+
+struct Step {
+    int64_t num_segments;
+    int64_t block_size;
+    const int64_t* begin;       // [num_segments + 1] first packed row of each segment
+    const int64_t* src_slot;    // [num_segments]
+    const int64_t* dst_slot;    // [num_segments]
+    const int64_t* start;       // [num_segments] position of the first row
+    const int64_t* write_from;  // [num_segments] K/V of earlier positions is not written
+    const int64_t* save_begin;  // [num_segments + 1] into the next two
+    const int64_t* save_offset; // rows of the segment before the save, ascending within a segment
+    const int64_t* save_slot;
+    const int64_t* table_begin; // [num_segments] into table
+    const int64_t* table;       // block ids
+
+    int64_t rows(int64_t segment) const { return begin[segment + 1] - begin[segment]; }
+    int64_t num_rows() const { return begin[num_segments]; }
+};
+
+// Runs over the rows of a segment in pieces that end where a state is saved: advance(first, last), save(slot).
+template <class Advance, class Save>
+inline void walk(const Step& step, int64_t segment, Advance advance, Save save) {
+    int64_t row = step.begin[segment];
+    for (int64_t i = step.save_begin[segment]; i < step.save_begin[segment + 1]; i++) {
+        const int64_t cut = step.begin[segment] + step.save_offset[i];
+        if (cut > row) advance(row, cut);
+        row = cut;
+        save(step.save_slot[i]);
+    }
+    if (step.begin[segment + 1] > row) advance(row, step.begin[segment + 1]);
+}
+
+// Work below this many multiply-adds is not worth waking a second thread for.
+constexpr int64_t kSerialWork = 1 << 17;
+
+template <class Task>
+inline void parallel(int64_t count, [[maybe_unused]] int64_t num_threads, [[maybe_unused]] int64_t work, Task task) {
+#if defined(_OPENMP)
+    if (num_threads > 1 && count > 1 && work >= kSerialWork) {
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) task(i);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++) task(i);
+}
+
+// The state of one head in float32, [rows, columns]: in place in its destination when rows are whole vectors, else in
+// a padded copy. Columns are padded with zeros.
+class HeadState {
+   public:
+    HeadState(float* pool, int64_t slot_stride, int64_t offset, int64_t rows, int64_t columns, const Step& step,
+              int64_t segment, float* buffer)
+        : pool_(pool), slot_stride_(slot_stride), offset_(offset), rows_(rows), columns_(columns),
+          stride(padded(columns)) {
+        const float* src = at(step.src_slot[segment]);
+        float* dst = at(step.dst_slot[segment]);
+        in_place_ = stride == columns;
+        data = in_place_ ? dst : buffer;
+        if (!in_place_) {
+            for (int64_t r = 0; r < rows_; r++) load_row(data + r * stride, src, kFloat32, r * columns_, columns_);
+        } else if (src != dst) {
+            std::memcpy(dst, src, rows_ * columns_ * 4);
+        }
+    }
+    void save(int64_t slot) const {
+        float* to = at(slot);
+        if (to == data) return;
+        if (in_place_) {
+            std::memcpy(to, data, rows_ * columns_ * 4);
+        } else {
+            for (int64_t r = 0; r < rows_; r++) std::memcpy(to + r * columns_, data + r * stride, columns_ * 4);
+        }
+    }
+
+   private:
+    float* at(int64_t slot) const { return pool_ + slot * slot_stride_ + offset_; }
+    float* pool_;
+    int64_t slot_stride_, offset_, rows_, columns_;
+    bool in_place_;
+
+   public:
+    int64_t stride;
+    float* data;
+};
+
+}  // namespace tandem

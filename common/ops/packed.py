@@ -1,0 +1,63 @@
+"""One step as 64-bit words in memory: what compiled kernels read, through one pointer.
+
+Made once per step from plain segments: a few C-level loops over segments and block ids, nothing per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class SegmentLike(Protocol):
+    """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def write_from(self) -> int: ...
+    @property
+    def src_slot(self) -> int: ...
+    @property
+    def dst_slot(self) -> int: ...
+    @property
+    def save_offsets(self) -> tuple[int, ...]: ...
+    @property
+    def save_slots(self) -> tuple[int, ...]: ...
+
+
+class PackedStep:
+    """``address`` points to the ``Step`` of ``cpp/step.h`` (same fields, same order) and is valid while this lives."""
+
+    __slots__ = ("_header", "_words", "address")
+
+    def __init__(self, segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int) -> None:
+        """``begins``: packed start row of each segment, then the number of rows."""
+        saves = [sorted(zip(s.save_offsets, s.save_slots, strict=True)) for s in segments]
+        flat = list(itertools.chain.from_iterable(saves))
+        # Ids beyond a segment's last position may be there; they are not read.
+        tables = [s.block_ids[: -(-(s.start + s.num_tokens) // block_size)] for s in segments]
+        parts: list[Sequence[int]] = [
+            begins,
+            [s.src_slot for s in segments],
+            [s.dst_slot for s in segments],
+            [s.start for s in segments],
+            [s.write_from for s in segments],
+            list(itertools.accumulate(map(len, saves), initial=0)),
+            [offset for offset, _ in flat],
+            [slot for _, slot in flat],
+            list(itertools.accumulate(map(len, tables), initial=0)),
+            list(itertools.chain.from_iterable(tables)),
+        ]
+        words = array("q", list(itertools.chain.from_iterable(parts)))
+        base, _ = words.buffer_info()
+        places = itertools.accumulate(map(len, parts[:-1]), initial=0)
+        header = array("q", [len(segments), block_size, *(base + words.itemsize * place for place in places)])
+        self._words, self._header = words, header
+        self.address: int = header.buffer_info()[0]

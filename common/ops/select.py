@@ -1,0 +1,46 @@
+"""Which backend runs the ops: what was asked for, or the fastest that works here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError
+from common.ops.cpp.backend import DTYPES, CppOps
+from common.ops.cpp.build import BuildError, load_library
+from common.ops.interface import Ops
+from common.ops.torch_backend import TorchOps
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "torch", "cpp")
+
+
+def create_ops(backend: str, *, dtype: torch.dtype, device: torch.device, cache_dir: Path) -> Ops:
+    """The ops for a model of ``dtype`` on ``device``.
+
+    ``auto`` is cpp where it can run and else torch: silently on another device or in float16, with one warning when it
+    cannot be compiled. ``cache_dir`` is where compiled libraries are kept.
+
+    Raises:
+        ConfigError: cpp was asked for and cannot run, with the reason.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"--ops-backend {backend} is not one of {', '.join(BACKENDS)}", param="--ops-backend")
+    if backend == "torch":
+        return TorchOps()
+    if device.type != "cpu" or dtype not in DTYPES:
+        if backend == "cpp":
+            known = " and ".join(str(each).removeprefix("torch.") for each in DTYPES)
+            what = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+            raise ConfigError(f"--ops-backend cpp runs {known} on cpu, not {what}", param="--ops-backend")
+        return TorchOps()
+    try:
+        return CppOps(load_library(cache_dir))
+    except BuildError as exc:
+        if backend == "cpp":
+            raise ConfigError(f"--ops-backend cpp cannot run here: {exc}", param="--ops-backend") from exc
+        logger.warning("the C++ ops are not available, torch runs instead (slower): %s", exc)
+        return TorchOps()

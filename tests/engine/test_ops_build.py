@@ -1,0 +1,175 @@
+"""Compiling the C++ ops: once, whoever comes; and what happens when it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.ops.cpp.build import BuildError, load_library
+from common.ops.select import create_ops
+from tests.support.models import checkpoint
+from tests.support.ops import make_ops
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A library of one function, to be compiled quickly."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('extern "C" int tandem_attention() { return 7; }\n')
+    return folder
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with one line for each compilation by the compiler that is found from now on."""
+    real = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if real is None:
+        pytest.skip("no C++ compiler")
+    log = tmp_path / "compilations"
+    log.touch()
+    wrapper = tmp_path / "counting-c++"
+    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo compiled >> "{log}"\nexec "{real}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return log
+
+
+def count(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+def test_load_library_when_called_again_then_does_not_compile_again(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    assert load_library(tmp_path / "cache", sources).tandem_attention() == 7
+    first = count(compilations)
+    assert first
+    assert load_library(tmp_path / "cache", sources).tandem_attention() == 7
+    assert count(compilations) == first
+
+
+def test_load_library_when_many_come_at_once_then_one_compiles(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(lambda _: load_library(tmp_path / "cache", sources), range(4)))
+    assert [library.tandem_attention() for library in libraries] == [7] * 4
+    assert count(compilations) == 1
+    assert len(list((tmp_path / "cache" / "ops").glob("*.so"))) == 1
+
+
+def test_load_library_when_a_source_changes_then_compiles_beside_the_old_one(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    load_library(tmp_path / "cache", sources)
+    (sources / "one.cpp").write_text('extern "C" int tandem_attention() { return 8; }\n')
+    assert load_library(tmp_path / "cache", sources).tandem_attention() == 8
+    assert len(list((tmp_path / "cache" / "ops").glob("*.so"))) == 2
+
+
+def test_load_library_when_the_cached_file_is_cut_short_then_compiles_again(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    folder = tmp_path / "cache" / "ops"
+    subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path\nfrom common.ops.cpp.build import load_library\n"
+         f"load_library(Path({str(tmp_path / 'cache')!r}), Path({str(sources)!r}))"],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    (cached,) = folder.glob("*.so")
+    cached.write_bytes(cached.read_bytes()[:100])
+    assert load_library(tmp_path / "cache", sources).tandem_attention() == 7
+    assert count(compilations) == 2
+
+
+def test_load_library_when_it_does_not_compile_then_gives_the_compilers_reason(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    (sources / "one.cpp").write_text("int f() { return undeclared_name; }\n")
+    with pytest.raises(BuildError, match="undeclared_name"):
+        load_library(tmp_path / "cache", sources)
+    assert list((tmp_path / "cache" / "ops").glob("*.so")) == []
+
+
+def test_load_library_when_the_cache_cannot_be_written_then_says_where(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(BuildError, match="cannot use the cache folder"):
+        load_library(tmp_path / "cache", sources)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_create_ops_when_there_is_no_compiler_then_warns_once_and_takes_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        ops = create_ops("auto", dtype=torch.float32, device=CPU, cache_dir=tmp_path)
+    assert ops.name == "torch"
+    assert len(caplog.records) == 1
+    assert "no C++ compiler in PATH" in caplog.text
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_create_ops_when_cpp_is_demanded_without_a_compiler_then_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ops-backend cpp cannot run here: no C\+\+ compiler"):
+        create_ops("cpp", dtype=torch.float32, device=CPU, cache_dir=tmp_path)
+
+
+def test_create_ops_when_the_dtype_is_float16_then_takes_torch_or_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert create_ops("auto", dtype=torch.float16, device=CPU, cache_dir=tmp_path).name == "torch"
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="float32 and bfloat16 on cpu, not float16 on cpu"):
+        create_ops("cpp", dtype=torch.float16, device=CPU, cache_dir=tmp_path)
+
+
+def test_create_ops_when_a_compiler_is_there_then_takes_cpp() -> None:
+    assert make_ops("cpp").name == "cpp"
+
+
+def test_process_when_path_has_no_compiler_then_runs_the_model_with_one_warning(tmp_path: Path) -> None:
+    script = (
+        "import logging\n"
+        "logging.basicConfig(level=logging.WARNING, format='%(levelname)s %(message)s')\n"
+        "from common.config import NodeConfig\n"
+        "from common.node.runtime import create_core, load_node_model\n"
+        "from common.request import Request, SamplingParams\n"
+        f"config = NodeConfig(model={str(checkpoint('granitemoehybrid'))!r}, device='cpu', kv_cache_memory=8 << 20,\n"
+        "                    max_model_len=256, max_num_seqs=2)\n"
+        "model = load_node_model(config)\n"
+        "core = create_core(config, model)\n"
+        "core.add_request(Request('r', list(range(10, 60)), SamplingParams(temperature=0.0, max_tokens=4)))\n"
+        "tokens = []\n"
+        "while core.has_work():\n"
+        "    tokens += [t for output in core.step() for t in output.token_ids]\n"
+        "print(model.loaded.ops.name, len(tokens))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
+    environment |= {"PATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch", "4"]
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING the C++ ops")]
+    assert len(warnings) == 1

@@ -1,0 +1,268 @@
+"""What the C++ ops promise beyond their numbers: the same bits however a prompt is cut, shapes checked before memory is
+touched, precision in bfloat16, and pools that the torch ops read and write as well."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.plan import Rows, Segment
+from common.ops.index import StepIndex
+from common.ops.interface import Ops, StepSize
+from tests.engine.harness import Harness, Work, random_tokens, stock_logits, stock_model, tolerance
+from tests.support.models import FAMILIES, checkpoint
+from tests.support.ops import make_ops
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 270
+BLOCK_SIZE = 8
+CUTS: dict[str, tuple[int, ...]] = {
+    "at_7": (7,),
+    "at_64": (64,),
+    "at_65": (65,),
+    "at_200": (200,),
+    "at_all_of_them": (7, 64, 65, 200),
+    "everywhere": tuple(range(1, NUM_TOKENS)),
+}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture
+def ops() -> Ops:
+    return make_ops("cpp")
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Scan:
+    """An op on the rows of one sequence: ``run`` takes the rows' slice, the index and the pool of one layer."""
+
+    pool_shape: tuple[int, ...]
+    pool_dtype: torch.dtype
+    run: Callable[[slice, StepIndex, Tensor], Tensor]
+
+    def cut(self, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Outputs, and the pool after the sequence went through in pieces: from the state in slot 1; the state after
+        130 tokens is in slot 3, the last one in slot 2."""
+        pool = rand(4, *self.pool_shape, seed=99).to(self.pool_dtype)
+        outputs = []
+        for begin, end in itertools.pairwise((0, *cuts, NUM_TOKENS)):
+            saves = {130 - begin: 3} if begin < 130 <= end else {}
+            source = 2 if begin else 1
+            segment = Segment("r", [0] * (end - begin), begin, [], 0, source, 2, tuple(saves), tuple(saves.values()))
+            index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU)
+            outputs.append(self.run(slice(begin, end), index, pool))
+        return torch.cat(outputs), pool
+
+
+def make_scan(name: str, ops: Ops, dtype: torch.dtype, *, odd: bool) -> Scan:
+    """``odd``: sizes that are no whole vectors."""
+    n = NUM_TOKENS
+    if name == "conv1d":
+        channels = 150 if odd else 192
+        x, w, b = (
+            rand(n, channels, seed=1).to(dtype),
+            rand(channels, 4, seed=2).to(dtype),
+            rand(channels, seed=3).to(dtype),
+        )
+        return Scan((channels, 3), dtype, lambda s, i, p: ops.conv1d(x[s], w, b, i, p, silu=True))
+    if name == "mamba2":
+        dim, size = (13, 21) if odd else (32, 64)
+        x, dt = rand(n, 4, dim, seed=1).to(dtype), rand(n, 4, seed=2).to(dtype)
+        a, b, c = -rand(4, seed=3).exp(), rand(n, 2, size, seed=4).to(dtype), rand(n, 2, size, seed=5).to(dtype)
+        steps = StepSize(rand(4, seed=6), True, 0.0, float("inf"))
+        return Scan(
+            (4, dim, size),
+            torch.float32,
+            lambda s, i, p: ops.mamba2(x[s], dt[s], a, b[s], c[s], a, i, p, step_size=steps),
+        )
+    if name == "gated_delta":
+        key_dim, dim = (13, 21) if odd else (32, 64)
+        q, k = rand(n, 2, key_dim, seed=1).to(dtype), rand(n, 2, key_dim, seed=2).to(dtype)
+        v, beta = rand(n, 4, dim, seed=3).to(dtype), rand(n, 4, seed=4).sigmoid()
+        decay = -rand(n, 4, seed=5).exp() * 0.1
+        return Scan(
+            (4, key_dim, dim),
+            torch.float32,
+            lambda s, i, p: ops.gated_delta(q[s], k[s], v[s], decay[s], beta[s], i, p),
+        )
+    channels, size = (37, 5) if odd else (64, 16)
+    x, dt = rand(n, channels, seed=1).to(dtype), rand(n, channels, seed=2).to(dtype)
+    a, b, c = -rand(channels, size, seed=3).exp(), rand(n, size, seed=4).to(dtype), rand(n, size, seed=5).to(dtype)
+    steps = StepSize(rand(channels, seed=6), True)
+    return Scan(
+        (channels, size),
+        torch.float32,
+        lambda s, i, p: ops.mamba1(x[s], dt[s], a, b[s], c[s], a[:, 0], i, p, step_size=steps),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+def test_scan_when_the_prompt_is_cut_then_outputs_and_states_keep_every_bit(
+    ops: Ops, name: str, odd: bool, cuts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    scan = make_scan(name, ops, dtype, odd=odd)
+    expected, pool = scan.cut(())
+    found, found_pool = scan.cut(cuts)
+    assert expected.isfinite().all()
+    assert not torch.equal(pool[2], pool[3])
+    assert torch.equal(found, expected)
+    assert torch.equal(found_pool, pool)
+
+
+@DTYPES
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(6, 2, 16), (4, 4, 20), (5, 1, 64)])
+def test_attention_when_the_prompt_is_cut_then_outputs_keep_every_bit(
+    ops: Ops, num_heads: int, num_kv_heads: int, size: int, cuts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    q = rand(NUM_TOKENS, num_heads, size, seed=1).to(dtype)
+    k, v = (rand(NUM_TOKENS, num_kv_heads, size, seed=s).to(dtype) for s in (2, 3))
+    table = (torch.randperm(40, generator=torch.Generator().manual_seed(4)) + 1).tolist()
+
+    def attend(cuts: Sequence[int]) -> Tensor:
+        pools = torch.full((2, 41, BLOCK_SIZE, num_kv_heads, size), float("nan"), dtype=dtype)
+        outputs = []
+        for begin, end in itertools.pairwise((0, *cuts, NUM_TOKENS)):
+            segment = Segment("r", [0] * (end - begin), begin, table, 0, 0, 0)
+            index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU)
+            ops.write_kv(k[begin:end], v[begin:end], *pools, index)
+            outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], *pools, index, 0.2))
+        return torch.cat(outputs)
+
+    expected = attend(())
+    assert expected.isfinite().all()
+    assert torch.equal(attend(cuts), expected)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+def test_scan_when_two_threads_share_the_work_then_nothing_changes(ops: Ops, name: str, odd: bool) -> None:
+    scan = make_scan(name, ops, torch.float32, odd=odd)
+    expected, pool = scan.cut(())
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found, found_pool = scan.cut(())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, expected)
+    assert torch.equal(found_pool, pool)
+
+
+@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+def test_scan_when_in_bfloat16_then_is_no_further_from_the_truth_than_torch(name: str) -> None:
+    truth, _ = make_scan(name, make_ops("torch"), torch.float32, odd=False).cut(())
+    errors = {}
+    for backend in ("torch", "cpp"):
+        rows, _ = make_scan(name, make_ops(backend), torch.bfloat16, odd=False).cut(())
+        errors[backend] = float((rows.float() - truth).abs().mean())
+    assert 0 < errors["cpp"] <= 1.1 * errors["torch"]
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-8, 1e-8, -20.0, 19.9, 20.1, -87.0, -200.0, 88.0, 1e6])
+def test_step_size_when_extreme_then_equals_softplus(ops: Ops, value: float) -> None:
+    """A state of one channel that begins at 0 becomes step size * x * b."""
+    pool = torch.zeros(2, 1, 1)
+    index = StepIndex.build([Segment("r", [0], 0, [], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    one = torch.ones(1, 1)
+    ops.mamba1(one, torch.tensor([[value]]), -one, one, one, None, index, pool, step_size=StepSize(None, True))
+    expected = torch.nn.functional.softplus(torch.tensor(value, dtype=torch.float64))
+    assert float(pool[1, 0, 0]) == pytest.approx(float(expected), rel=1e-6, abs=1e-37)
+
+
+def test_decay_when_of_any_size_then_equals_the_exponential(ops: Ops) -> None:
+    """With beta 0 nothing is written: the state is what it was, times e to the decay."""
+    decays = torch.cat([-torch.logspace(-9, 2, 500), torch.tensor([0.0, -1000.0, float("-inf")])])
+    pool = torch.ones(2, len(decays), 1, 1)
+    index = StepIndex.build([Segment("r", [0], 0, [], 0, 1, 1)], block_size=BLOCK_SIZE, device=CPU)
+    key = torch.ones(1, len(decays), 1)
+    ops.gated_delta(key, key, key, decays[None], torch.zeros(1, len(decays)), index, pool)
+    assert torch.allclose(pool[1, :, 0, 0].double(), decays.double().exp(), rtol=3e-7, atol=2e-38)
+
+
+def _bad_calls(ops: Ops) -> dict[str, Callable[[StepIndex], object]]:
+    x = torch.zeros(3, 4, 8)
+    flat = torch.zeros(3, 4)
+    kv = torch.zeros(5, BLOCK_SIZE, 4, 8)
+    return {
+        "conv1d pool": lambda i: ops.conv1d(flat, torch.zeros(4, 4), None, i, torch.zeros(5, 4, 2)),
+        "conv1d weight": lambda i: ops.conv1d(flat, torch.zeros(5, 4), None, i, torch.zeros(5, 4, 3)),
+        "mamba2 pool": lambda i: ops.mamba2(x, flat, flat[0], x[:, :1], x[:, :1], None, i, torch.zeros(5, 4, 8, 9)),
+        "mamba2 half": lambda i: ops.mamba2(
+            x, flat, flat[0], x[:, :1], x[:, :1], None, i, torch.zeros(5, 4, 8, 8).half()
+        ),
+        "mamba2 skip": lambda i: ops.mamba2(x, flat, flat[0], x[:, :1], x[:, :1], x[0], i, torch.zeros(5, 4, 8, 8)),
+        "delta beta": lambda i: ops.gated_delta(x, x, x, flat, flat[:, :2], i, torch.zeros(5, 4, 8, 8)),
+        "delta pool": lambda i: ops.gated_delta(x, x, x, flat, flat, i, torch.zeros(5, 4, 8, 7)),
+        "mamba1 pool": lambda i: ops.mamba1(flat, flat, flat[:1].T, flat, flat, None, i, torch.zeros(5, 4, 3)),
+        "write pool": lambda i: ops.write_kv(x, x, kv[..., :7], kv, i),
+        "attention rows": lambda i: ops.attention(x[:2], x, x, kv, kv, i, 1.0),
+        "attention heads": lambda i: ops.attention(x[:, :3], x, x, kv, kv, i, 1.0),
+    }
+
+
+@pytest.mark.parametrize("name", _bad_calls(None))  # type: ignore[arg-type]
+def test_op_when_shapes_do_not_fit_then_raises_before_touching_memory(ops: Ops, name: str) -> None:
+    index = StepIndex.build([Segment("r", [0] * 3, 0, [1], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    with pytest.raises(RuntimeError, match=r"fit|needed"):
+        _bad_calls(ops)[name](index)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("order", [("torch", "cpp"), ("cpp", "torch")], ids=["torch_to_cpp", "cpp_to_torch"])
+def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes(
+    family: str, order: tuple[str, str]
+) -> None:
+    """As between two nodes: the second one has a copy of the first one's blocks and slot, nothing else."""
+    prompt, tail = random_tokens(150, 1), random_tokens(30, 2)
+    first, second = Harness(family, order[0]), Harness(family, order[1])
+    for harness in (first, second):
+        harness.add("A", 1, 200)
+    first.hidden(Work("A", prompt[:93], rows=Rows.NONE))
+    first.hidden(Work("A", prompt[93:], rows=Rows.NONE))
+    second.storage.block_arena.copy_(first.storage.block_arena)
+    second.storage.slot_arena.copy_(first.storage.slot_arena)
+    second.sequences["A"].num_computed = len(prompt)
+    second.sequences["A"].src_slot = second.sequences["A"].slot
+    rows = [second.logits(Work("A", tail[:20]))[0]]
+    rows += [second.logits(Work("A", [token]))[0] for token in tail[20:]]
+    expected = stock_logits(family, prompt + tail)[len(prompt) :]
+    assert float((torch.cat(rows) - expected).abs().max()) < tolerance(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_when_the_prompt_is_cut_then_are_equal_within_float32_rounding(family: str) -> None:
+    prompt = random_tokens(NUM_TOKENS, 3)
+    found = []
+    for cuts in ((), (7, 64, 65, 200)):
+        harness = Harness(family, "cpp")
+        harness.add("A", 1, 300)
+        pieces = itertools.pairwise((0, *cuts, NUM_TOKENS))
+        found.append(torch.cat([harness.logits(Work("A", prompt[a:b]))[0] for a, b in pieces]))
+    assert float((found[0] - found[1]).abs().max()) < tolerance(family) / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_when_run_then_is_no_further_from_float32_than_stock_bfloat16(family: str) -> None:
+    prompt = random_tokens(300, 4)
+    truth = stock_logits(family, prompt)
+    harness = Harness(family, "cpp", dtype="bfloat16")
+    harness.add("A", 1, 320)
+    pieces = itertools.pairwise((0, 100, 101, 228, 300))
+    ours = torch.cat([harness.logits(Work("A", prompt[a:b]))[0] for a, b in pieces])
+    with torch.inference_mode():
+        stock = stock_model(family, "bfloat16")(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
+    error, stock_error = (float((rows - truth).abs().mean()) for rows in (ours, stock))
+    assert 0 < error <= 1.1 * stock_error, f"{error:.4f} against {stock_error:.4f} of {checkpoint(family).name}"
