@@ -111,14 +111,15 @@ class EngineCore:
             self._emit_error(sequence, InvalidRequestError(message, param=param))
 
     def abort(self, request_id: str) -> None:
-        """The caller left: frees everything the request holds; unknown or finished ids are ignored."""
+        """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
+        stays cached: who stops an answer often goes on from there."""
         for sequence in list(self._by_request.get(request_id, ())):
             if sequence.status is SequenceStatus.TRANSFERRING:
                 sequence.aborted = True  # its memory is a destination until the read is terminal: finish_pull frees it
                 assert self.source is not None
                 self.source.cancel(sequence.seq_id)
             else:
-                self._end(sequence, donate=False)
+                self._end(sequence, donate=True)
         logger.info("aborted request_id=%s", request_id)
 
     def finish(self, request_id: str, index: int) -> None:
