@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import FAMILY, TIGHT_FLAGS
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, info, metric, together, wait_settled
 from tests.support.hangup import OpenRequest, stopped, wait_until
+from tests.support.models import checkpoint
 from tests.support.reference import Greedy, Reference, random_tokens
 from tests.support.service import Node, Service
 
@@ -34,7 +36,12 @@ SHORT_TIER_SHAPES = {
 
 @pytest.fixture(autouse=True)
 def same_before_and_after(tight_service: Service, reference: Reference) -> Iterator[None]:
-    """All is given back after each test, and a prompt that may be cached is still answered as transformers does."""
+    """All is given back after each test, and a prompt that may be cached is still answered as transformers does.
+
+    Asked before too: the nodes have shaken hands then, and no test stops a holder in the middle of that.
+    """
+    check_right(complete(tight_service.url, CHECK_PROMPT, 12), reference.greedy(CHECK_PROMPT, 12), reference)
+    wait_settled(*tight_service.prefill, *tight_service.decode)
     yield
     wait_settled(*tight_service.prefill, *tight_service.decode)
     check_right(complete(tight_service.url, CHECK_PROMPT, 12), reference.greedy(CHECK_PROMPT, 12), reference)
@@ -96,17 +103,18 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
             assert not request.has_answer
     elif phase == "transferring":
         body = body_of(shape, 300, 400, seed=380)
-        params = foreign.prefill(prefill.url, body)
+        prompts = body["prompt"] if shape == "list" else [body["prompt"]]
+        params = [foreign.prefill(prefill.url, {**body, "prompt": prompt}) for prompt in prompts]
         aborted = num_aborted(decode)
         held = decode.check_cache()
         with stopped(prefill):
             with OpenRequest(decode.url, ROUTE, {**body, "kv_transfer_params": params}) as request:
-                wait_until(lambda: is_running(decode), "the pull to start")
+                wait_until(lambda: is_running(decode, len(prompts)), "the pulls to start")
                 assert not request.has_answer
             wait_until(lambda: num_aborted(decode) == aborted + 1, "the decode node to see it")
             state: Any = decode.check_cache()
             assert held["sequences"] == 0
-            assert (state["sequences"], state["blocks"]["held"]) == (1, 19)  # still being written: not free yet
+            assert (state["sequences"], state["blocks"]["held"]) == (len(prompts), 19 * len(prompts))  # not free yet
         return
     elif phase == "queued for decode":
         with OpenRequest(url, ROUTE, body_of("n", 20, 1500, seed=391) | {"n": 6}) as other:
@@ -223,3 +231,23 @@ def test_long_churn_of_aborts_in_small_pools_when_other_requests_run_then_all_th
 ) -> None:
     num_good, num_bad = churn(tight_service, reference, num_requests=150, seed=seed)
     assert num_good + num_bad == 150
+
+
+@pytest.mark.full
+def test_churn_of_aborts_without_prefix_caching_then_every_block_and_slot_is_free_again(reference: Reference) -> None:
+    flags = (
+        *TIGHT_FLAGS,
+        "--no-enable-prefix-caching",
+        "--max-num-batched-tokens",
+        "64",
+        "--kv-cache-memory",
+        "1400KiB",
+    )
+    with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags) as service:
+        nodes = (*service.prefill, *service.decode)
+        before = [node.check_cache() for node in nodes]
+        num_good, num_bad = churn(service, reference, num_requests=80, seed=7)
+        assert min(num_good, num_bad) >= 15
+        wait_settled(*nodes)
+        assert [node.check_cache() for node in nodes] == before
+        assert all(state["blocks"]["cached"] == 0 for state in before)  # type: ignore[index]

@@ -3,8 +3,10 @@ ever comes from what is in it then."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,17 +22,24 @@ from tests.support.service import Node, Service, start_node, wait_ready
 POLICIES = ("recompute", "fail")
 
 
-@pytest.fixture(scope="module")
-def strict_decode(tight_service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A second decode node, which fails a request whose prefix could not be pulled."""
-    flags = (*TIGHT_FLAGS, "--kv-cache-memory", "1400KiB", "--kv-load-failure-policy", "fail")
-    folder = tmp_path_factory.mktemp("strict")
-    node = start_node("decode", tight_service.model, folder, *flags, UCX_TLS="tcp,self")
+@contextlib.contextmanager
+def decode_node(service: Service, folder: Path, *flags: str) -> Iterator[Node]:
+    """One more decode node for the models of ``service``."""
+    flags = (*TIGHT_FLAGS, "--kv-cache-memory", "1400KiB", *flags)
+    node = start_node("decode", service.model, folder, *flags, UCX_TLS="tcp,self")
     try:
         wait_ready(node)
         yield node
     finally:
         node.process.stop()
+
+
+@pytest.fixture(scope="module")
+def strict_decode(tight_service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A second decode node, which fails a request whose prefix could not be pulled, and soon."""
+    flags = ("--kv-load-failure-policy", "fail", "--kv-transfer-timeout-seconds", "1")
+    with decode_node(tight_service, tmp_path_factory.mktemp("strict"), *flags) as node:
+        yield node
 
 
 @pytest.fixture(params=POLICIES)
@@ -189,29 +198,41 @@ def test_lease_when_released_or_renewed_by_an_unknown_id_then_the_id_is_named(ti
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lease_ids")
 
 
-def test_holder_when_it_stands_still_then_prompt_is_recomputed_and_memory_of_the_read_kept_until_it_is_over(
-    tight_service: Service, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+def pull_from_a_holder_that_stands_still(prefill: Node, decode: Node, body: dict[str, Any]) -> httpx.Response:
+    """The decode leg's answer while no thread of the holder runs; memory of the read is set aside, then free again."""
+    warm = completion_body(random_tokens(20, seed=500), 2)
+    assert foreign.decode(decode.url, warm, foreign.prefill(prefill.url, warm)).status_code == 200
+    params = foreign.prefill(prefill.url, body)
+    failures = metric(decode, "transfer_failures_total", reason="timed_out")
+    with stopped(prefill):
+        response = foreign.decode(decode.url, body, params)
+        state: Any = decode.check_cache()
+        assert state["ok"], state
+        assert (state["blocks"]["quarantined"], state["slots"]["quarantined"]) == (13, 1)
+    assert metric(decode, "transfer_failures_total", reason="timed_out") == failures + 1
+    wait_settled(decode)
+    return response
+
+
+def test_holder_when_it_stands_still_then_request_fails_and_memory_of_the_read_is_kept_until_it_is_over(
+    tight_service: Service, strict_decode: Node, reference: Reference
 ) -> None:
     prefill = tight_service.prefill[0]
-    flags = (*TIGHT_FLAGS, "--kv-cache-memory", "1400KiB", "--kv-transfer-timeout-seconds", "0.5")
-    node = start_node("decode", tight_service.model, tmp_path_factory.mktemp("late"), *flags, UCX_TLS="tcp,self")
-    try:
-        wait_ready(node)
-        warm = completion_body(random_tokens(20, seed=500), 2)
-        assert foreign.decode(node.url, warm, foreign.prefill(prefill.url, warm)).status_code == 200
-        prompt = random_tokens(200, seed=501)
+    prompt = random_tokens(200, seed=501)
+    body = completion_body(prompt, 12)
+    response = pull_from_a_holder_that_stands_still(prefill, strict_decode, body)
+    check_answer_or_typed_error(response, strict_decode, strict_decode, prompt, reference)
+    again = Answer(foreign.decode(strict_decode.url, body, foreign.prefill(prefill.url, body)).json())
+    mismatch = reference.greedy(prompt, 12).mismatch(again.token_ids(), again.logprobs(), reference.tolerance)
+    assert mismatch is None, mismatch
+
+
+@pytest.mark.full
+def test_holder_when_it_stands_still_then_prompt_is_recomputed(
+    tight_service: Service, strict_decode: Node, reference: Reference, tmp_path: Path
+) -> None:
+    prompt = random_tokens(200, seed=502)
+    with decode_node(tight_service, tmp_path, "--kv-transfer-timeout-seconds", "1") as node:
         body = completion_body(prompt, 12)
-        params = foreign.prefill(prefill.url, body)
-        with stopped(prefill):
-            answer = Answer(foreign.decode(node.url, body, params).json())
-            state: Any = node.check_cache()
-            assert state["ok"], state
-            assert (state["blocks"]["quarantined"], state["slots"]["quarantined"]) == (13, 1)
-        mismatch = reference.greedy(prompt, 12).mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance)
-        assert mismatch is None, mismatch
-        assert metric(node, "transfer_failures_total", reason="timed_out") == 1
-        wait_settled(node)
-        again = Answer(foreign.decode(node.url, body, foreign.prefill(prefill.url, body)).json())
-        assert again.token_ids() == answer.token_ids()
-    finally:
-        node.process.stop()
+        response = pull_from_a_holder_that_stands_still(tight_service.prefill[0], node, body)
+        check_answer_or_typed_error(response, node, strict_decode, prompt, reference)

@@ -56,44 +56,22 @@ def check_right(answer: Answer, prompt: list[int], reference: Reference) -> None
     assert mismatch is None, mismatch
 
 
-def test_prefill_node_when_killed_then_decode_node_computes_until_it_is_back(
+def check_recomputed(decode: Node, body: dict[str, Any], params: dict[str, Any], reference: Reference) -> None:
+    """A decode leg whose holder is gone: right, and nothing was moved."""
+    response = foreign.decode(decode.url, body, params)
+    assert response.status_code == 200, response.text
+    answer = Answer(response.json())
+    check_right(answer, list(body["prompt"]), reference)
+    assert answer.trace["transferred_bytes"] == 0
+
+
+def test_prefill_node_when_killed_while_it_computes_then_decode_node_computes_until_it_is_back(
     own_service: Service, reference: Reference
 ) -> None:
     prefill, decode = own_service.prefill[0], own_service.decode[0]
-    prompt = random_tokens(120, seed=511)
-    first = complete(own_service.url, prompt, 12)
-    assert first.trace["placement"] == "remote"
-    late = completion_body(random_tokens(75, seed=512), 12)
-    params = foreign.prefill(prefill.url, late)
-    kill(prefill)
-
-    other = random_tokens(130, seed=513)
-    local = complete(own_service.url, other, 12)
-    check_right(local, other, reference)
-    assert (local.trace["placement"], local.trace["prefill_node"]) == ("local", None)
-    assert local.trace["transferred_bytes"] == 0
-    ready = httpx.get(own_service.url + "/ready")
-    assert ready.status_code == 503
-    assert "no prefill node is ready" in ready.text
-    orphan = foreign.decode(decode.url, late, params)
-    check_right(Answer(orphan.json()), list(late["prompt"]), reference)
-
-    restart(own_service, prefill)
-    assert httpx.get(own_service.url + "/ready").status_code == 200
-    back = complete(own_service.url, random_tokens(140, seed=514), 12)
-    assert back.trace["placement"] == "remote"
-    assert back.trace["transferred_states"] == 1
-    # What the first life promised is not looked for in the second one's memory.
-    stale = {**late, "cache_salt": None}
-    again = Answer(foreign.decode(decode.url, stale, params).json())
-    check_right(again, list(late["prompt"]), reference)
-    assert again.trace["transferred_bytes"] == 0
-
-
-def test_prefill_node_when_killed_while_it_computes_then_request_is_answered_all_the_same(
-    own_service: Service, reference: Reference
-) -> None:
-    prefill = own_service.prefill[0]
+    assert complete(own_service.url, random_tokens(120, seed=511), 4).trace["placement"] == "remote"
+    orphans = [completion_body(random_tokens(75, seed=seed), 12) for seed in (512, 516)]
+    params = [foreign.prefill(prefill.url, orphan) for orphan in orphans]
     prompt = random_tokens(3500, seed=515)
     answers: list[Answer] = []
     waiting = threading.Thread(target=lambda: answers.append(complete(own_service.url, prompt, 8)))
@@ -104,14 +82,35 @@ def test_prefill_node_when_killed_while_it_computes_then_request_is_answered_all
     [answer] = answers
     check_right(answer, prompt, reference)
     assert answer.trace["placement"] == "local"
+
+    other = random_tokens(130, seed=513)
+    local = complete(own_service.url, other, 12)
+    check_right(local, other, reference)
+    assert (local.trace["placement"], local.trace["prefill_node"]) == ("local", None)
+    assert local.trace["transferred_bytes"] == 0
+    ready = httpx.get(own_service.url + "/ready")
+    assert ready.status_code == 503
+    assert "no prefill node is ready" in ready.text
+    check_recomputed(decode, orphans[0], params[0], reference)
+
     restart(own_service, prefill)
+    assert httpx.get(own_service.url + "/ready").status_code == 200
+    back = complete(own_service.url, random_tokens(140, seed=514), 12)
+    assert back.trace["placement"] == "remote"
+    assert back.trace["transferred_states"] == 1
+    # The new life has other prompts in the blocks that the old one's manifest names, in the same generations.
+    others = [foreign.prefill(prefill.url, completion_body(random_tokens(75, seed=520 + i), 1)) for i in range(3)]
+    assert any(set(params[1]["remote_block_ids"][0]) & set(other["remote_block_ids"][0]) for other in others)
+    check_recomputed(decode, orphans[1], params[1], reference)
+    for other in others:
+        foreign.release(prefill.url, other)
 
 
 def test_decode_node_when_killed_then_requests_get_503_until_it_is_back(
     own_service: Service, reference: Reference
 ) -> None:
     decode = own_service.decode[0]
-    prompt = random_tokens(80, seed=516)
+    prompt = random_tokens(80, seed=517)
     complete(own_service.url, prompt, 4)
     with OpenRequest(own_service.url, ROUTE, completion_body(prompt, 3000, stream=True)) as stream:
         stream.read_events(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,12 +25,24 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+PORTS = (10_240, 32_000)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_port(*offsets: int) -> int:
+    """A port that is free now, and so are those ``offsets`` above it.
+
+    Drawn below the range from which the system takes ports for outgoing connections: a process that is seconds away
+    from listening must not lose its port to one.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with contextlib.ExitStack() as stack:
+            try:
+                for each in (port, *(port + offset for offset in offsets)):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
+            except OSError:
+                continue
+            return port
 
 
 def child_environment(**extra: str) -> dict[str, str]:
