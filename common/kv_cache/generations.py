@@ -1,12 +1,14 @@
 """Per-unit counters which tell a remote reader that memory was reused under it.
 
 One u64 per block and per slot in host memory, registered with the transfer backend; entry 0 (the null entry) holds the
-node's random epoch. A counter is bumped when its unit is allocated for writing, before anything is written.
+node's random epoch. A counter is bumped when its unit is allocated for writing, before anything is written. Counters
+start at random values, so that no two units agree by chance: a manifest that names the wrong unit is caught as well.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import secrets
 from typing import Literal
 
@@ -19,10 +21,8 @@ class GenerationTables:
 
     def __init__(self, num_blocks: int, num_slots: int, epoch: int | None = None) -> None:
         self.epoch = secrets.randbits(63) | 1 if epoch is None else epoch
-        self.blocks: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * num_blocks)()
-        self.slots: ctypes.Array[ctypes.c_uint64] = (ctypes.c_uint64 * num_slots)()
-        self.blocks[0] = ctypes.c_uint64(self.epoch)
-        self.slots[0] = ctypes.c_uint64(self.epoch)
+        self.blocks = _random_table(num_blocks, self.epoch)
+        self.slots = _random_table(num_slots, self.epoch)
 
     def table(self, pool: PoolName) -> ctypes.Array[ctypes.c_uint64]:
         return self.blocks if pool == "blocks" else self.slots
@@ -41,3 +41,9 @@ class GenerationTables:
 
     def num_bytes(self, pool: PoolName) -> int:
         return len(self.table(pool)) * ENTRY_BYTES
+
+
+def _random_table(num_units: int, epoch: int) -> ctypes.Array[ctypes.c_uint64]:
+    table = (ctypes.c_uint64 * num_units).from_buffer_copy(os.urandom(num_units * ENTRY_BYTES))
+    table[0] = ctypes.c_uint64(epoch)
+    return table

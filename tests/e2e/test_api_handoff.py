@@ -256,6 +256,7 @@ def test_manifest_when_sent_with_another_cache_salt_then_is_400(service: Service
     [
         ("remote_block_ids", lambda p: p["remote_block_ids"][0].__setitem__(1, 2**30)),
         ("remote_block_ids", lambda p: p["remote_block_ids"][0].__setitem__(1, 0)),
+        ("remote_block_ids", lambda p: p["remote_block_ids"][0].reverse()),
         ("tandem_slot_id", replace("tandem_slot_id", 2**30)),
         ("tandem_epoch", replace("tandem_epoch", "7")),
         ("tandem_slot_generation", replace("tandem_slot_generation", "12345678901")),

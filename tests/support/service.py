@@ -7,6 +7,7 @@ at start raises with the end of its log.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -25,6 +26,8 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 PORTS = (10_240, 32_000)
 
 
@@ -52,6 +55,11 @@ def child_environment(**extra: str) -> dict[str, str]:
     return environment | extra
 
 
+def _die_with_parent() -> None:
+    """A test run that is killed must not leave nodes behind: each has a session of its own."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Process:
     """One child process in a process group of its own, its output in a file."""
 
@@ -65,6 +73,7 @@ class Process:
             stderr=subprocess.STDOUT,
             env=child_environment(**environment),
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
 
     @property
