@@ -79,11 +79,14 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._outputs: list[RequestOutput] = []
+        self._is_stalled = False
 
     # --- called between steps
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or bool(self._outputs)
+        """Whether a step would do something now. A queue whose head waits for memory that others hold is no work: the
+        command or the deadline that frees memory comes first."""
+        return bool(self._outputs) or (self._scheduler.has_work() and not self._is_stalled)
 
     @property
     def num_running(self) -> int:
@@ -183,6 +186,7 @@ class EngineCore:
         """Runs one step; returns what it produced. A step without work only expires leases."""
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
+        self._is_stalled = schedule.is_empty
         for sequence, plan in schedule.pulls:
             assert self.source is not None
             self.source.start(sequence.seq_id, sequence.remote, plan)

@@ -139,7 +139,11 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
-        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves."""
+        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves.
+
+        A sequence gets the blocks of all its tokens at once: one that started with part of them could take itself back
+        and start again for as long as somebody's lease holds the rest.
+        """
         while self.waiting and self.has_room():
             sequence = self.waiting[0]
             if sequence.remote is not None:
@@ -157,7 +161,7 @@ class Scheduler:
                 sequence.seq_id,
                 sequence.keys,
                 hit,
-                num_computed + num_tokens,
+                sequence.num_tokens,
                 num_prompt_tokens=sequence.num_prompt_tokens,
             ):
                 return
