@@ -77,6 +77,17 @@ def format_seconds(seconds: float) -> str:
     return repr(float(seconds)).removesuffix(".0")
 
 
+def parse_share(text: str) -> float:
+    """A number such as ``0.25``. Raises ValueError."""
+    try:
+        value = float(text.strip())
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("not a number")
+    return value
+
+
 def parse_url(text: str) -> str:
     """An ``http(s)://host[:port]`` base URL without its trailing slash. Raises ValueError."""
     url = text.strip().rstrip("/")
@@ -93,7 +104,7 @@ class Flag:
     """How one configuration field is written, read and bounded.
 
     ``name`` is filled in from the field. ``many`` flags hold a tuple of parsed words. ``minimum`` and ``maximum`` are
-    inclusive. ``available`` lists the choices that this version can run when that is less than ``choices``.
+    inclusive.
     """
 
     help: str
@@ -103,7 +114,6 @@ class Flag:
     format: Callable[[Any], str] = str
     metavar: str = "NAME"
     choices: tuple[str, ...] = ()
-    available: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     many: bool = False
@@ -143,9 +153,6 @@ class Flag:
                 continue
             if self.choices and item not in self.choices:
                 raise ConfigError(f"{source} {item} is not one of {', '.join(self.choices)}", param=self.option)
-            if self.available and item not in self.available:
-                usable = " or ".join(self.available)
-                raise ConfigError(f"{source} {item} is not built in this version; use {usable}", param=self.option)
             if self.minimum is not None and item < self.minimum:
                 bound = self.format(self.minimum)
                 raise ConfigError(f"{source} {self.format(item)} is below its minimum of {bound}", param=self.option)
@@ -183,12 +190,16 @@ def seconds_flag(default: float, help: str, minimum: float, maximum: float = 86_
     )
 
 
+def share_flag(help: str, minimum: float, maximum: float) -> Any:
+    return flag(None, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+
+
 def bool_flag(default: bool, help: str) -> Any:
     return flag(default, help, parse=parse_bool)
 
 
-def choice_flag(default: str | None, help: str, *choices: str, available: tuple[str, ...] = ()) -> Any:
-    return flag(default, help, choices=choices, available=available, metavar="|".join(choices))
+def choice_flag(default: str | None, help: str, *choices: str) -> Any:
+    return flag(default, help, choices=choices, metavar="|".join(choices))
 
 
 def urls_flag(help: str) -> Any:
@@ -230,11 +241,22 @@ class NodeConfig:
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
     kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
-    mamba_cache_mode: str = choice_flag(
-        "auto", "where recurrent states are kept", "auto", "align", "all", "none", available=("auto", "none")
+    state_memory_share: float | None = share_flag(
+        "part of --kv-cache-memory for recurrent states (default: the planner's)", 0.01, 0.99
     )
-    prefix_cache_retention_interval: int | None = int_flag(None, "keep one state every N tokens besides", 1)
-    eviction_policy: str = choice_flag("lru", "what is evicted first", "value", "lru", available=("lru",))
+    mamba_cache_mode: str = choice_flag("auto", "where recurrent states are kept", "auto", "align", "all", "none")
+    prefix_cache_retention_interval: int | None = int_flag(
+        None,
+        "all, align and windows: keep the states of every N-th token only (and the last); auto: keep them besides; "
+        "a multiple of --block-size",
+        1,
+    )
+    eviction_policy: str = choice_flag(
+        "value",
+        "what is evicted first: what saves least computing per byte, or what was not used for longest",
+        "value",
+        "lru",
+    )
     kv_load_failure_policy: str = choice_flag(
         "recompute", "when a prefix could not be pulled: compute it here, or fail the request", "recompute", "fail"
     )
@@ -251,10 +273,10 @@ class NodeConfig:
         check_fields(self)
         if not self.model:
             raise ConfigError("--model is required: a model folder or a hub id", param="--model")
-        if self.prefix_cache_retention_interval is not None:
+        interval = self.prefix_cache_retention_interval
+        if interval is not None and interval % self.block_size:
             option = "--prefix-cache-retention-interval"
-            value = self.prefix_cache_retention_interval
-            raise ConfigError(f"{option} {value} is not built in this version", param=option)
+            raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,11 @@ class Request:
         sampling: None on a prefill-only request: the prompt is computed and handed out (leased), nothing is sampled.
         num_forks: how many continuations are sampled from the one prompt.
         remote: what a peer promised to hand over (opaque to the engine, given to the node's pull function); None:
-        local. skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every
-        row). arrival_s: monotonic seconds.
+            local.
+        skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every row).
+        arrival_s: monotonic seconds.
+        semantic_boundaries: positions inside the prompt at which later prompts are likely to part from it, the most
+            reusable first: a hint where to keep states.
     """
 
     request_id: str
@@ -112,6 +115,7 @@ class Request:
     cache_salt: str | None = None
     remote: Any = None
     arrival_s: float = 0.0
+    semantic_boundaries: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

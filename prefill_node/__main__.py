@@ -1,11 +1,20 @@
 """``python -m prefill_node`` = ``tandem prefill``."""
 
+from __future__ import annotations
+
 import sys
+from typing import Any
 
 from common.node.main import run_node
-from prefill_node.app import create_app
 
 DEFAULT_PORT = 8100
 
+
+def import_app() -> Any:
+    from prefill_node.app import create_app
+
+    return create_app
+
+
 if __name__ == "__main__":
-    sys.exit(run_node("prefill", DEFAULT_PORT, create_app))
+    sys.exit(run_node("prefill", DEFAULT_PORT, import_app))

@@ -14,6 +14,7 @@ import torch
 from common.api.handoff import Manifest, PrefillReport
 from common.kv_cache.manager import LeasedPrefix
 from common.node.node import Node
+from common.node.serving import EncodedPrompt
 from common.request import Request, RequestOutput
 
 
@@ -24,7 +25,7 @@ class PrefillLeg:
         self._node = node
 
     async def run(
-        self, request_id: str, prompt_token_ids: list[int], *, cache_salt: str | None, priority: int
+        self, request_id: str, prompt: EncodedPrompt, *, cache_salt: str | None, priority: int
     ) -> tuple[Manifest, RequestOutput]:
         """Computes the prompt and leases it out. Aborted like any request when the caller goes away before that.
 
@@ -32,11 +33,12 @@ class PrefillLeg:
         """
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=prompt.token_ids,
             sampling=None,
             cache_salt=cache_salt,
             priority=priority,
             arrival_s=time.monotonic(),
+            semantic_boundaries=prompt.semantic_boundaries,
         )
         result: RequestOutput | None = None
         try:

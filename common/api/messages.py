@@ -8,7 +8,8 @@ them (``name``, ``tool_call_id``, ``reasoning_content``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.api.fields import shown
@@ -16,7 +17,21 @@ from common.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+PART_SEPARATOR = "\n"
+CACHE_CONTROL = "cache_control"
+
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """``cache_control`` in a request: the prompt up to here will be used again.
+
+    The prefix ends after the message (``num_chars`` None) or after that many characters of its joined content.
+    """
+
+    message_index: int
+    num_chars: int | None = None
 
 
 def parse_messages(value: object) -> tuple[Message, ...]:
@@ -32,6 +47,24 @@ def parse_messages(value: object) -> tuple[Message, ...]:
     return tuple(_parse_message(f"messages[{index}]", item) for index, item in enumerate(value))
 
 
+def parse_cache_marks(value: Sequence[Mapping[str, Any]]) -> tuple[CacheMark, ...]:
+    """``cache_control`` objects of messages and content parts, in order, of checked messages."""
+    return tuple(mark for index, message in enumerate(value) for mark in _message_marks(index, message))
+
+
+def _message_marks(index: int, message: Mapping[str, Any]) -> Iterator[CacheMark]:
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    num_chars = 0
+    for number, part in enumerate(parts, start=1):
+        is_marked = isinstance(part, Mapping) and isinstance(part.get(CACHE_CONTROL), Mapping)
+        num_chars += len(part if isinstance(part, str) else part["text"]) + len(PART_SEPARATOR)
+        if is_marked:
+            yield CacheMark(index, num_chars if number < len(parts) else None)
+    if isinstance(message.get(CACHE_CONTROL), Mapping):
+        yield CacheMark(index)
+
+
 def _parse_message(where: str, value: object) -> Message:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{where} must be an object, got {shown(value)}", param=where)
@@ -40,7 +73,7 @@ def _parse_message(where: str, value: object) -> Message:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role"
         )
-    message: Message = {key: item for key, item in value.items() if item is not None}
+    message: Message = {key: item for key, item in value.items() if item is not None and key != CACHE_CONTROL}
     calls = message.get("tool_calls")
     if calls is not None:
         message["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", calls)
@@ -78,7 +111,7 @@ def _parse_content(where: str, value: object) -> str:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name}.text must be a string, got {shown(text)}", param=f"{name}.text")
         texts.append(text)
-    return "\n".join(texts)
+    return PART_SEPARATOR.join(texts)
 
 
 def _parse_tool_calls(where: str, value: object) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from common.api.fields import Fields, check_int_list, invalid, is_int, shown
 from common.api.handoff import TransferMode, read_transfer_params
-from common.api.messages import Message, parse_messages
+from common.api.messages import CACHE_CONTROL, CacheMark, Message, parse_cache_marks, parse_messages
 from common.api.sampling import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,
@@ -69,12 +69,14 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template."""
+    """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template; ``cache_marks`` were in
+    them."""
 
     model: str | None
     messages: tuple[Message, ...]
     sampling: SamplingFields
     output: OutputFields
+    cache_marks: tuple[CacheMark, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -150,6 +152,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         messages=messages,
         sampling=sampling,
         output=output,
+        cache_marks=parse_cache_marks(body["messages"]),
         tools=_tools(fields),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -299,7 +302,10 @@ def _tools(fields: Fields) -> tuple[dict[str, Any], ...] | None:
     for tool in tools:
         if not isinstance(tool, dict):
             invalid("tools", tool, "a list of objects")
-    return tuple(tools)  # type: ignore[arg-type]  # each was just checked
+    # Templates print tools whole: a mark in one must not change the prompt. Their end is a boundary anyway.
+    return tuple(
+        {key: item for key, item in tool.items() if key != CACHE_CONTROL} for tool in tools if isinstance(tool, dict)
+    )
 
 
 def _cache_salt(fields: Fields) -> str | None:

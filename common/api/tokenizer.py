@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.api.boundaries import Conversation, semantic_boundaries
 from common.api.detokenizer import REPLACEMENT, Decoder
 from common.api.fields import shown
 from common.api.protocol import ChatRequest, Prompt, check_token_ids
@@ -126,17 +127,13 @@ class TextCodec:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
-        messages: list[Mapping[str, Any]] = [dict(message) for message in request.messages]
-        tools = [dict(tool) for tool in request.tools] if request.tools else None
         try:
-            token_ids = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
+            token_ids = self.apply_template(
+                request,
+                request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 tokenize=True,
-                return_dict=False,
-                **request.chat_template_kwargs,
             )
         # A template is a program of the model's: it may raise anything, always because of these messages.
         except Exception as exc:
@@ -146,6 +143,27 @@ class TextCodec:
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
         return [int(token_id) for token_id in token_ids]
+
+    def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
+        """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in request.tools] if request.tools else None,
+            return_dict=False,
+            **options,
+            **request.chat_template_kwargs,
+        )
+
+    def chat_boundaries(self, request: ChatRequest, token_ids: list[int]) -> tuple[int, ...]:
+        """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; most reusable first."""
+        conversation = Conversation(
+            messages=request.messages,
+            marks=request.cache_marks,
+            has_tools=bool(request.tools),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        )
+        return semantic_boundaries(conversation, token_ids, _ChatRenderer(self, request))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; invalid bytes become replacement characters."""
@@ -185,3 +203,29 @@ class TextCodec:
         if all(char in self._byte_of for char in raw):
             return bytes(self._byte_of[char] for char in raw)
         return text.encode()
+
+
+class _ChatRenderer:
+    """``common.api.boundaries.ChatRenderer`` of one request."""
+
+    def __init__(self, codec: TextCodec, request: ChatRequest) -> None:
+        self._codec = codec
+        self._request = request
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> str | None:
+        try:
+            text = self._codec.apply_template(
+                self._request,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+            )
+        except Exception:  # noqa: BLE001  # a template may raise anything about a part of a conversation
+            return None
+        return text if isinstance(text, str) else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._codec.encode(text, add_special_tokens=False)

@@ -79,11 +79,14 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._outputs: list[RequestOutput] = []
+        self._is_stalled = False
 
     # --- called between steps
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or bool(self._outputs)
+        """Whether a step would do something now. A queue whose head waits for memory that others hold is no work: the
+        command or the deadline that frees memory comes first."""
+        return bool(self._outputs) or (self._scheduler.has_work() and not self._is_stalled)
 
     @property
     def num_running(self) -> int:
@@ -111,14 +114,15 @@ class EngineCore:
             self._emit_error(sequence, InvalidRequestError(message, param=param))
 
     def abort(self, request_id: str) -> None:
-        """The caller left: frees everything the request holds; unknown or finished ids are ignored."""
+        """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
+        stays cached: who stops an answer often goes on from there."""
         for sequence in list(self._by_request.get(request_id, ())):
             if sequence.status is SequenceStatus.TRANSFERRING:
                 sequence.aborted = True  # its memory is a destination until the read is terminal: finish_pull frees it
                 assert self.source is not None
                 self.source.cancel(sequence.seq_id)
             else:
-                self._end(sequence, donate=False)
+                self._end(sequence, donate=True)
         logger.info("aborted request_id=%s", request_id)
 
     def finish(self, request_id: str, index: int) -> None:
@@ -182,6 +186,7 @@ class EngineCore:
         """Runs one step; returns what it produced. A step without work only expires leases."""
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
+        self._is_stalled = schedule.is_empty
         for sequence, plan in schedule.pulls:
             assert self.source is not None
             self.source.start(sequence.seq_id, sequence.remote, plan)

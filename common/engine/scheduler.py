@@ -3,8 +3,8 @@ tensors.
 
 Continuous batching with chunked prefill: running sequences first (a decode row each, or the next chunk of a prompt),
 what is left of ``max_num_batched_tokens`` goes to waiting prompts, first come first served within a priority. When
-memory runs out, the last running sequence in order is preempted and later recomputed (from whatever of it is still
-cached).
+memory runs out, the last running sequence in order is preempted: its state is donated to the cache, and it is later
+resumed from whatever of it is still there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.engine.plan import Rows, Segment, StepPlan
@@ -106,7 +106,7 @@ class Scheduler:
             if sequence.pending_row is not None:
                 schedule.row_only.append(sequence)
                 continue
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)
             if num_tokens == 0:
                 continue
             if not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
@@ -124,9 +124,10 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the sequence's memory back; it is recomputed later from what is still cached of it."""
+        """Takes the sequence's memory back. Its state becomes a checkpoint, so that it goes on from there if that is
+        still cached when its turn comes again."""
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
-        self._manager.free(sequence.seq_id, donate=False)
+        self._manager.free(sequence.seq_id, donate=True)
         self.running.remove(sequence)
         sequence.num_computed_tokens = 0
         sequence.pending_row = None
@@ -138,7 +139,11 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
-        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves."""
+        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves.
+
+        A sequence gets the blocks of all its tokens at once: one that started with part of them could take itself back
+        and start again for as long as somebody's lease holds the rest.
+        """
         while self.waiting and self.has_room():
             sequence = self.waiting[0]
             if sequence.remote is not None:
@@ -151,22 +156,24 @@ class Scheduler:
             if not sequence.request.skip_prefix_lookup:
                 hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
             num_computed = hit.num_tokens if hit is not None else 0
-            num_tokens = min(sequence.num_tokens - num_computed, budget)
+            num_tokens = self._chunk_size(sequence, num_computed, budget)
             if not self._manager.admit(
                 sequence.seq_id,
                 sequence.keys,
                 hit,
-                num_computed + num_tokens,
+                sequence.num_tokens,
                 num_prompt_tokens=sequence.num_prompt_tokens,
             ):
                 return
-            sequence.save_positions = self._manager.save_positions(sequence.num_prompt_tokens, hit)
+            sequence.save_positions = self._manager.save_positions(
+                sequence.num_prompt_tokens, hit, sequence.request.semantic_boundaries
+            )
             self.waiting.pop(0)
             sequence.num_computed_tokens = num_computed
-            sequence.num_local_hit = min(num_computed, sequence.num_prompt_tokens)
-            sequence.num_prompt_computed = max(
-                sequence.num_prompt_computed, sequence.num_prompt_tokens - sequence.num_local_hit
-            )
+            num_hit = min(num_computed, sequence.num_prompt_tokens)
+            if sequence.num_preemptions == 0:  # else it may have found what it computed itself
+                sequence.num_local_hit = num_hit
+            sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = self._clock()
             self.add_running(sequence)
@@ -178,6 +185,13 @@ class Scheduler:
                 continue
             self._add_segment(schedule, sequence, num_tokens)
             budget -= num_tokens
+
+    def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""
+        num_tokens = min(sequence.num_tokens - start, budget)
+        if num_tokens <= 1:
+            return num_tokens
+        return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
 
     def _start_pull(self, schedule: Schedule, sequence: Sequence) -> bool:
         plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.num_prompt_tokens)
@@ -221,8 +235,11 @@ class Scheduler:
         schedule.sequences.append(sequence)
 
     @staticmethod
-    def _wanted_saves(sequence: Sequence) -> frozenset[int]:
+    def _wanted_saves(sequence: Sequence) -> Mapping[int, str]:
         """A prompt that is only handed out keeps its end without a save: the running slot itself becomes it."""
-        if sequence.sampling is None:
-            return sequence.save_positions - {sequence.num_prompt_tokens}
-        return sequence.save_positions
+        end = sequence.num_prompt_tokens
+        if sequence.num_computed_tokens >= end:
+            return {}
+        if sequence.sampling is not None:
+            return sequence.save_positions
+        return {position: why for position, why in sequence.save_positions.items() if position != end}

@@ -8,6 +8,7 @@ sequence by ``seq_id`` from its admission to its ``free``.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from common.kv_cache.keys import PrefixKeys
@@ -28,8 +29,8 @@ class Sequence:
         token_ids: prompt and generated tokens, in order.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
-        exact
-            prefix hit, a handed-over prompt or a fork.
+            exact prefix hit, a handed-over prompt or a fork.
+        save_positions: where the cache's policy wants states of the prompt kept, and why each.
         aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
     """
 
@@ -46,7 +47,7 @@ class Sequence:
         self.aborted = False
         self.is_prompt_done = False
         self.num_preemptions = 0
-        self.save_positions: frozenset[int] = frozenset()
+        self.save_positions: Mapping[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = (

@@ -19,10 +19,13 @@ class Checkpoint:
         boundary_key: key of the last full block boundary at or below ``position`` (the chain's root at 0).
         tail_tokens: the tokens from that boundary to ``position``.
         slot_id: the state; 0 for dense models.
-        tail_block_id: block whose first ``len(tail_tokens)`` rows are the tail's K/V; 0 on a boundary.
+        tail_block_ids: per attention group, the block whose first ``len(tail_tokens)`` rows are the tail; () on a
+            boundary.
+        origin: why it was kept: prompt_end, semantic, junction, grid, donated, pulled (or save).
         output_row: hidden vector after the final norm of position - 1, when ``position`` ended a prompt.
         num_pins, num_leases: users, by sequences and by leases.
         last_use: the index's use counter at the last hit.
+        history: of the prompt it was made from, as in ``PrefixKeys``.
     """
 
     key: bytes
@@ -30,12 +33,19 @@ class Checkpoint:
     boundary_key: bytes
     tail_tokens: tuple[int, ...]
     slot_id: int
-    tail_block_id: int
+    tail_block_ids: tuple[int, ...]
+    origin: str
     output_row: Any | None = None
     num_pins: int = 0
     num_leases: int = 0
     last_use: int = 0
     is_published: bool = False
+    history: tuple[int, int] = (0, 0)
+
+    @property
+    def tail_block_id(self) -> int:
+        """The tail's block in the first attention group; 0 on a boundary."""
+        return self.tail_block_ids[0] if self.tail_block_ids else 0
 
     @property
     def is_pinned(self) -> bool:

@@ -1,121 +1,103 @@
-"""What concerns more than one group: joint lookups, allocation with linked eviction, pins, publication of checkpoints.
+"""What concerns more than one group: allocation with linked eviction, pins, publication of checkpoints.
 
-Links kept here: a checkpoint hangs on the attention block that ends at its boundary and on its tail block; when either
-is evicted an unpinned checkpoint goes with it, and a pinned one when its last pin goes. Memory is checked before it is
-taken, so a caller that asked ``can_allocate`` after pinning its hits never fails half way.
+Links kept here: a checkpoint hangs on the attention blocks that end at its boundary and on its tail blocks; when one of
+them is evicted an unpinned checkpoint goes with it, and a pinned one when its last pin goes. Memory is checked before
+it is taken, so a caller that asked ``can_allocate`` after pinning its hits never fails half way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from common.kv_cache.block_group import BlockGroupManager
 from common.kv_cache.checkpoint import Checkpoint
+from common.kv_cache.events import CacheEvent, CacheSnapshot, EventKind, EventLog
 from common.kv_cache.full_attention import FullAttentionManager
 from common.kv_cache.generations import GenerationTables
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.results import PrefixHit, RemoteHit
-from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.state import StateManager
+from common.kv_cache.lookup import PrefixLookup
+from common.kv_cache.policies import create_policy
+from common.kv_cache.sliding_window import SlidingWindowManager
+from common.kv_cache.spec import GroupKind, KVCacheConfig
+from common.kv_cache.state import STATE_LABEL, StateManager
 from common.kv_cache.stats import CacheCounters
 from common.kv_cache.unit_pool import UnitPool
 
+_MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[SlidingWindowManager]] = {
+    GroupKind.FULL_ATTENTION: FullAttentionManager,
+    GroupKind.MLA: FullAttentionManager,
+    GroupKind.SLIDING_WINDOW: SlidingWindowManager,
+}
+
 
 class Coordinator:
+    """
+    Attributes:
+        groups: the attention groups' managers, in group order.
+        full_groups: those of them that keep every position.
+        state: the checkpoints.
+        lookup: joint lookups over all of them.
+    """
+
     def __init__(self, config: KVCacheConfig, generations: GenerationTables, counters: CacheCounters) -> None:
         self.config = config
-        self.blocks = UnitPool("blocks", config.num_blocks, generations)
-        self.slots = UnitPool("slots", config.num_slots, generations)
-        self.attention = FullAttentionManager(self.blocks, config.block_size)
-        self.state = StateManager(self.slots, config.max_checkpoints)
+        self.policy = create_policy(config)
+        self.events = EventLog() if config.enable_events else None
+        pools = {
+            name: UnitPool(name, num_units, generations, self.policy.order(name))
+            for name, num_units in config.pool_sizes.items()
+        }
+        self.blocks = pools["blocks"]
+        self.slots = pools["slots"]
+        self.groups: tuple[BlockGroupManager, ...] = tuple(
+            _MANAGERS[group.kind](group, pools[group.pool_name], config.block_size, self.policy, self.events)
+            for group in config.geometry.attention_groups
+        )
+        self.full_groups = tuple(group for group in self.groups if isinstance(group, FullAttentionManager))
+        self.window_groups = tuple(group for group in self.groups if isinstance(group, SlidingWindowManager))
+        self.state = StateManager(self.slots, config.max_checkpoints, self.policy, self.events)
+        self.lookup = PrefixLookup(config, self.groups, self.state)
         self._counters = counters
-        self.caches_states = config.enable_prefix_caching and not (
-            config.has_state and config.mamba_cache_mode == "none"
-        )
-
-    # -- lookups ------------------------------------------------------------------------------------------------------
-
-    def lookup_local(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
-        """Deepest checkpoint that attention covers too. Dense: attention alone, or a deeper tail."""
-        if not self.config.enable_prefix_caching or num_tokens == 0:
-            return PrefixHit()
-        run = tuple(self.attention.left_run(keys, num_tokens)) if self.config.has_attention else ()
-        num_attention = len(run) * keys.block_size
-        num_state, found = 0, None
-        for checkpoint in self.state.matching(keys, num_tokens):
-            is_whole = checkpoint.position == num_tokens
-            if is_whole and checkpoint.output_row is None and self.config.has_state:
-                continue  # the last token must be computed for its row, and its state cannot be undone
-            num_state = max(num_state, checkpoint.position)
-            if self._is_covered(checkpoint, num_attention):
-                found = checkpoint
-                break
-        if found is not None and found.position == num_tokens and found.output_row is not None:
-            return PrefixHit(
-                num_tokens, num_tokens, run, num_attention, num_state, None, found, output_row=found.output_row
-            )
-        if self.config.has_state:
-            resume = found.position if found is not None else 0
-            written = max(resume, num_attention)
-            junction = num_attention if num_attention > resume else None
-            return PrefixHit(resume, written, run, num_attention, num_state, junction, found)
-        if found is not None and found.position <= num_attention:
-            found = None
-        written = found.position if found is not None else num_attention
-        return PrefixHit(min(written, num_tokens - 1), written, run, num_attention, num_state, None, found)
-
-    def lookup_remote(self, keys: PrefixKeys, num_tokens: int) -> RemoteHit:
-        """Each group by itself: the full-attention run sets what is reused; null entries never count."""
-        if not self.config.enable_prefix_caching:
-            return RemoteHit(0, 0, (), not self.config.has_state, None, 0)
-        run = tuple(self.attention.left_run(keys, num_tokens)) if self.config.has_attention else ()
-        num_blocks, num_tail = divmod(num_tokens, keys.block_size)
-        checkpoint = self.state.get(keys.key_at(num_tokens))
-        num_attention = len(run) * keys.block_size
-        if num_tail and checkpoint is not None and checkpoint.tail_block_id and len(run) == num_blocks:
-            num_attention = num_tokens
-        marked = 0
-        for index in range(len(run), 0, -1):
-            if self.attention.is_marked(run[index - 1]):
-                marked = index * keys.block_size
-                break
-        has_state = not self.config.has_state or checkpoint is not None
-        return RemoteHit(num_attention, len(run) * keys.block_size, run, has_state, checkpoint, marked)
-
-    def is_current(self, hit: PrefixHit, keys: PrefixKeys) -> bool:
-        """Whether everything a lookup found is still where it was."""
-        if hit.checkpoint is not None and not hit.checkpoint.is_published:
-            return False
-        return all(
-            self.attention.get(keys.boundary_key(index + 1)) == block_id for index, block_id in enumerate(hit.block_ids)
-        )
-
-    def _is_covered(self, checkpoint: Checkpoint, num_attention_tokens: int) -> bool:
-        covered_from = checkpoint.position - len(checkpoint.tail_tokens)
-        return not self.config.has_attention or covered_from <= num_attention_tokens
+        self.caches_states = config.caches_states
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def can_allocate(self, num_blocks: int, num_slots: int) -> bool:
-        return num_blocks <= self.blocks.num_available and num_slots <= self.slots.num_available
+    def can_allocate(self, num_blocks: Sequence[int], num_slots: int) -> bool:
+        """``num_blocks`` per attention group."""
+        return num_slots <= self.slots.num_available and all(
+            count <= group.pool.num_available for count, group in zip(num_blocks, self.groups, strict=True)
+        )
 
-    def allocate_block(self) -> int:
-        if self.blocks.num_free == 0:
-            self._evict_block(self.blocks.least_recent())
-        return self.blocks.allocate()
+    def can_allocate_slot(self) -> bool:
+        return self.slots.num_available > 0
+
+    def allocate_blocks(self, group: BlockGroupManager, num_blocks: int) -> list[int]:
+        pool = group.pool
+        while (num_missing := num_blocks - pool.num_free) > 0:
+            self._evict_blocks(group, pool.victims(num_missing))
+        return pool.allocate(num_blocks)
 
     def allocate_slot(self) -> int:
         if self.slots.num_free == 0:
-            self._evict_checkpoint(self.state.of_slot(self.slots.least_recent()), "capacity")
-        return self.slots.allocate()
+            self._evict_checkpoint(self.state.of_slot(self.slots.victim()), "capacity")
+        return self.slots.allocate()[0]
 
-    def _evict_block(self, block_id: int) -> None:
-        self._counters.evictions["attention"] += 1
-        for checkpoint in self.state.with_tail(block_id):
-            self._evict_checkpoint(checkpoint, "tail")
-        key = self.attention.key_of(block_id)
-        if key is not None:
-            for checkpoint in self.state.at_boundary(key):
-                if not checkpoint.is_pinned:
-                    self._evict_checkpoint(checkpoint, "attention")
-            self.attention.forget(block_id)
+    def _evict_blocks(self, group: BlockGroupManager, block_ids: Sequence[int]) -> None:
+        group_id, state = group.group.group_id, self.state
+        num_free = group.pool.num_free
+        named: list[int] = []
+        for block_id in block_ids:
+            key = group.key_of(block_id)
+            if state.depends_on(group_id, block_id, key):
+                for checkpoint in state.with_tail(group_id, block_id):
+                    self._evict_checkpoint(checkpoint, "tail")
+                for checkpoint in state.at_boundary(key) if key is not None else ():
+                    if not checkpoint.is_pinned:
+                        self._evict_checkpoint(checkpoint, "attention")
+            if key is not None:
+                named.append(block_id)
+        group.forget(named)
+        self._counters.evictions[group.group.label] += group.pool.num_free - num_free
 
     def _evict_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
         assert not checkpoint.is_pinned
@@ -123,41 +105,41 @@ class Coordinator:
         if checkpoint.slot_id:
             self._counters.evictions["state"] += 1
         self.state.remove(checkpoint)
-        if checkpoint.tail_block_id:
-            self.blocks.remove_content(checkpoint.tail_block_id)
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.remove_content(block_id)
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 
     def pin(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_pins += 1
         if checkpoint.slot_id:
-            self.slots.hold(checkpoint.slot_id)
-        if checkpoint.tail_block_id:
-            self.blocks.hold(checkpoint.tail_block_id)
+            self.slots.hold((checkpoint.slot_id,))
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.hold((block_id,))
 
     def unpin(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_pins -= 1
         assert checkpoint.num_pins >= 0
         if checkpoint.slot_id:
-            self.slots.drop(checkpoint.slot_id)
-        if checkpoint.tail_block_id:
-            self.blocks.drop(checkpoint.tail_block_id)
+            self.slots.drop((checkpoint.slot_id,))
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.drop((block_id,))
         self._evict_if_orphan(checkpoint)
 
     def lease(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_leases += 1
         if checkpoint.slot_id:
-            self.slots.lease(checkpoint.slot_id)
-        if checkpoint.tail_block_id:
-            self.blocks.lease(checkpoint.tail_block_id)
+            self.slots.lease((checkpoint.slot_id,))
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.lease((block_id,))
 
     def end_lease(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_leases -= 1
         assert checkpoint.num_leases >= 0
         if checkpoint.slot_id:
-            self.slots.end_lease(checkpoint.slot_id)
-        if checkpoint.tail_block_id:
-            self.blocks.end_lease(checkpoint.tail_block_id)
+            self.slots.end_lease((checkpoint.slot_id,))
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.end_lease((block_id,))
         self._evict_if_orphan(checkpoint)
 
     def _evict_if_orphan(self, checkpoint: Checkpoint) -> None:
@@ -166,15 +148,24 @@ class Coordinator:
         self._evict_checkpoint(checkpoint, "attention")
 
     def hangs_on_cache(self, checkpoint: Checkpoint) -> bool:
-        """Whether the full block that ends at the checkpoint's boundary is still published."""
-        if not self.config.has_attention or checkpoint.position == len(checkpoint.tail_tokens):
-            return True
-        return self.attention.get(checkpoint.boundary_key) != 0
+        """Whether the full blocks that end at the checkpoint's boundary are still published, where they are read."""
+        num_blocks = (checkpoint.position - len(checkpoint.tail_tokens)) // self.config.block_size
+        return all(
+            group.get(checkpoint.boundary_key) != 0
+            for group in self.groups
+            if group.first_needed(checkpoint.position) < num_blocks
+        )
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def make_checkpoint(
-        self, keys: PrefixKeys, position: int, slot_id: int, tail_block_id: int, output_row: object | None = None
+        self,
+        keys: PrefixKeys,
+        position: int,
+        slot_id: int,
+        tail_block_ids: tuple[int, ...],
+        origin: str,
+        output_row: object | None = None,
     ) -> Checkpoint:
         """A private checkpoint; the caller pins it or publishes it while it still holds slot and tail."""
         assert position > 0
@@ -184,11 +175,13 @@ class Coordinator:
             boundary_key=keys.boundary_key(position // keys.block_size),
             tail_tokens=keys.tail_tokens(position),
             slot_id=slot_id,
-            tail_block_id=tail_block_id,
+            tail_block_ids=tail_block_ids,
+            origin=origin,
             output_row=output_row,
+            history=keys.history,
         )
 
-    def publish_checkpoint(self, checkpoint: Checkpoint, event: str) -> bool:
+    def publish_checkpoint(self, checkpoint: Checkpoint) -> bool:
         """Let others find it. False, counted: nothing to hang on, no room, or the key is taken (first one wins)."""
         reason = None
         if self.state.get(checkpoint.key) is not None:
@@ -204,10 +197,28 @@ class Coordinator:
         if reason is not None:
             self._counters.checkpoints_skipped[reason] += 1
             return False
-        self.state.add(checkpoint)
-        if checkpoint.tail_block_id:
-            self.blocks.add_content(checkpoint.tail_block_id)
+        hangs_on = self.groups[0].get(checkpoint.boundary_key) if self.groups else 0
+        for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
+            group.pool.add_content(block_id)
+        self.state.add(checkpoint, hangs_on)
         if not checkpoint.tail_tokens:
-            self.attention.unmark(checkpoint.key)
-        self._counters.checkpoints_saved[event] += 1
+            for full_group in self.full_groups:
+                full_group.unmark(checkpoint.key)
+        self._counters.checkpoints_saved[checkpoint.origin] += 1
         return True
+
+    # -- views --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, sequence_number: int) -> CacheSnapshot:
+        """Everything findable, shallow positions first."""
+        stored = []
+        for group in self.groups:
+            for key, block_id in group.items():
+                parent, position = group.place_of(block_id)
+                stored.append(
+                    CacheEvent(sequence_number, EventKind.STORED, group.group.label, (key,), parent, position)
+                )
+        for checkpoint in self.state:
+            keys, parent, position = (checkpoint.key,), checkpoint.boundary_key, checkpoint.position
+            stored.append(CacheEvent(sequence_number, EventKind.STORED, STATE_LABEL, keys, parent, position, True))
+        return CacheSnapshot(sequence_number, tuple(sorted(stored, key=lambda event: event.position)))

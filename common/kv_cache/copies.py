@@ -28,18 +28,17 @@ class CopyQueue:
 
     def push(self, source: int, destination: int) -> None:
         assert source not in self._source_of, "copy from where the bytes are (origin)"
-        self._pool.hold(source)
+        self._pool.hold((source,))
         self._source_of[destination] = source
 
     def cancel(self, block_ids: Collection[int]) -> None:
         """Forget copies into these blocks: their owner is gone before the copy ran."""
         if self._source_of:
             for destination in self._source_of.keys() & set(block_ids):
-                self._pool.drop(self._source_of.pop(destination))
+                self._pool.drop((self._source_of.pop(destination),))
 
     def drain(self) -> list[tuple[int, int]]:
         pairs = [(source, destination) for destination, source in self._source_of.items()]
         self._source_of.clear()
-        for source, _ in pairs:
-            self._pool.drop(source)
+        self._pool.drop(source for source, _ in pairs)
         return pairs

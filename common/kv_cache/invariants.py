@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from common.kv_cache.checkpoint import Checkpoint
 from common.kv_cache.coordinator import Coordinator
 from common.kv_cache.leases import LeaseTable
+from common.kv_cache.sequence import Sequence
 from common.kv_cache.sequence_table import SequenceTable
 from common.kv_cache.unit_pool import UnitPool
 
@@ -20,79 +22,103 @@ def check(
     coordinator: Coordinator,
     sequences: SequenceTable,
     leases: LeaseTable,
-    quarantined: Mapping[str, tuple[list[int], list[int]]],
+    quarantined: Mapping[str, tuple[tuple[list[int], ...], list[int]]],
 ) -> list[str]:
     """Violations in words, [] when there are none. O(units + table entries)."""
     problems: list[str] = []
-    held_blocks, held_slots = _holders(sequences)
-    pins: Counter[int] = Counter()
+    users = _Users(coordinator)
     for seq in sequences:
+        for table, counts in zip(seq.tables, users.held_blocks, strict=True):
+            counts.update(table.block_ids)
+        users.held_slots.update(save.slot_id for save in seq.saves.values())
+        users.held_slots[seq.dst_slot] += 1
         for checkpoint in (seq.src_checkpoint, seq.prompt_end):
-            if checkpoint is None:
-                continue
-            pins[id(checkpoint)] += 1
-            held_blocks[checkpoint.tail_block_id] += 1
-            held_slots[checkpoint.slot_id] += 1
-        problems += _check_sequence(coordinator, sequences, seq.seq_id)
-    leased_blocks: Counter[int] = Counter()
-    leased_slots: Counter[int] = Counter()
-    lease_pins: Counter[int] = Counter()
+            if checkpoint is not None:
+                users.pins[id(checkpoint)] += 1
+                users.add_checkpoint(checkpoint, users.held_blocks, users.held_slots)
+        problems += _check_sequence(coordinator, sequences, seq)
+    for copies, counts in zip(sequences.copies, users.held_blocks, strict=True):
+        counts.update(copies.sources())
     for lease in leases.active():
-        leased_blocks.update(lease.block_ids)
-        leased_blocks[lease.prompt_end.tail_block_id] += 1
-        leased_slots[lease.prompt_end.slot_id] += 1
-        lease_pins[id(lease.prompt_end)] += 1
-    named_blocks: Counter[int] = Counter()
-    named_slots: Counter[int] = Counter()
-    for key, block_id in coordinator.attention.items():
-        named_blocks[block_id] += 1
-        if coordinator.attention.key_of(block_id) != key:
-            problems.append(f"block {block_id} does not know its key")
-    for block_id in coordinator.attention.marked_ids():
-        if coordinator.attention.key_of(block_id) is None:
-            problems.append(f"null entry on block {block_id} outlived its attention entry")
+        for block_ids, counts in zip(lease.tables, users.leased_blocks, strict=True):
+            counts.update(block_ids)
+        users.lease_pins[id(lease.prompt_end)] += 1
+        users.add_checkpoint(lease.prompt_end, users.leased_blocks, users.leased_slots)
+    for group, counts in zip(coordinator.groups, users.named_blocks, strict=True):
+        for key, block_id in group.items():
+            counts[block_id] += 1
+            if group.key_of(block_id) != key:
+                problems.append(f"{group.pool.name} {block_id} does not know its key")
+    for full_group in coordinator.full_groups:
+        for block_id in full_group.marked_ids():
+            if full_group.key_of(block_id) is None:
+                problems.append(f"null entry on block {block_id} outlived its attention entry")
     for checkpoint in coordinator.state:
-        named_blocks[checkpoint.tail_block_id] += 1
-        named_slots[checkpoint.slot_id] += 1
-        if (checkpoint.num_pins, checkpoint.num_leases) != (pins[id(checkpoint)], lease_pins[id(checkpoint)]):
+        users.add_checkpoint(checkpoint, users.named_blocks, users.named_slots)
+        expected_pins = (users.pins[id(checkpoint)], users.lease_pins[id(checkpoint)])
+        if (checkpoint.num_pins, checkpoint.num_leases) != expected_pins:
             problems.append(f"checkpoint at {checkpoint.position}: pins do not equal its users")
         if not checkpoint.is_pinned and not coordinator.hangs_on_cache(checkpoint):
             problems.append(f"checkpoint at {checkpoint.position} outlived its attention block")
         if bool(checkpoint.slot_id) != coordinator.config.has_state:
             problems.append(f"checkpoint at {checkpoint.position} has slot {checkpoint.slot_id}")
-    late_blocks = [block_id for block_ids, _ in quarantined.values() for block_id in block_ids]
+        if checkpoint.position - len(checkpoint.tail_tokens) != (
+            checkpoint.position // coordinator.config.block_size * coordinator.config.block_size
+        ):
+            problems.append(f"checkpoint at {checkpoint.position} has {len(checkpoint.tail_tokens)} tail tokens")
     late_slots = [slot_id for _, slot_ids in quarantined.values() for slot_id in slot_ids]
-    problems += _check_pool(coordinator.blocks, held_blocks, leased_blocks, named_blocks, late_blocks)
-    problems += _check_pool(coordinator.slots, held_slots, leased_slots, named_slots, late_slots)
+    for group_id, group in enumerate(coordinator.groups):
+        late = [block_id for tables, _ in quarantined.values() for block_id in tables[group_id]]
+        held, leased, named = (c[group_id] for c in (users.held_blocks, users.leased_blocks, users.named_blocks))
+        problems += _check_pool(group.pool, held, leased, named, late)
+    problems += _check_pool(coordinator.slots, users.held_slots, users.leased_slots, users.named_slots, late_slots)
     return problems
 
 
-def _holders(sequences: SequenceTable) -> tuple[Counter[int], Counter[int]]:
-    blocks: Counter[int] = Counter(sequences.copies.sources())
-    slots: Counter[int] = Counter()
-    for seq in sequences:
-        blocks.update(seq.block_ids)
-        slots.update(seq.saves.values())
-        slots[seq.dst_slot] += 1
-    return blocks, slots
+class _Users:
+    """Who uses each unit, counted from the users' side."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.held_blocks: list[Counter[int]] = [Counter() for _ in coordinator.groups]
+        self.leased_blocks: list[Counter[int]] = [Counter() for _ in coordinator.groups]
+        self.named_blocks: list[Counter[int]] = [Counter() for _ in coordinator.groups]
+        self.held_slots: Counter[int] = Counter()
+        self.leased_slots: Counter[int] = Counter()
+        self.named_slots: Counter[int] = Counter()
+        self.pins: Counter[int] = Counter()
+        self.lease_pins: Counter[int] = Counter()
+
+    @staticmethod
+    def add_checkpoint(checkpoint: Checkpoint, blocks: list[Counter[int]], slots: Counter[int]) -> None:
+        slots[checkpoint.slot_id] += 1
+        for counts, block_id in zip(blocks, checkpoint.tail_block_ids, strict=False):
+            counts[block_id] += 1
 
 
-def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, seq_id: str) -> list[str]:
-    seq, problems = sequences[seq_id], []
-    if len(set(seq.block_ids)) != len(seq.block_ids):
-        problems.append(f"sequence {seq_id}: a block is in its table twice")
-    if any(not 0 < block_id < coordinator.blocks.num_units for block_id in seq.block_ids):
-        problems.append(f"sequence {seq_id}: a table entry is null or outside the pool")
-    if len(seq.block_ids) < sequences.blocks_for(seq.num_computed_tokens):
-        problems.append(f"sequence {seq_id}: {len(seq.block_ids)} blocks for {seq.num_computed_tokens} tokens")
-    first_open = max(seq.num_computed_tokens, seq.write_from) // coordinator.config.block_size
-    for block_id in seq.block_ids[first_open:]:
-        if coordinator.blocks.content[block_id] and not seq.is_sealed:
-            problems.append(f"sequence {seq_id}: published block {block_id} is still to be written")
+def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, seq: Sequence) -> list[str]:
+    problems = []
+    name, size = f"sequence {seq.seq_id}", coordinator.config.block_size
+    position = seq.num_computed_tokens if seq.pull is None else seq.num_prompt_tokens
+    for group, table, _ in sequences.rows(seq):
+        block_ids = table.block_ids[table.first_block :]
+        if len(set(block_ids)) != len(block_ids):
+            problems.append(f"{name}: a block is in its table twice")
+        if any(not 0 < block_id < group.pool.num_units for block_id in block_ids):
+            problems.append(f"{name}: a table entry is null or outside the pool")
+        if any(table.block_ids[: table.first_block]):
+            problems.append(f"{name}: a block is held that its window has left")
+        if table.first_block > group.first_needed(position):
+            problems.append(f"{name}: a block is gone that its window still covers")
+        if len(table.block_ids) < sequences.blocks_for(seq.num_computed_tokens):
+            problems.append(f"{name}: {len(table.block_ids)} blocks for {seq.num_computed_tokens} tokens")
+        first_open = max(seq.num_computed_tokens, table.write_from) // size
+        for block_id in table.block_ids[first_open:]:
+            if group.pool.content[block_id] and not seq.is_sealed:
+                problems.append(f"{name}: published block {block_id} is still to be written")
     if coordinator.config.has_state and seq.dst_slot and coordinator.slots.content[seq.dst_slot] and not seq.is_sealed:
-        problems.append(f"sequence {seq_id}: published slot {seq.dst_slot} is still to be written")
+        problems.append(f"{name}: published slot {seq.dst_slot} is still to be written")
     if coordinator.config.has_state and not seq.dst_slot:
-        problems.append(f"sequence {seq_id}: no running slot")
+        problems.append(f"{name}: no running slot")
     return problems
 
 

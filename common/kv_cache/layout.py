@@ -1,8 +1,9 @@
 """Where each layer's bytes lie inside a block and a slot. Torch-free, one layout for every backend and every node.
 
-A block is one contiguous byte range: for each attention layer in order K then V, each [block_size, num_kv_heads,
-head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors. Every part
-starts on a multiple of 64 bytes (a cache line, and enough for any element type), slots are padded to 64 as well.
+A block is one contiguous byte range: for each layer of its attention group in order K then V, each [block_size,
+num_kv_heads, head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors.
+Every part starts on a multiple of 64 bytes (a cache line, and enough for any element type), slots are padded to 64 as
+well.
 """
 
 from __future__ import annotations
@@ -26,24 +27,35 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``attention``: layer_idx -> (K place, V place); ``state``: layer_idx -> name -> place. 0 bytes: no such pool."""
+    """``attention``: layer_idx -> (K place, V place) within a block of its group (a place of head size 0 has no bytes);
+    ``state``: layer_idx -> name -> place. 0 bytes: no such pool. ``group_block_bytes``: per attention group.
+    """
 
-    block_bytes: int
+    group_block_bytes: tuple[int, ...]
     slot_bytes: int
     attention: dict[int, tuple[TensorPlace, TensorPlace]]
     state: dict[int, dict[str, TensorPlace]]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the first attention group."""
+        return self.group_block_bytes[0] if self.group_block_bytes else 0
+
 
 def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
-    block_bytes = 0
+    group_block_bytes: list[int] = []
     attention: dict[int, tuple[TensorPlace, TensorPlace]] = {}
-    for layer in geometry.attention_layers:
-        places = []
-        for head_size in (layer.head_size, layer.head_size_v):
-            shape = (block_size, layer.num_kv_heads, head_size)
-            places.append(TensorPlace(block_bytes, shape, layer.dtype))
-            block_bytes = _aligned(block_bytes + block_size * layer.num_kv_heads * head_size * DTYPE_BYTES[layer.dtype])
-        attention[layer.layer_idx] = (places[0], places[1])
+    for group in geometry.attention_groups:
+        block_bytes = 0
+        for layer in group.layers:
+            places = []
+            for head_size in (layer.head_size, layer.head_size_v):
+                place = TensorPlace(block_bytes, (block_size, layer.num_kv_heads, head_size), layer.dtype)
+                num_bytes = block_size * layer.num_kv_heads * head_size * DTYPE_BYTES[layer.dtype]
+                block_bytes = _aligned(block_bytes + num_bytes)
+                places.append(place)
+            attention[layer.layer_idx] = (places[0], places[1])
+        group_block_bytes.append(block_bytes)
     slot_bytes = 0
     state: dict[int, dict[str, TensorPlace]] = {}
     for state_layer in geometry.state_layers:
@@ -51,7 +63,7 @@ def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
         for tensor in state_layer.tensors:
             named[tensor.name] = TensorPlace(slot_bytes, tensor.shape, tensor.dtype)
             slot_bytes = _aligned(slot_bytes + tensor.num_bytes)
-    return Layout(block_bytes, slot_bytes, attention, state)
+    return Layout(tuple(group_block_bytes), slot_bytes, attention, state)
 
 
 def _aligned(num_bytes: int) -> int:

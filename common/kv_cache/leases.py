@@ -14,10 +14,11 @@ from common.kv_cache.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Full blocks in table order and the prompt's end (its slot and tail block)."""
+    """Full blocks per attention group in table order (null where no block was needed), and the prompt's end (its slot
+    and tail blocks)."""
 
     lease_id: str
-    block_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     prompt_end: Checkpoint
 
 

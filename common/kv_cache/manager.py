@@ -5,24 +5,27 @@ Life of a sequence, local: ``lookup`` -> ``admit`` -> per step (``extend``, ``pl
 Remote: ``accept_remote`` -> read and validate -> ``commit_remote`` | ``abandon_remote`` -> as above from the first
 step.
 
-Called by the engine thread between steps only; ``leases.renew`` alone is thread-safe. Nothing blocks.
+Called by the engine thread between steps only; ``leases.renew`` and ``events.since`` alone are thread-safe. Nothing
+blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from common.kv_cache import invariants
+from common.kv_cache.checkpoint_saver import CheckpointSaver
 from common.kv_cache.coordinator import Coordinator
+from common.kv_cache.events import CacheSnapshot, EventLog
 from common.kv_cache.generations import GenerationTables
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.leases import LeaseTable
 from common.kv_cache.prompt_ends import PromptEnds
 from common.kv_cache.remote import RemoteIntake
 from common.kv_cache.results import LeasedPrefix, PrefixHit, PromptEnd, PullPlan, RemoteHit, SequenceView
-from common.kv_cache.sequence import Sequence as CachedSequence
+from common.kv_cache.saves import SavePolicy
 from common.kv_cache.sequence_table import SequenceTable
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.stats import CacheCounters, CacheStats
@@ -34,26 +37,41 @@ class KVCacheManager:
         config: sizes and policy.
         generations: per-unit counters and the epoch, for registration with the transfer backend.
         leases: ``leases.renew`` may be called from any thread.
+        events: what was stored and removed; None unless the configuration asks for it. ``events.since`` may be called
+            from any thread.
     """
 
     def __init__(self, config: KVCacheConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.generations = GenerationTables(config.num_blocks, config.num_slots)
+        self.generations = GenerationTables(config.pool_sizes)
         self.leases = LeaseTable()
         self._clock = clock
         self._counters = CacheCounters()
         self._coordinator = Coordinator(config, self.generations, self._counters)
-        self._sequences = SequenceTable(config, self._coordinator, self._counters)
+        self.events: EventLog | None = self._coordinator.events
+        self._save_policy = SavePolicy(config)
+        self._sequences = SequenceTable(config, self._coordinator, self._save_policy, self._counters)
+        self._saver = CheckpointSaver(self._sequences)
         self._prompt_ends = PromptEnds(self._sequences, self.leases)
         self._remote = RemoteIntake(self._sequences, self._prompt_ends)
 
-    def prefix_keys(self, token_ids: Sequence[int], cache_salt: str | None = None) -> PrefixKeys:
-        """Key chain of a prompt, hashed lazily; extend it with generated tokens as they come."""
-        return PrefixKeys(chain_root(self.config.root_key, cache_salt), self.config.block_size, token_ids)
+    def prefix_keys(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        extra_keys: Sequence[tuple[str, bytes]] = (),
+    ) -> PrefixKeys:
+        """Key chain of a prompt, hashed lazily; extend it with generated tokens as they come.
+
+        Prompts share a prefix only when salt and ``extra_keys`` (tag, value) are equal too.
+        """
+        if cache_salt is not None:
+            extra_keys = (("cache_salt", cache_salt.encode()), *extra_keys)
+        return PrefixKeys(chain_root(self.config.root_key, extra_keys), self.config.block_size, token_ids)
 
     def lookup(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
         """Where a prompt of ``num_tokens`` can be resumed from local memory. No side effects."""
-        return self._coordinator.lookup_local(keys, num_tokens)
+        return self._coordinator.lookup.local(keys, num_tokens)
 
     def admit(
         self,
@@ -71,31 +89,34 @@ class KVCacheManager:
         """
         hit = hit or PrefixHit()
         coordinator, sequences = self._coordinator, self._sequences
-        if not coordinator.is_current(hit, keys):
+        if not coordinator.lookup.is_current(hit, keys):
             return False
-        num_found = len(hit.block_ids)
-        seq = CachedSequence(seq_id, keys, num_prompt_tokens or keys.num_tokens, write_from=hit.num_written_tokens)
+        seq = sequences.create(seq_id, keys, num_prompt_tokens or keys.num_tokens)
         seq.num_computed_tokens = hit.num_tokens
-        sequences.add(seq)
         # First touch the hits of all groups, then allocate: allocation may evict what was just found.
-        for block_id in hit.block_ids:
-            coordinator.blocks.hold(block_id)
-            seq.block_ids.append(block_id)
-        seq.num_published_blocks = num_found
-        if hit.checkpoint is not None:
-            coordinator.pin(hit.checkpoint)
-            coordinator.state.touch(hit.checkpoint)
-            seq.src_checkpoint = hit.checkpoint
-            seq.src_slot = hit.checkpoint.slot_id
-        num_covered = max(num_tokens, hit.num_written_tokens)
-        num_fresh = max(0, sequences.blocks_for(num_covered) - num_found)
-        if not coordinator.can_allocate(num_fresh, int(self.config.has_state)):
+        for group, table, found, num_written in zip(
+            coordinator.groups, seq.tables, hit.tables, hit.num_written, strict=False
+        ):
+            table.block_ids = list(found)
+            table.num_published = len(found)
+            table.first_block = group.first_needed(hit.num_tokens)
+            table.write_from = num_written
+            group.pool.hold(filter(None, found))
+        checkpoint = hit.checkpoint
+        if checkpoint is not None:
+            coordinator.pin(checkpoint)
+            coordinator.state.touch(checkpoint)
+            seq.src_checkpoint = checkpoint
+            seq.src_slot = checkpoint.slot_id
+        num_covered = max(num_tokens, *hit.num_written, 0)
+        if not coordinator.can_allocate(sequences.missing_blocks(seq, num_covered), int(self.config.has_state)):
             sequences.remove(seq)
             return False
+        coordinator.policy.admitted(keys, seq.num_prompt_tokens, hit.block_ids, checkpoint)
         sequences.grow(seq, num_covered)
-        checkpoint = hit.checkpoint
-        if checkpoint is not None and checkpoint.tail_block_id and checkpoint.position > hit.num_attention_tokens:
-            sequences.copies.push(checkpoint.tail_block_id, seq.block_ids[num_found])
+        if checkpoint is not None and checkpoint.tail_block_ids:
+            index = checkpoint.position // self.config.block_size
+            sequences.copy_tail(seq, checkpoint, tuple(len(found) > index for found in hit.tables))
         if self.config.has_state:
             seq.dst_slot = coordinator.allocate_slot()
         self._count_hit(hit, seq.num_prompt_tokens)
@@ -104,8 +125,7 @@ class KVCacheManager:
     def extend(self, seq_id: str, num_tokens: int) -> bool:
         """Cover ``num_tokens`` positions with blocks. False: no memory, nothing changed."""
         seq = self._sequences[seq_id]
-        num_fresh = self._sequences.blocks_for(num_tokens) - len(seq.block_ids)
-        if not self._coordinator.can_allocate(max(0, num_fresh), 0):
+        if not self._coordinator.can_allocate(self._sequences.missing_blocks(seq, num_tokens), 0):
             return False
         self._sequences.grow(seq, num_tokens)
         return True
@@ -113,8 +133,7 @@ class KVCacheManager:
     def sequence(self, seq_id: str) -> SequenceView:
         seq = self._sequences[seq_id]
         return SequenceView(
-            block_ids=seq.block_ids,
-            write_from=seq.write_from,
+            tables=seq.tables,
             src_slot=seq.src_slot,
             dst_slot=seq.dst_slot,
             num_computed_tokens=seq.num_computed_tokens,
@@ -122,39 +141,44 @@ class KVCacheManager:
             keys=seq.keys,
         )
 
+    def state_row(self, seq_id: str) -> list[int]:
+        """The state group's row of a sequence, by block: the slot that keeps the state at the block's end, null where
+        none does; the running slot last, while it is inside a block."""
+        seq = self._sequences[seq_id]
+        num_full, num_tail = divmod(seq.num_computed_tokens, self.config.block_size)
+        kept = (self._coordinator.state.get(seq.keys.boundary_key(index + 1)) for index in range(num_full))
+        row = [checkpoint.slot_id if checkpoint is not None else 0 for checkpoint in kept]
+        return [*row, seq.dst_slot] if num_tail else row
+
     def has_sequence(self, seq_id: str) -> bool:
         return seq_id in self._sequences
 
-    def take_block_copies(self) -> list[tuple[int, int]]:
-        """Drain the (source, destination) block copies to run before the next forward. Call it last, when the step's
-        plan is complete. No destination is the source of another pair."""
-        return self._sequences.copies.drain()
+    def take_block_copies(self, group_id: int = 0) -> list[tuple[int, int]]:
+        """Drain an attention group's (source, destination) block copies to run before the next forward. Call it last,
+        when the step's plan is complete. No destination is the source of another pair."""
+        copies = self._sequences.copies
+        return copies[group_id].drain() if group_id < len(copies) else []
 
-    def save_positions(self, num_prompt_tokens: int, hit: PrefixHit | None) -> frozenset[int]:
-        """Exact positions at which the policy wants states kept for this prompt."""
-        if not self.config.has_state or not self._coordinator.caches_states:
-            return frozenset()
-        junction = hit.junction if hit is not None else None
-        return frozenset({num_prompt_tokens} if junction is None else {num_prompt_tokens, junction})
+    def save_positions(
+        self, num_prompt_tokens: int, hit: PrefixHit | None, boundaries: Sequence[int] = ()
+    ) -> dict[int, str]:
+        """Exact positions at which the policy wants states kept for this prompt, and why each.
 
-    def plan_saves(self, seq_id: str, start: int, end: int, wanted: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """(position, slot) for the wanted positions in (start, end]; what finds no slot is skipped and counted."""
-        seq = self._sequences[seq_id]
-        if not self.config.has_state:
-            return ()
-        saves: list[tuple[int, int]] = []
-        for position in sorted(position for position in wanted if start < position <= end):
-            slot_id = seq.saves.get(position, 0)
-            if not slot_id:
-                if self._coordinator.caches_states and self._coordinator.state.get(seq.keys.key_at(position)):
-                    self._counters.checkpoints_skipped["exists"] += 1
-                    continue
-                if not self._coordinator.can_allocate(0, 1):
-                    self._counters.checkpoints_skipped["no_slot"] += 1
-                    continue
-                slot_id = seq.saves[position] = self._coordinator.allocate_slot()
-            saves.append((position, slot_id))
-        return tuple(saves)
+        ``boundaries``: positions with a meaning (ends of messages, cache marks), most valuable first.
+        """
+        return self._save_policy.prompt_positions(num_prompt_tokens, hit, boundaries)
+
+    def chunk_size(self, start: int, num_tokens: int, num_known_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens (at least 1) to run in one step of a sequence that has
+        ``num_known_tokens``: fewer in mode ``align``, never 0."""
+        return self._save_policy.chunk_size(start, num_tokens, num_known_tokens)
+
+    def plan_saves(
+        self, seq_id: str, start: int, end: int, wanted: Mapping[int, str] | Collection[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """(position, slot), ascending, for what the step (start, end] is to keep: of ``wanted``, and the boundaries it
+        passes while generating. What finds no slot is skipped and counted, shallow positions first."""
+        return self._saver.plan(self._sequences[seq_id], start, end, wanted)
 
     def complete_step(self, seq_id: str, num_computed_tokens: int) -> None:
         """After the step: publish full blocks and the step's saves, advance src := dst, unpin the resumed checkpoint.
@@ -166,10 +190,8 @@ class KVCacheManager:
         assert seq.pull is None, f"sequence {seq_id} must not have run: its prefix is not here"
         assert num_computed_tokens > seq.num_computed_tokens, "a step computes at least one token"
         seq.num_computed_tokens = num_computed_tokens
-        self._sequences.publish_blocks(seq, seq.num_published_blocks)
-        for position in sorted(position for position in seq.saves if position <= num_computed_tokens):
-            if position != seq.num_prompt_tokens:
-                self._publish_save(seq, position)
+        self._sequences.publish_blocks(seq)
+        self._saver.publish(seq)
         seq.src_slot = seq.dst_slot
         if seq.src_checkpoint is not None:
             self._coordinator.unpin(seq.src_checkpoint)
@@ -177,6 +199,8 @@ class KVCacheManager:
         if seq.prompt_end is not None:
             self._coordinator.unpin(seq.prompt_end)
             seq.prompt_end = None
+        if self._coordinator.window_groups:
+            self._sequences.release_passed(seq)
 
     def finish_prompt(self, seq_id: str, output_row: Any | None, *, seal: bool = False) -> PromptEnd:
         """The prompt is computed (after ``complete_step``), or the hit was exact. Publishes its end when caching is on.
@@ -193,7 +217,7 @@ class KVCacheManager:
         seq = self._sequences[seq_id]
         assert seq.pull is None, f"sequence {seq_id} waits for a read: abandon it"
         if donate:
-            self._donate(seq)
+            self._saver.donate(seq)
         self._sequences.remove(seq)
 
     def fork(self, seq_id: str, child_id: str) -> bool:
@@ -229,7 +253,7 @@ class KVCacheManager:
 
     def lookup_remote(self, keys: PrefixKeys, num_tokens: int) -> RemoteHit:
         """What of a prefix of ``num_tokens`` is here if a peer supplies the rest. No side effects."""
-        return self._coordinator.lookup_remote(keys, num_tokens)
+        return self._coordinator.lookup.remote(keys, num_tokens)
 
     def accept_remote(self, seq_id: str, keys: PrefixKeys, num_tokens: int) -> PullPlan | None:
         """Pin what is here and allocate destinations for the rest. ``None``: does not fit now, nothing changed."""
@@ -254,9 +278,10 @@ class KVCacheManager:
         counters, coordinator = self._counters, self._coordinator
         return CacheStats(
             blocks=coordinator.blocks.counts(),
+            group_blocks={group.group.label: group.pool.counts() for group in coordinator.groups},
             slots=coordinator.slots.counts(),
-            num_cached_prefix_blocks=len(coordinator.attention),
-            num_marked_blocks=coordinator.attention.num_marked,
+            num_cached_prefix_blocks=sum(map(len, coordinator.groups)),
+            num_marked_blocks=sum(group.num_marked for group in coordinator.full_groups),
             num_checkpoints=len(coordinator.state),
             num_sequences=len(self._sequences),
             query_tokens=counters.query_tokens,
@@ -274,44 +299,25 @@ class KVCacheManager:
         """Violated invariants, [] when all hold."""
         return invariants.check(self._coordinator, self._sequences, self.leases, self._remote.quarantined)
 
-    def _publish_save(self, seq: CachedSequence, position: int) -> None:
-        """A planned slot holds the state at ``position`` now. Without a spare block for an open tail it is skipped."""
-        coordinator = self._coordinator
-        needs_copy = self._sequences.needs_copy(seq, position)
-        if not coordinator.caches_states:
-            pass
-        elif needs_copy and not coordinator.can_allocate(1, 0):
-            self._counters.checkpoints_skipped["no_block"] += 1
-        else:
-            tail = self._sequences.tail_block(seq, position)
-            checkpoint = coordinator.make_checkpoint(seq.keys, position, seq.saves[position], tail)
-            if coordinator.publish_checkpoint(checkpoint, "save") and needs_copy:
-                self._sequences.continue_in_copy(seq, position)
-        self._sequences.drop_save(seq, position)
-
-    def _donate(self, seq: CachedSequence) -> None:
-        """The running slot and the open block become a checkpoint of what was computed, without a copy."""
-        position, coordinator = seq.num_computed_tokens, self._coordinator
-        if not coordinator.caches_states or seq.is_sealed or not seq.owns_state or position == 0:
-            return
-        if seq.keys.num_tokens < position:
-            self._counters.checkpoints_skipped["no_keys"] += 1
-            return
-        tail = self._sequences.tail_block(seq, position)
-        if not self.config.has_state and not tail:
-            return  # a boundary of a dense model is found through its block alone
-        self._sequences.publish_blocks(seq, 0)
-        coordinator.publish_checkpoint(coordinator.make_checkpoint(seq.keys, position, seq.dst_slot, tail), "donated")
+    def snapshot(self) -> CacheSnapshot:
+        """Everything findable now, to start from before following ``events``."""
+        assert self.events is not None, "the configuration asks for no events"
+        return self._coordinator.snapshot(self.events.last_sequence_number)
 
     def _count_hit(self, hit: PrefixHit, num_prompt_tokens: int) -> None:
-        resumed, attention = hit.num_tokens, max(hit.num_attention_tokens, hit.num_written_tokens)
-        state = resumed if self.config.has_state else None
-        self._counters.count_query(num_prompt_tokens, attention=attention, state=state, joint=resumed)
+        resumed, size = hit.num_tokens, self.config.block_size
+        hits = {"joint": resumed}
+        for group, table, num_written in zip(self._coordinator.groups, hit.tables, hit.num_written, strict=False):
+            # A window's own blocks; what is null was not needed, so nobody found it.
+            num_null = table.count(0)
+            hits[group.group.label] = num_written - num_null * size
+        lost = {"no_window": hit.num_windowless_tokens - resumed}
         if self.config.has_state:
-            lost = {
-                "no_state": min(attention, num_prompt_tokens - 1) - resumed,
-                "no_attention": hit.num_state_tokens - max(resumed, attention),
-            }
-            for reason, num_tokens in lost.items():
-                if num_tokens > 0:
-                    self._counters.lost_tokens[reason] += num_tokens
+            hits["state"] = resumed
+            attention = max(hit.num_attention_tokens, resumed)
+            lost["no_state"] = min(attention, num_prompt_tokens - 1) - max(resumed, hit.num_windowless_tokens)
+            lost["no_attention"] = hit.num_state_tokens - attention
+        self._counters.count_query(num_prompt_tokens, hits)
+        for reason, num_tokens in lost.items():
+            if num_tokens > 0:
+                self._counters.lost_tokens[reason] += num_tokens

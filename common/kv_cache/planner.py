@@ -1,8 +1,9 @@
 """How many blocks and slots a memory budget buys, and what that means in sequences, tokens and resumable prefixes.
 
-Each kind is sized by itself: a block by the attention layers, a slot by the recurrent layers, neither padded to the
-other. A recurrent layer needs O(1) per sequence, so concurrency is never computed from the longest context for it. What
-cannot run is refused with the flag's name and the smallest value that works.
+Each group is sized by itself: a block by its attention layers, a slot by the recurrent layers, none padded to another.
+A recurrent layer needs O(1) per sequence, so concurrency is never computed from the longest context for it; a sliding
+window needs the blocks of its window per sequence and per resumable position. What cannot run is refused with the
+flag's name and the smallest value that works.
 """
 
 from __future__ import annotations
@@ -10,25 +11,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.kv_cache.layout import make_layout
-from common.kv_cache.spec import KVCacheConfig, ModelGeometry
+from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.layout import Layout, make_layout
+from common.kv_cache.spec import GroupKind, KVCacheConfig, KVCacheGroup, ModelGeometry
 
-SLOT_SHARE = 0.25
-"""Part of the bytes for states when prefixes are cached: 20-30 % did best on a production chat trace."""
+SLOT_SHARE = 0.2
+"""Part of the bytes for states when prefixes are cached. On a production chat trace (Qwen3.5-35B-A3B, policy ``value``,
+40 and 160 GiB) 0.15 gave 10.3 and 19.2 % of prompt tokens, 0.2 gave 11.1 and 22.0 %, 0.25 gave 10.8 and 21.6 %."""
 
-MAMBA_CACHE_MODES = ("auto", "none")
-EVICTION_POLICIES = ("lru",)
+MAMBA_CACHE_MODES = ("auto", "all", "align", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class WindowCapacity:
+    """A further attention group: blocks without the null entry."""
+
+    label: str
+    num_blocks: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them."""
+    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them.
+
+    ``num_blocks`` and ``block_bytes`` are the first attention group's, ``others`` has the further ones.
+    """
 
     block_size: int
     block_bytes: int
     slot_bytes: int
     num_blocks: int
     num_slots: int
+    others: tuple[WindowCapacity, ...]
     num_running_slots: int
     memory_bytes: int
     used_bytes: int
@@ -39,7 +54,7 @@ class CapacityReport:
 
     @property
     def num_tokens(self) -> int:
-        """K/V positions that fit; recurrent layers need none."""
+        """Positions that fit in the first attention group; recurrent layers and windows do not grow with them."""
         return self.num_blocks * self.block_size
 
     @property
@@ -59,6 +74,11 @@ class CapacityReport:
             f"KV cache memory: {_size(self.used_bytes)} used of {_size(self.memory_bytes)}",
             f"  blocks: {self.num_blocks} + null x {_size(self.block_bytes)} ({self.block_size} tokens each)"
             f" = {_size((self.num_blocks + 1) * self.block_bytes)}: {self.num_tokens} tokens of K/V",
+        ]
+        lines += [
+            f"  {other.label} blocks: {other.num_blocks} + null x {_size(other.block_bytes)}"
+            f" = {_size((other.num_blocks + 1) * other.block_bytes)}"
+            for other in self.others
         ]
         if not self.is_dense:
             lines.append(
@@ -88,25 +108,31 @@ def plan_cache(
     root_key: bytes,
     enable_prefix_caching: bool = True,
     mamba_cache_mode: str = "auto",
-    eviction_policy: str = "lru",
+    eviction_policy: str = EVICTION_POLICIES[0],
+    retention_interval: int | None = None,
+    slot_share: float | None = None,
+    enable_events: bool = False,
 ) -> CachePlan:
-    """Sizes of both pools.
+    """Sizes of all pools. ``slot_share``: part of the bytes for states, None for the default.
 
-    Raises ConfigError when the memory does not hold one sequence of ``max_model_len`` with a spare block, plus a
-    running slot for each of ``max_num_seqs`` sequences with a spare slot.
+    Raises ConfigError for values out of range, and when the memory does not hold one sequence of ``max_model_len`` with
+    a spare block per attention group, plus a running slot for each of ``max_num_seqs`` sequences with a spare slot.
     """
     _validate(max_num_seqs, max_model_len, block_size, mamba_cache_mode, eviction_policy)
-    layout = make_layout(geometry, block_size)
-    has_attention, has_state = bool(geometry.attention_layers), bool(geometry.state_layers)
-    # The spare block and slot let one prompt's end be kept, or forked, while everything else is in use.
-    min_blocks = -(-max_model_len // block_size) + 1 if has_attention else 0
+    _validate_shares(block_size, retention_interval, slot_share)
+    layout, groups = make_layout(geometry, block_size), geometry.attention_groups
+    has_state = bool(geometry.state_layers)
+    caches = enable_prefix_caching
+    # The spare blocks and slot let one prompt's end be kept, or forked, while everything else is in use.
+    min_blocks = -(-max_model_len // block_size) + 1 if groups else 0
     running_slots = max_num_seqs + 1 if has_state else 0
-    null_bytes = layout.block_bytes + layout.slot_bytes
-    needed_bytes = null_bytes + min_blocks * layout.block_bytes + running_slots * layout.slot_bytes
+    all_block_bytes = sum(layout.group_block_bytes)
+    null_bytes = all_block_bytes + layout.slot_bytes
+    needed_bytes = null_bytes + min_blocks * all_block_bytes + running_slots * layout.slot_bytes
     if kv_cache_memory_bytes < needed_bytes:
         raise ConfigError(
             f"--kv-cache-memory {kv_cache_memory_bytes} is too small: one sequence of {max_model_len} tokens needs"
-            f" {min_blocks} blocks of {layout.block_bytes} bytes, {max_num_seqs} sequences need {running_slots} slots"
+            f" {min_blocks} blocks of {all_block_bytes} bytes, {max_num_seqs} sequences need {running_slots} slots"
             f" of {layout.slot_bytes} bytes; the smallest value that works is {needed_bytes}",
             param="--kv-cache-memory",
         )
@@ -114,35 +140,85 @@ def plan_cache(
     num_slots = 0
     if has_state:
         num_slots = _num_slots(
-            budget, layout.block_bytes, layout.slot_bytes, min_blocks, running_slots, max_num_seqs,
-            caches_states=enable_prefix_caching and mamba_cache_mode != "none",
+            budget, all_block_bytes, layout.slot_bytes, min_blocks, running_slots, max_num_seqs,
+            share=SLOT_SHARE if slot_share is None else slot_share,
+            caches_states=caches and mamba_cache_mode != "none",
         )  # fmt: skip
-    num_blocks = (budget - num_slots * layout.slot_bytes) // layout.block_bytes if has_attention else 0
+    num_blocks = _group_blocks(
+        layout, groups, budget - num_slots * layout.slot_bytes, block_size, min_blocks, max_num_seqs,
+        retention_interval if caches else max_model_len,
+    )  # fmt: skip
     config = KVCacheConfig(
         geometry=geometry,
         block_size=block_size,
-        num_blocks=num_blocks + 1,
+        num_blocks=num_blocks[0] + 1 if groups else 1,
         num_slots=num_slots + 1,
         root_key=root_key,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=caches,
         mamba_cache_mode=mamba_cache_mode,
         eviction_policy=eviction_policy,
+        retention_interval=retention_interval,
+        enable_events=enable_events,
+        extra_num_blocks=tuple(count + 1 for count in num_blocks[1:]),
     )
     report = CapacityReport(
         block_size=block_size,
         block_bytes=layout.block_bytes,
         slot_bytes=layout.slot_bytes,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks[0] if groups else 0,
         num_slots=num_slots,
+        others=tuple(
+            WindowCapacity(group.label, count, layout.group_block_bytes[group.group_id])
+            for group, count in zip(groups[1:], num_blocks[1:], strict=True)
+        ),
         num_running_slots=min(num_slots, running_slots),
         memory_bytes=kv_cache_memory_bytes,
-        used_bytes=(num_blocks + 1) * layout.block_bytes + (num_slots + 1) * layout.slot_bytes,
+        used_bytes=null_bytes
+        + num_slots * layout.slot_bytes
+        + sum(count * size for count, size in zip(num_blocks, layout.group_block_bytes, strict=True)),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         is_dense=not has_state,
-        has_attention=has_attention,
+        has_attention=bool(groups),
     )
     return CachePlan(config, report)
+
+
+def _group_blocks(
+    layout: Layout,
+    groups: tuple[KVCacheGroup, ...],
+    budget: int,
+    block_size: int,
+    min_blocks: int,
+    max_num_seqs: int,
+    retention_interval: int | None,
+) -> list[int]:
+    """Blocks per attention group.
+
+    Groups that keep everything get the same number of blocks. A window is resumable once per retention interval and
+    needs its own blocks there, besides those of the running sequences: a fraction of the others' blocks. Without an
+    interval, or without a group that keeps everything, its blocks are as many as the others'.
+    """
+    if not groups:
+        return []
+    fractions, fixed = [], []
+    keeps_all = any(group.kind is not GroupKind.SLIDING_WINDOW for group in groups)
+    for group in groups:
+        window_blocks = -(-(group.window - 1) // block_size) if group.window else 0
+        is_sparse = keeps_all and group.window > 0 and retention_interval is not None
+        if is_sparse and window_blocks * block_size < (retention_interval or 0):
+            fractions.append(window_blocks * block_size / (retention_interval or 1))
+            fixed.append(min_blocks + max_num_seqs * (window_blocks + 1))
+        else:
+            fractions.append(1.0)
+            fixed.append(0)
+    sizes = layout.group_block_bytes
+    free = budget - sum(count * size for count, size in zip(fixed, sizes, strict=True))
+    base = max(0, int(free / sum(part * size for part, size in zip(fractions, sizes, strict=True))))
+    counts = [max(min_blocks, int(base * part) + count) for part, count in zip(fractions, fixed, strict=True)]
+    if sum(count * size for count, size in zip(counts, sizes, strict=True)) > budget:
+        return [min_blocks] * len(groups)
+    return counts
 
 
 def _num_slots(
@@ -153,17 +229,18 @@ def _num_slots(
     running_slots: int,
     max_num_seqs: int,
     *,
+    share: float,
     caches_states: bool,
 ) -> int:
     """Running slots first, then a share for checkpoints (without caching: for prompts to be handed over)."""
     affordable = (budget - min_blocks * block_bytes) // slot_bytes
-    share = int(budget * SLOT_SHARE) // slot_bytes if block_bytes else affordable
+    shared = int(budget * share) // slot_bytes if block_bytes else affordable
     if caches_states:
         # More checkpoints than blocks to hang them on are of no use.
         most = running_slots + budget // block_bytes if block_bytes else affordable
     else:
         most = running_slots + max_num_seqs
-    return max(running_slots, min(share, most, affordable))
+    return max(running_slots, min(shared, most, affordable))
 
 
 def _validate(
@@ -182,6 +259,17 @@ def _validate(
     ):
         if word not in known:
             raise ConfigError(f"{flag} {word!r} is not available; available: {', '.join(known)}", param=flag)
+
+
+def _validate_shares(block_size: int, retention_interval: int | None, slot_share: float | None) -> None:
+    if retention_interval is not None and (retention_interval <= 0 or retention_interval % block_size):
+        flag = "--prefix-cache-retention-interval"
+        raise ConfigError(
+            f"{flag} {retention_interval} must be a positive multiple of --block-size {block_size}", param=flag
+        )
+    if slot_share is not None and not 0 < slot_share < 1:
+        flag = "--state-memory-share"
+        raise ConfigError(f"{flag} {slot_share} must be between 0 and 1", param=flag)
 
 
 def _size(num_bytes: int) -> str:

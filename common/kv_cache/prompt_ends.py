@@ -23,7 +23,7 @@ class PromptEnds:
         self._config = sequences.config
         self._leases = leases
 
-    def finish(self, seq: Sequence, output_row: Any | None, *, seal: bool, event: str = "prompt_end") -> PromptEnd:
+    def finish(self, seq: Sequence, output_row: Any | None, *, seal: bool, origin: str = "prompt_end") -> PromptEnd:
         num_tokens = seq.num_prompt_tokens
         assert seq.pull is None, "the prefix is not here"
         assert seq.num_computed_tokens == num_tokens, f"{seq.num_computed_tokens} of {num_tokens} tokens computed"
@@ -31,7 +31,7 @@ class PromptEnds:
             if seal:
                 self._seal(seq, output_row)
             else:
-                self._keep(seq, output_row, event)
+                self._keep(seq, output_row, origin)
         elif seq.prompt_end is not None and seq.prompt_end.output_row is None:
             seq.prompt_end.output_row = output_row
         self._sequences.drop_save(seq, num_tokens)
@@ -47,7 +47,7 @@ class PromptEnds:
         if existing is None or existing.position != seq.num_prompt_tokens:
             if not self._coordinator.caches_states:
                 return False
-            self._sequences.publish_blocks(seq, 0)
+            self._sequences.publish_blocks(seq, again=True)
             existing = self._coordinator.state.get(seq.keys.key_at(seq.num_prompt_tokens))
         if existing is None:
             return False
@@ -64,38 +64,42 @@ class PromptEnds:
     def _seal(self, seq: Sequence, output_row: Any | None) -> None:
         assert seq.owns_state
         position = seq.num_prompt_tokens
-        tail = self._sequences.tail_block(seq, position)
-        end = self._coordinator.make_checkpoint(seq.keys, position, seq.dst_slot, tail, output_row)
+        tails = self._sequences.tail_blocks(seq, position)
+        end = self._coordinator.make_checkpoint(seq.keys, position, seq.dst_slot, tails, "prompt_end", output_row)
         self._pin_end(seq, end)
         if self._coordinator.caches_states:
-            self._coordinator.publish_checkpoint(end, "prompt_end")
+            self._publish(seq, end)
 
-    def _keep(self, seq: Sequence, output_row: Any | None, event: str) -> None:
+    def _publish(self, seq: Sequence, end: Checkpoint) -> None:
+        self._sequences.publish_windows(seq, end.position)
+        self._coordinator.publish_checkpoint(end)
+
+    def _keep(self, seq: Sequence, output_row: Any | None, origin: str) -> None:
         """Best effort: without memory the end is skipped and counted, the sequence goes on."""
-        coordinator, position = self._coordinator, seq.num_prompt_tokens
-        planned = seq.saves.get(position, 0)
+        coordinator, sequences, position = self._coordinator, self._sequences, seq.num_prompt_tokens
+        planned = seq.saves.get(position)
         publishes = coordinator.caches_states
-        if not publishes and not planned:
+        if planned is None and not publishes:
             return
-        tail = self._sequences.tail_block(seq, position)
-        if not self._config.has_state and not tail and output_row is None:
+        if planned is None and origin == "prompt_end" and not sequences.save_policy.keeps_end(position):
+            return
+        tails = sequences.tail_blocks(seq, position)
+        if not self._config.has_state and not tails and output_row is None:
             return  # a boundary of a dense model is found through its block alone
-        needs_copy = publishes and self._sequences.needs_copy(seq, position)
-        needs_slot = self._config.has_state and not planned
-        if not coordinator.can_allocate(int(needs_copy), int(needs_slot)):
-            reason = "no_slot" if needs_slot and not coordinator.can_allocate(0, 1) else "no_block"
-            self._sequences.counters.checkpoints_skipped[reason] += 1
+        copies = sequences.copies_needed(seq, position) if publishes else [0] * len(seq.tables)
+        needs_slot = self._config.has_state and planned is None
+        if not coordinator.can_allocate(copies, int(needs_slot)):
+            has_blocks = coordinator.can_allocate(copies, 0)
+            sequences.counters.checkpoints_skipped["no_slot" if has_blocks else "no_block"] += 1
             return
-        end = coordinator.make_checkpoint(
-            seq.keys, position, planned or (seq.dst_slot if self._config.has_state else 0), tail, output_row
-        )
+        slot_id = planned.slot_id if planned is not None else seq.dst_slot
+        end = coordinator.make_checkpoint(seq.keys, position, slot_id, tails, origin, output_row)
         self._pin_end(seq, end)
         if publishes:
-            coordinator.publish_checkpoint(end, event)
+            self._publish(seq, end)
         if needs_slot:
-            self._sequences.rotate_slot(seq, end)
-        if needs_copy:
-            self._sequences.continue_in_copy(seq, position)
+            sequences.rotate_slot(seq, end)
+        sequences.continue_in_copies(seq, position, copies)
 
     def fork(self, seq: Sequence, child_id: str) -> bool:
         """A child at the prompt's end, sharing the full blocks."""
@@ -104,30 +108,34 @@ class PromptEnds:
         assert seq.num_computed_tokens == position, "forks are made at the prompt's end"
         coordinator, sequences = self._coordinator, self._sequences
         num_full, num_tail = divmod(position, self._config.block_size)
-        num_full, num_copies = (num_full, int(num_tail > 0)) if self._config.has_attention else (0, 0)
+        num_copies = [int(num_tail > 0)] * len(seq.tables)
         has_state = self._config.has_state
         rotates = seq.prompt_end is None and has_state
         if not coordinator.can_allocate(num_copies, int(has_state) + int(rotates)):
             return False
         if seq.prompt_end is None:
-            tail = sequences.tail_block(seq, position)
-            end = coordinator.make_checkpoint(seq.keys, position, seq.dst_slot if has_state else 0, tail)
+            tails = sequences.tail_blocks(seq, position)
+            slot_id = seq.dst_slot if has_state else 0
+            end = coordinator.make_checkpoint(seq.keys, position, slot_id, tails, "prompt_end")
             self._pin_end(seq, end)
             if rotates:
                 sequences.rotate_slot(seq, end)
         source = seq.prompt_end
         assert source is not None
-        child = Sequence(child_id, seq.keys.fork(), position, write_from=position, num_computed_tokens=position)
-        sequences.add(child)
-        for block_id in seq.block_ids[:num_full]:
-            coordinator.blocks.hold(block_id)
-            child.block_ids.append(block_id)
-        child.num_published_blocks = num_full
+        child = sequences.create(child_id, seq.keys.fork(), position)
+        child.num_computed_tokens = position
+        for group, table, shared in zip(coordinator.groups, child.tables, seq.tables, strict=True):
+            table.block_ids = shared.block_ids[:num_full]
+            table.first_block = shared.first_block
+            table.num_published = num_full
+            table.write_from = position
+            group.pool.hold(table.block_ids[table.first_block :])
         coordinator.pin(source)
         child.src_checkpoint = source
-        if num_copies:
-            child.block_ids.append(coordinator.allocate_block())
-            sequences.copies.push(source.tail_block_id, child.block_ids[-1])
+        if num_tail:
+            for group, table in zip(coordinator.groups, child.tables, strict=True):
+                table.block_ids += coordinator.allocate_blocks(group, 1)
+            sequences.copy_tail(child, source)
         if has_state:
             child.src_slot = source.slot_id
             child.dst_slot = coordinator.allocate_slot()
@@ -138,18 +146,25 @@ class PromptEnds:
             self.finish(seq, None, seal=True)
         end = seq.prompt_end
         assert end is not None
-        blocks, slots = self._coordinator.blocks, self._coordinator.slots
-        num_full = seq.num_prompt_tokens // self._config.block_size if self._config.has_attention else 0
-        full_ids = tuple(seq.block_ids[:num_full])
-        for block_id in full_ids:
-            blocks.lease(block_id)
+        slots = self._coordinator.slots
+        num_full = seq.num_prompt_tokens // self._config.block_size
+        full_tables = tuple(tuple(table.block_ids[:num_full]) for table in seq.tables)
+        for group, table in zip(self._coordinator.groups, full_tables, strict=True):
+            group.pool.lease(block_id for block_id in table if block_id)
         self._coordinator.lease(end)
-        self._leases.add(Lease(lease_id, full_ids, end), deadline_s)
-        block_ids = (*full_ids, end.tail_block_id) if end.tail_block_id else full_ids
+        self._leases.add(Lease(lease_id, full_tables, end), deadline_s)
+        tails = end.tail_block_ids or None
+        tables = tuple(
+            (*table, tails[group_id]) if tails is not None else table for group_id, table in enumerate(full_tables)
+        )
+        generations = tuple(
+            tuple(group.pool.generation(block_id) if block_id else 0 for block_id in table)
+            for group, table in zip(self._coordinator.groups, tables, strict=True)
+        )
         return LeasedPrefix(
             num_tokens=seq.num_prompt_tokens,
-            block_ids=block_ids,
-            block_generations=tuple(blocks.generation(block_id) for block_id in block_ids),
+            tables=tables,
+            generations=generations,
             slot_id=end.slot_id,
             slot_generation=slots.generation(end.slot_id) if end.slot_id else 0,
             key=end.key,
@@ -159,5 +174,5 @@ class PromptEnds:
     def end_lease(self, lease: Lease) -> None:
         """Give back what the lease pinned, tail first."""
         self._coordinator.end_lease(lease.prompt_end)
-        for block_id in reversed(lease.block_ids):
-            self._coordinator.blocks.end_lease(block_id)
+        for group, table in zip(self._coordinator.groups, lease.tables, strict=True):
+            group.pool.end_lease(block_id for block_id in reversed(table) if block_id)

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.prompt_ends import PromptEnds
-from common.kv_cache.results import PullPlan
+from common.kv_cache.results import PullPlan, RemoteHit
 from common.kv_cache.sequence import Pull, Sequence
 from common.kv_cache.sequence_table import SequenceTable
 
@@ -22,28 +22,41 @@ class RemoteIntake:
         self._coordinator = sequences.coordinator
         self._config = sequences.config
         self._prompt_ends = prompt_ends
-        self.quarantined: dict[str, tuple[list[int], list[int]]] = {}  # sequence -> blocks, slots
+        # sequence -> blocks per attention group, slots
+        self.quarantined: dict[str, tuple[tuple[list[int], ...], list[int]]] = {}
 
     def accept(self, seq_id: str, keys: PrefixKeys, num_tokens: int) -> PullPlan | None:
         coordinator, sequences = self._coordinator, self._sequences
-        hit = coordinator.lookup_remote(keys, num_tokens)
+        hit = coordinator.lookup.remote(keys, num_tokens)
         num_blocks = sequences.blocks_for(num_tokens)
-        num_found = len(hit.block_ids)
-        uses_tail = hit.num_attention_tokens > hit.num_block_tokens
+        checkpoint = hit.checkpoint
+        uses_tail = checkpoint is not None and bool(checkpoint.tail_block_ids)
         # First touch the hits of all groups, then allocate: allocation may evict what was just found.
-        seq = Sequence(seq_id, keys, num_tokens, write_from=num_tokens, num_published_blocks=num_found)
-        sequences.add(seq)
-        for block_id in hit.block_ids:
-            coordinator.blocks.hold(block_id)
-            seq.block_ids.append(block_id)
-        if hit.checkpoint is not None and (self._config.has_state or uses_tail):
-            coordinator.pin(hit.checkpoint)
-            coordinator.state.touch(hit.checkpoint)
-            seq.src_checkpoint = hit.checkpoint
-        if not coordinator.can_allocate(num_blocks - num_found, int(self._config.has_state)):
+        seq = sequences.create(seq_id, keys, num_tokens)
+        for group, table, found, first in zip(
+            coordinator.groups, seq.tables, hit.tables, hit.first_needed, strict=True
+        ):
+            group.pool.hold(block_id for block_id in found if block_id)
+            table.block_ids = list(found)
+            table.first_block = first
+            table.write_from = num_tokens
+        if checkpoint is not None and (self._config.has_state or uses_tail):
+            coordinator.pin(checkpoint)
+            coordinator.state.touch(checkpoint)
+            seq.src_checkpoint = checkpoint
+        missing = [
+            [i for i in range(first, num_blocks) if i >= len(found) or not found[i]]
+            for found, first in zip(hit.tables, hit.first_needed, strict=True)
+        ]
+        if not coordinator.can_allocate([len(indices) for indices in missing], int(self._config.has_state)):
             sequences.remove(seq)
             return None
-        sequences.grow(seq, num_tokens)
+        coordinator.policy.admitted(keys, num_tokens, hit.block_ids, checkpoint)
+        for group, table, indices in zip(coordinator.groups, seq.tables, missing, strict=True):
+            table.num_published = indices[0] if indices else num_blocks
+            table.block_ids += [0] * (num_blocks - len(table.block_ids))
+            for index, block_id in zip(indices, coordinator.allocate_blocks(group, len(indices)), strict=True):
+                table.block_ids[index] = block_id
         slot_id = 0
         if self._config.has_state:
             seq.src_slot = seq.dst_slot = coordinator.allocate_slot()
@@ -51,47 +64,60 @@ class RemoteIntake:
                 seq.src_slot = seq.src_checkpoint.slot_id
             else:
                 slot_id = seq.dst_slot
-        indices = tuple(range(num_found, num_blocks - int(uses_tail)))
-        seq.pull = Pull(indices, slot_id)
-        state = (num_tokens if hit.checkpoint is not None else 0) if self._config.has_state else None
-        sequences.counters.count_query(
-            num_tokens, attention=hit.num_attention_tokens, state=state, joint=hit.num_attention_tokens
+        read = tuple(tuple(i for i in indices if not (uses_tail and i == num_blocks - 1)) for indices in missing)
+        seq.pull = Pull(read, slot_id)
+        self._count_hit(hit, num_tokens)
+        pairs = tuple(
+            tuple((i, table.block_ids[i]) for i in indices) for table, indices in zip(seq.tables, read, strict=True)
         )
-        return PullPlan(num_tokens, tuple((index, seq.block_ids[index]) for index in indices), slot_id, num_found)
+        return PullPlan(num_tokens, pairs, slot_id, len(hit.block_ids))
+
+    def _count_hit(self, hit: RemoteHit, num_tokens: int) -> None:
+        """Real blocks and tails only; the groups that keep everything set what is reused."""
+        size, checkpoint = self._config.block_size, hit.checkpoint
+        has_tail = checkpoint is not None and bool(checkpoint.tail_block_ids)
+        num_tail = num_tokens % size if has_tail else 0
+        hits = {"joint": hit.num_attention_tokens}
+        for group, table in zip(self._coordinator.groups, hit.tables, strict=True):
+            hits[group.group.label] = (len(table) - table.count(0)) * size + num_tail
+        if self._config.has_state:
+            hits["state"] = num_tokens if checkpoint is not None else 0
+        self._sequences.counters.count_query(num_tokens, hits)
 
     def commit(self, seq: Sequence, output_row: Any | None) -> None:
         assert seq.pull is not None, "nothing was accepted"
-        start, num_tokens, pull = seq.num_published_blocks, seq.num_prompt_tokens, seq.pull
         seq.pull = None
-        seq.num_computed_tokens = num_tokens
+        seq.num_computed_tokens = seq.num_prompt_tokens
         # Only real blocks were counted as cached, so everything pulled is published here.
-        self._sequences.publish_blocks(seq, start)
+        self._sequences.publish_blocks(seq)
         self._mark_null_entries(seq)
         source = seq.src_checkpoint
-        last = len(seq.block_ids) - 1
-        if source is not None and source.tail_block_id and last not in pull.indices:
-            self._sequences.copies.push(source.tail_block_id, seq.block_ids[last])
-        self._prompt_ends.finish(seq, output_row, seal=False, event="pulled")
+        if source is not None and source.tail_block_ids:
+            self._sequences.copy_tail(seq, source)
+        self._prompt_ends.finish(seq, output_row, seal=False, origin="pulled")
 
     def _mark_null_entries(self, seq: Sequence) -> None:
         """The state row of this prefix is [null, .., null, slot]: register the nulls on the attention entries."""
-        if not (self._config.enable_prefix_caching and self._config.has_state and self._config.has_attention):
+        groups, state = self._coordinator.full_groups, self._coordinator.state
+        if not (self._config.enable_prefix_caching and self._config.has_state and groups):
             return
-        attention, state = self._coordinator.attention, self._coordinator.state
         for num_blocks in range(1, -(-seq.num_prompt_tokens // self._config.block_size)):
             key = seq.keys.boundary_key(num_blocks)
             if state.get(key) is None:
-                attention.mark_remote(key)
+                groups[0].mark_remote(key)
 
     def abandon(self, seq: Sequence, *, quarantine: bool) -> None:
         assert seq.pull is not None, "nothing was accepted"
         pull = seq.pull
-        if quarantine and (pull.indices or pull.slot_id):
-            blocks, slots = self.quarantined.setdefault(seq.seq_id, ([], []))
-            for index in reversed(pull.indices):
-                block_id = seq.block_ids.pop(index)
-                self._coordinator.blocks.quarantine(block_id)
-                blocks.append(block_id)
+        if quarantine and (any(pull.indices) or pull.slot_id):
+            tables, slots = self.quarantined.setdefault(seq.seq_id, (tuple([] for _ in seq.tables), []))
+            for group, table, indices, block_ids in zip(
+                self._coordinator.groups, seq.tables, pull.indices, tables, strict=True
+            ):
+                for index in reversed(indices):
+                    block_id = table.block_ids.pop(index)
+                    group.pool.quarantine(block_id)
+                    block_ids.append(block_id)
             if pull.slot_id:
                 self._coordinator.slots.quarantine(pull.slot_id)
                 slots.append(pull.slot_id)
@@ -102,8 +128,9 @@ class RemoteIntake:
         units = self.quarantined.pop(seq_id, None)
         if units is None:
             return False
-        for block_id in units[0]:
-            self._coordinator.blocks.release_quarantined(block_id)
+        for group, block_ids in zip(self._coordinator.groups, units[0], strict=True):
+            for block_id in block_ids:
+                group.pool.release_quarantined(block_id)
         for slot_id in units[1]:
             self._coordinator.slots.release_quarantined(slot_id)
         return True

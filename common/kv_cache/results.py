@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from common.kv_cache.checkpoint import Checkpoint
     from common.kv_cache.keys import PrefixKeys
+    from common.kv_cache.sequence import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +23,36 @@ class PrefixHit:
 
     Attributes:
         num_tokens: resume position; the prompt's length only when ``output_row`` is there (then nothing is computed).
-        num_written_tokens: K/V of positions below this is in shared blocks or in the copied tail: ``write_from``.
-        block_ids: cached full blocks, left to right; may reach beyond ``num_tokens``.
-        num_attention_tokens: tokens in ``block_ids``.
+        tables: per attention group, the cached full blocks left to right, null where a window does not reach; a
+            group that keeps everything may reach beyond ``num_tokens``.
+        num_written: per attention group, rows of positions below this are in shared blocks or in the copied tail.
+        num_attention_tokens: tokens in cached full blocks, as far as every group that keeps everything has them.
         num_state_tokens: position of the deepest usable-or-not checkpoint of this prefix, whatever attention covers.
+        num_windowless_tokens: where the resume would be if sliding windows were no matter.
         junction: block boundary up to which attention matched deeper than the resume; worth a state save.
         checkpoint: the checkpoint to resume from (or, dense, whose tail is continued).
         output_row: row of the prompt's last position when the hit is exact (``num_tokens`` is the whole prompt).
     """
 
     num_tokens: int = 0
-    num_written_tokens: int = 0
-    block_ids: tuple[int, ...] = ()
+    tables: tuple[tuple[int, ...], ...] = ()
+    num_written: tuple[int, ...] = ()
     num_attention_tokens: int = 0
     num_state_tokens: int = 0
+    num_windowless_tokens: int = 0
     junction: int | None = None
     checkpoint: Checkpoint | None = None
     output_row: Any | None = None
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The first attention group's."""
+        return self.tables[0] if self.tables else ()
+
+    @property
+    def num_written_tokens(self) -> int:
+        """The first attention group's."""
+        return self.num_written[0] if self.num_written else self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +60,11 @@ class RemoteHit:
     """What of a prefix of N tokens is here when the rest may be pulled; nothing is pinned.
 
     Attributes:
-        num_attention_tokens: tokens of K/V that need not be moved: the left run of full blocks, or N when the exact
-            checkpoint's tail is here as well. Null positions are never counted.
+        num_attention_tokens: tokens of K/V that need not be moved: the left run of full blocks (of every group that
+            keeps everything), or N when the exact checkpoint's tail is here as well. Null positions are never counted.
         num_block_tokens: the full blocks' part of that.
-        block_ids: those full blocks.
+        tables: per attention group, the prefix's full blocks that are here, 0 where one must be read or none is needed.
+        first_needed: per attention group, index of the first block that is needed at N.
         has_state: the state at exactly N is here (always true without recurrent layers).
         checkpoint: the checkpoint at exactly N, if any.
         num_marked_tokens: deepest block boundary in the left run whose state was once seen on another node only
@@ -57,10 +73,16 @@ class RemoteHit:
 
     num_attention_tokens: int
     num_block_tokens: int
-    block_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    first_needed: tuple[int, ...]
     has_state: bool
     checkpoint: Checkpoint | None
     num_marked_tokens: int
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The left run of the first attention group."""
+        return tuple(takewhile(bool, self.tables[0])) if self.tables else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +91,24 @@ class PullPlan:
 
     Attributes:
         num_tokens: length of the prefix.
-        block_pairs: (index in the prompt's block table, local block id) to be read, ascending.
+        pairs: per attention group, (index in the prompt's block table, local block id) to be read, ascending.
         slot_id: slot to read the state into; 0 when no state is needed.
-        num_cached_blocks: real blocks found here, null padding not counted.
+        num_cached_blocks: real blocks found here (first attention group), null padding not counted.
     """
 
     num_tokens: int
-    block_pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[tuple[int, int], ...], ...]
     slot_id: int
     num_cached_blocks: int
 
     @property
+    def block_pairs(self) -> tuple[tuple[int, int], ...]:
+        """The first attention group's."""
+        return self.pairs[0] if self.pairs else ()
+
+    @property
     def is_empty(self) -> bool:
-        return not self.block_pairs and self.slot_id == 0
+        return not any(self.pairs) and self.slot_id == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +126,51 @@ class PromptEnd:
 class LeasedPrefix:
     """A prompt pinned for a remote reader until release or expiry.
 
-    ``block_ids`` cover ``num_tokens`` positions, the tail block last; generations are those at lease time.
+    ``tables`` cover ``num_tokens`` positions per attention group, the tail block last, null below a window;
+    generations are those at lease time (0 for a null entry).
     """
 
     num_tokens: int
-    block_ids: tuple[int, ...]
-    block_generations: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    generations: tuple[tuple[int, ...], ...]
     slot_id: int
     slot_generation: int
     key: bytes
     output_row: Any | None
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The first attention group's."""
+        return self.tables[0] if self.tables else ()
+
+    @property
+    def block_generations(self) -> tuple[int, ...]:
+        """The first attention group's."""
+        return self.generations[0] if self.generations else ()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
     """One sequence as the scheduler sees it, at the moment of the call.
 
-    ``block_ids`` is the live table (do not mutate; copy it if kept across calls). ``src_slot`` is the checkpoint's (or
-    null) slot before the first step, then the running slot; ``dst_slot`` is the running slot.
+    ``tables`` are the live block tables, one per attention group (do not mutate; copy them if kept across calls), null
+    where a window does not reach; rows of positions below ``write_from`` are there already. ``src_slot`` is the
+    checkpoint's (or null) slot before the first step, then the running slot; ``dst_slot`` is the running slot.
     """
 
-    block_ids: Sequence[int]
-    write_from: int
+    tables: Sequence[BlockTable]
     src_slot: int
     dst_slot: int
     num_computed_tokens: int
     num_prompt_tokens: int
     keys: PrefixKeys
+
+    @property
+    def block_ids(self) -> Sequence[int]:
+        """The first attention group's table."""
+        return self.tables[0].block_ids if self.tables else ()
+
+    @property
+    def write_from(self) -> int:
+        """The first attention group's."""
+        return self.tables[0].write_from if self.tables else 0

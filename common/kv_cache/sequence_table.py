@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.kv_cache.block_group import BlockGroupManager
 from common.kv_cache.checkpoint import Checkpoint
 from common.kv_cache.coordinator import Coordinator
 from common.kv_cache.copies import CopyQueue
-from common.kv_cache.sequence import Sequence
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.saves import SavePolicy
+from common.kv_cache.sequence import BlockTable, Save, Sequence
+from common.kv_cache.sliding_window import SlidingWindowManager
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.stats import CacheCounters
 
 
 class SequenceTable:
-    def __init__(self, config: KVCacheConfig, coordinator: Coordinator, counters: CacheCounters) -> None:
+    def __init__(
+        self, config: KVCacheConfig, coordinator: Coordinator, save_policy: SavePolicy, counters: CacheCounters
+    ) -> None:
         self.config = config
         self.coordinator = coordinator
+        self.save_policy = save_policy
         self.counters = counters
-        self.copies = CopyQueue(coordinator.blocks)
+        self.copies = tuple(CopyQueue(group.pool) for group in coordinator.groups)
         self._by_id: dict[str, Sequence] = {}
 
     def __contains__(self, seq_id: str) -> bool:
@@ -36,51 +43,107 @@ class SequenceTable:
     def __getitem__(self, seq_id: str) -> Sequence:
         return self._by_id[seq_id]
 
-    def add(self, seq: Sequence) -> None:
-        assert seq.seq_id not in self._by_id, f"sequence {seq.seq_id} exists"
-        self._by_id[seq.seq_id] = seq
+    def create(self, seq_id: str, keys: PrefixKeys, num_prompt_tokens: int) -> Sequence:
+        assert seq_id not in self._by_id, f"sequence {seq_id} exists"
+        tables = tuple(BlockTable() for _ in self.coordinator.groups)
+        seq = self._by_id[seq_id] = Sequence(seq_id, keys, num_prompt_tokens, tables)
+        return seq
+
+    def rows(self, seq: Sequence) -> Iterator[tuple[BlockGroupManager, BlockTable, CopyQueue]]:
+        """Per attention group: its manager, the sequence's table, the copies to run."""
+        return zip(self.coordinator.groups, seq.tables, self.copies, strict=True)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size) if self.config.has_attention else 0
+        """Entries of a table that covers ``num_tokens`` positions."""
+        return -(-num_tokens // self.config.block_size)
+
+    def missing_blocks(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Per attention group, how many blocks ``grow`` would allocate."""
+        num_blocks = self.blocks_for(num_tokens)
+        return [max(0, num_blocks - len(table.block_ids)) for table in seq.tables]
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
         """Append fresh blocks until ``num_tokens`` positions are covered."""
-        for _ in range(self.blocks_for(num_tokens) - len(seq.block_ids)):
-            seq.block_ids.append(self.coordinator.allocate_block())
+        for group, table, num_fresh in zip(
+            self.coordinator.groups, seq.tables, self.missing_blocks(seq, num_tokens), strict=True
+        ):
+            if num_fresh:
+                table.block_ids += self.coordinator.allocate_blocks(group, num_fresh)
 
-    def publish_blocks(self, seq: Sequence, start: int) -> None:
-        """Name the complete blocks from table index ``start`` on, as far as keys are known; first publisher wins."""
-        if not (self.config.enable_prefix_caching and self.config.has_attention):
+    def publish_blocks(self, seq: Sequence, *, again: bool = False) -> None:
+        """Name the complete blocks, as far as keys are known; first publisher wins. ``again``: from the start, since
+        what was found or lost before may have been evicted meanwhile."""
+        if not self.config.enable_prefix_caching:
             return
-        attention, keys = self.coordinator.attention, seq.keys
-        end = min(seq.num_computed_tokens, keys.num_tokens) // self.config.block_size
-        for index in range(start, end):
-            attention.publish(keys.boundary_key(index + 1), seq.block_ids[index])
-        seq.num_published_blocks = max(seq.num_published_blocks, end)
+        size = self.config.block_size
+        end = min(seq.num_computed_tokens, seq.keys.num_tokens) // size
+        for group, table in zip(self.coordinator.groups, seq.tables, strict=True):
+            start = table.first_block if again else table.num_published
+            positions = None
+            if isinstance(group, SlidingWindowManager):
+                positions = self.save_policy.window_positions(start * size, end * size, seq.num_prompt_tokens)
+            if positions is None:
+                group.publish_run(seq.keys, table.block_ids, start, end)
+            else:
+                for position in positions:
+                    self._publish_window(seq, group, table, position)
+            table.num_published = max(table.num_published, end)
 
-    def tail_block(self, seq: Sequence, position: int) -> int:
-        """Block whose first rows are the tail below ``position``; 0 on a boundary. Bytes are there now, not pending."""
-        if position % self.config.block_size == 0 or not self.config.has_attention:
-            return 0
-        return self.copies.origin(seq.block_ids[position // self.config.block_size])
+    def publish_windows(self, seq: Sequence, position: int) -> None:
+        """Name what going on at ``position`` reads of sliding windows, whatever the retention interval declined."""
+        for group, table in zip(self.coordinator.groups, seq.tables, strict=True):
+            if isinstance(group, SlidingWindowManager):
+                self._publish_window(seq, group, table, position)
 
-    def needs_copy(self, seq: Sequence, position: int) -> bool:
-        """Whether publishing the tail at ``position`` takes the sequence's open block away from it."""
+    def _publish_window(self, seq: Sequence, group: BlockGroupManager, table: BlockTable, position: int) -> None:
+        start = max(group.first_needed(position), table.first_block)
+        group.publish_run(seq.keys, table.block_ids, start, position // self.config.block_size)
+
+    def release_passed(self, seq: Sequence) -> None:
+        """Give back the blocks that the windows have left: null entries from now on."""
+        for group, table in zip(self.coordinator.groups, seq.tables, strict=True):
+            first = group.first_needed(seq.num_computed_tokens)
+            if first > table.first_block:
+                passed = [block_id for block_id in table.block_ids[table.first_block : first] if block_id]
+                table.block_ids[table.first_block : first] = [0] * (first - table.first_block)
+                table.first_block = first
+                group.pool.drop(passed)
+
+    def tail_blocks(self, seq: Sequence, position: int) -> tuple[int, ...]:
+        """Per attention group, the block whose first rows are the tail below ``position``; () on a boundary. Bytes are
+        there now, not pending."""
         index, num_tail = divmod(position, self.config.block_size)
-        if num_tail == 0 or not self.config.has_attention:
-            return False
-        is_complete = (index + 1) * self.config.block_size <= max(seq.num_computed_tokens, seq.write_from)
-        return not is_complete and seq.block_ids[index] not in self.copies
+        if num_tail == 0:
+            return ()
+        return tuple(copies.origin(table.block_ids[index]) for _, table, copies in self.rows(seq))
 
-    def continue_in_copy(self, seq: Sequence, position: int) -> None:
-        """Leave the open block at ``position`` to a checkpoint; the sequence goes on in a copy of it."""
+    def copies_needed(self, seq: Sequence, position: int) -> list[int]:
+        """Per attention group, 1 when publishing the tail at ``position`` takes the sequence's open block away."""
+        index, num_tail = divmod(position, self.config.block_size)
+        needed = []
+        for _, table, copies in self.rows(seq):
+            is_complete = (index + 1) * self.config.block_size <= max(seq.num_computed_tokens, table.write_from)
+            needed.append(int(num_tail > 0 and not is_complete and table.block_ids[index] not in copies))
+        return needed
+
+    def continue_in_copies(self, seq: Sequence, position: int, needed: list[int]) -> None:
+        """Leave the open blocks at ``position`` to a checkpoint; the sequence goes on in copies of them."""
         index = position // self.config.block_size
-        source = seq.block_ids[index]
-        seq.block_ids[index] = self.coordinator.allocate_block()
-        self.copies.push(source, seq.block_ids[index])
-        self.coordinator.blocks.drop(source)
+        for is_needed, (group, table, copies) in zip(needed, self.rows(seq), strict=True):
+            if is_needed:
+                source = table.block_ids[index]
+                table.block_ids[index] = self.coordinator.allocate_blocks(group, 1)[0]
+                copies.push(source, table.block_ids[index])
+                group.pool.drop((source,))
+
+    def copy_tail(self, seq: Sequence, checkpoint: Checkpoint, skipped: tuple[bool, ...] = ()) -> None:
+        """The tail of a checkpoint, copied into the sequence's own blocks; ``skipped``: groups that have the rows."""
+        index = checkpoint.position // self.config.block_size
+        for group_id, source in enumerate(checkpoint.tail_block_ids):
+            if not (skipped and skipped[group_id]):
+                self.copies[group_id].push(source, seq.tables[group_id].block_ids[index])
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -91,13 +154,16 @@ class SequenceTable:
         assert checkpoint.slot_id == seq.dst_slot
         self.coordinator.pin(checkpoint)
         seq.src_checkpoint = checkpoint
-        self.coordinator.slots.drop(seq.dst_slot)
+        self.coordinator.slots.drop((seq.dst_slot,))
         seq.dst_slot = self.coordinator.allocate_slot()
 
+    def plan_save(self, seq: Sequence, position: int, origin: str) -> None:
+        seq.saves[position] = Save(self.coordinator.allocate_slot(), origin)
+
     def drop_save(self, seq: Sequence, position: int) -> None:
-        slot_id = seq.saves.pop(position, 0)
-        if slot_id:
-            self.coordinator.slots.drop(slot_id)
+        save = seq.saves.pop(position, None)
+        if save is not None:
+            self.coordinator.slots.drop((save.slot_id,))
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -105,13 +171,13 @@ class SequenceTable:
         """Give everything back, blocks tail first so that the deep end of a prefix is evicted before its start."""
         coordinator = self.coordinator
         del self._by_id[seq.seq_id]
-        self.copies.cancel(seq.block_ids)
         for position in list(seq.saves):
             self.drop_save(seq, position)
         for checkpoint in (seq.src_checkpoint, seq.prompt_end):
             if checkpoint is not None:
                 coordinator.unpin(checkpoint)
         if seq.dst_slot:
-            coordinator.slots.drop(seq.dst_slot)
-        for block_id in reversed(seq.block_ids):
-            coordinator.blocks.drop(block_id)
+            coordinator.slots.drop((seq.dst_slot,))
+        for group, table, copies in self.rows(seq):
+            copies.cancel(table.block_ids)
+            group.pool.drop(filter(None, reversed(table.block_ids)))

@@ -1,7 +1,7 @@
 """Replay a request trace through the real cache manager: no model, no torch, the same numbers every time.
 
 For capacity planning and for comparing policies. Requests run one after the other, in file order, each to its end:
-lookup, admit, one step for the prompt, one for the output, free with donation.
+lookup, admit, as few steps as the cache mode allows, free with donation.
 
 A trace is JSON lines, either {"timestamp", "input_length", "output_length", "hash_ids"} with one id per 512 tokens
 (equal ids = equal content) or {"timestamp", "prompt_token_ids", "output_token_ids"}. A hash-id trace has no finer
@@ -12,26 +12,37 @@ outputs are unique.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.kv_cache.eviction import EVICTION_POLICIES
 from common.kv_cache.geometry import model_geometry
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.planner import EVICTION_POLICIES, MAMBA_CACHE_MODES, plan_cache
+from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
 from common.kv_cache.spec import DTYPE_BYTES
 
 TOKENS_PER_HASH_ID = 512
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SEQ_ID = "request"
+_CACHE_FLAGS = {
+    "kv_cache_memory": "kv_cache_memory_bytes",
+    "block_size": "block_size",
+    "mamba_cache_mode": "mamba_cache_mode",
+    "prefix_cache_retention_interval": "retention_interval",
+    "eviction_policy": "eviction_policy",
+    "state_memory_share": "slot_share",
+}
+"""Flag -> parameter of ``simulate``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,9 @@ def simulate(
     block_size: int = 16,
     dtype: str = "auto",
     mamba_cache_mode: str = "auto",
-    eviction_policy: str = "lru",
+    retention_interval: int | None = None,
+    eviction_policy: str = EVICTION_POLICIES[0],
+    slot_share: float | None = None,
 ) -> dict[str, Any]:
     """The figures of `tandem simulate` as one JSON-able object."""
     started = time.perf_counter()
@@ -96,7 +109,9 @@ def simulate(
         block_size=block_size,
         root_key=b"simulate",
         mamba_cache_mode=mamba_cache_mode,
+        retention_interval=retention_interval,
         eviction_policy=eviction_policy,
+        slot_share=slot_share,
     )
     manager = KVCacheManager(plan.config)
     seen: set[bytes] = set()
@@ -114,7 +129,8 @@ def simulate(
             keys.extend(request.output_token_ids)
         else:
             totals["hit"] += num_hit
-        seen.update(keys.boundary_key(index) for index in range(1, keys.num_tokens // block_size + 1))
+        num_blocks = keys.num_tokens // block_size
+        seen.update(keys.boundary_keys(num_blocks)[1 : num_blocks + 1])
     stats = manager.stats()
     lost = dict(stats.lost_tokens)
     if totals["too_long"]:
@@ -148,30 +164,32 @@ def _replay(manager: KVCacheManager, keys: PrefixKeys, request: TraceRequest) ->
     hit = manager.lookup(keys, num_prompt)
     if not manager.admit(_SEQ_ID, keys, hit, num_tokens):
         return None
-    wanted = set(manager.save_positions(num_prompt, hit))
-    if wanted and request.boundary:
-        wanted.add(request.boundary)
-    if hit.num_tokens < num_prompt:
-        manager.plan_saves(_SEQ_ID, hit.num_tokens, num_prompt, wanted)
-        manager.take_block_copies()
-        manager.complete_step(_SEQ_ID, num_prompt)
+    wanted = manager.save_positions(num_prompt, hit, (request.boundary,) if request.boundary else ())
+    done = hit.num_tokens
+    while done < num_prompt:
+        done = _step(manager, done, done + manager.chunk_size(done, num_prompt - done, num_prompt), wanted)
     manager.finish_prompt(_SEQ_ID, _SEQ_ID)
     keys.extend(request.output_token_ids)
-    if num_tokens > num_prompt:
-        manager.take_block_copies()
-        manager.complete_step(_SEQ_ID, num_tokens)
+    size = keys.block_size if manager.config.mamba_cache_mode == "align" else num_tokens
+    while done < num_tokens:
+        done = _step(manager, done, min(num_tokens, done // size * size + size), wanted)
     manager.free(_SEQ_ID, donate=True)
     return hit.num_tokens
 
 
+def _step(manager: KVCacheManager, start: int, end: int, wanted: Mapping[int, str]) -> int:
+    manager.plan_saves(_SEQ_ID, start, end, wanted)
+    for group in manager.config.geometry.attention_groups:
+        manager.take_block_copies(group.group_id)
+    manager.complete_step(_SEQ_ID, end)
+    return end
+
+
 def _ideal_hit(keys: PrefixKeys, seen: set[bytes]) -> int:
     """Tokens an infinite cache would have, to the block."""
-    num_blocks = 0
-    for index in range(1, keys.num_tokens // keys.block_size + 1):
-        if keys.boundary_key(index) not in seen:
-            break
-        num_blocks = index
-    return num_blocks * keys.block_size
+    num_blocks = keys.num_tokens // keys.block_size
+    found = itertools.takewhile(seen.__contains__, keys.boundary_keys(num_blocks)[1 : num_blocks + 1])
+    return sum(1 for _ in found) * keys.block_size
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -208,28 +226,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, one request each")
     parser.add_argument("--limit", type=int, default=None, help="replay only the first N requests")
     parser.add_argument("--model-config", type=Path, required=True, help="model folder or its config.json")
-    parser.add_argument("--kv-cache-memory", type=parse_bytes, default=8 << 30, help="bytes of cache, e.g. 8GiB")
     parser.add_argument("--dtype", choices=["auto", *DTYPE_BYTES], default="auto")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
-    parser.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, default="auto")
-    parser.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default="lru")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; with several values, a list of them"
+    )
+    several = parser.add_argument_group("cache flags", "Several values of a flag give a table over all combinations.")
+    several.add_argument(
+        "--kv-cache-memory", type=parse_bytes, nargs="+", default=[8 << 30], help="bytes of cache, e.g. 8GiB"
+    )
+    several.add_argument("--block-size", type=int, nargs="+", default=[16], help="tokens per block")
+    several.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, nargs="+", default=[MAMBA_CACHE_MODES[0]])
+    several.add_argument(
+        "--prefix-cache-retention-interval", type=int, nargs="+", default=[None], help="tokens between kept states"
+    )
+    several.add_argument("--eviction-policy", choices=EVICTION_POLICIES, nargs="+", default=[EVICTION_POLICIES[0]])
+    several.add_argument(
+        "--state-memory-share", type=float, nargs="+", default=[None], help="part of the memory for states, 0 to 1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    figures = simulate(
-        args.trace,
-        args.limit,
-        model_config_path=args.model_config,
-        kv_cache_memory_bytes=args.kv_cache_memory,
-        block_size=args.block_size,
-        dtype=args.dtype,
-        mamba_cache_mode=args.mamba_cache_mode,
-        eviction_policy=args.eviction_policy,
-    )
+    flags = {flag: getattr(args, flag) for flag in _CACHE_FLAGS}
+    rows = []
+    for values in itertools.product(*flags.values()):
+        setting = dict(zip(flags, values, strict=True))
+        figures = simulate(
+            args.trace,
+            args.limit,
+            model_config_path=args.model_config,
+            dtype=args.dtype,
+            **{_CACHE_FLAGS[flag]: value for flag, value in setting.items()},
+        )
+        varied = {flag: value for flag, value in setting.items() if len(flags[flag]) > 1}
+        rows.append({**varied, **figures})
     if args.json:
-        sys.stdout.write(json.dumps(figures) + "\n")
+        sys.stdout.write(json.dumps(rows if len(rows) > 1 else rows[0]) + "\n")
+    elif len(rows) > 1:
+        sys.stdout.write(_table(rows, [flag for flag in flags if len(flags[flag]) > 1]))
     else:
-        for name, value in figures.items():
+        for name, value in rows[0].items():
             sys.stdout.write(f"{name:<15} {value:.4f}\n" if isinstance(value, float) else f"{name:<15} {value}\n")
     return 0
+
+
+def _table(rows: list[dict[str, Any]], varied: list[str]) -> str:
+    """One line per combination, the best hit rate marked."""
+    best = max(row["hit_rate"] for row in rows)
+    lines = [[*varied, "blocks", "slots", "hit_rate", "seconds"]]
+    for row in rows:
+        rate = f"{row['hit_rate']:.2%}" + ("*" if row["hit_rate"] == best else " ")
+        cells = [f"{row[flag] / (1 << 30):g}GiB" if flag == "kv_cache_memory" else str(row[flag]) for flag in varied]
+        lines.append([*cells, str(row["blocks"]), str(row["slots"]), rate, f"{row['seconds']:.1f}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + "\n" for line in lines
+    )

@@ -1,8 +1,9 @@
 """What each layer keeps between tokens, as data. No torch: dtypes are names.
 
-A KV cache *group* is all layers of one kind. Full attention shares one block pool (a block is the K/V of ``block_size``
-tokens for all of the group's layers, one contiguous byte range); recurrent layers share one slot pool (a slot is the
-conv + recurrent state of all recurrent layers at one exact token position, one contiguous byte range).
+A KV cache *group* is all layers that keep the same thing for the same tokens. Each attention group (full attention,
+MLA latents, sliding windows of one size) has a block pool of its own: a block is what ``block_size`` tokens leave in
+all of the group's layers, one contiguous byte range. The recurrent layers, of whatever mixers, share one slot pool: a
+slot is the conv + recurrent state of all of them at one exact token position, one contiguous byte range.
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class GroupKind(enum.Enum):
     FULL_ATTENTION = "full_attention"
-    STATE = "state"
+    MLA = "mla"
+    SLIDING_WINDOW = "sliding_window"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayerSpec:
-    """K/V of one attention call site. ``layer_idx`` is the index given to the cache's ``update``."""
+    """What one attention call site keeps. ``layer_idx`` is the index given to the cache's ``update``.
+
+    MLA keeps one latent row a token: ``num_kv_heads`` 1, ``head_size`` its width, ``head_size_v`` 0. ``window`` is the
+    number of tokens that a query of a sliding window sees, itself included; 0 for the other kinds.
+    """
 
     layer_idx: int
     num_kv_heads: int
     head_size: int
     head_size_v: int
     dtype: str
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        assert (self.window > 0) == (self.kind is GroupKind.SLIDING_WINDOW), "a window goes with its kind"
 
     @property
     def bytes_per_token(self) -> int:
@@ -58,6 +69,30 @@ class StateLayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """The attention layers that share a block pool and a block table.
+
+    ``group_id`` counts from 0: full attention, then MLA, then windows, widest first. ``pool_name`` names its units in
+    generation tables and policies, ``label`` in metrics and events.
+    """
+
+    group_id: int
+    kind: GroupKind
+    window: int
+    layers: tuple[AttentionLayerSpec, ...]
+
+    @property
+    def pool_name(self) -> str:
+        return f"blocks_{self.group_id}" if self.group_id else "blocks"
+
+    @property
+    def label(self) -> str:
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            return f"window_{self.window}"
+        return "attention" if self.kind is GroupKind.FULL_ATTENTION else "mla"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """Everything the cache must know of a model: derived from the raw config, checked against the loaded model.
 
@@ -72,13 +107,32 @@ class ModelGeometry:
     attention_layers: tuple[AttentionLayerSpec, ...]
     state_layers: tuple[StateLayerSpec, ...]
 
+    @property
+    def attention_groups(self) -> tuple[KVCacheGroup, ...]:
+        order = list(GroupKind)
+        kinds = sorted(
+            {(layer.kind, layer.window) for layer in self.attention_layers},
+            key=lambda kind: (order.index(kind[0]), -kind[1]),
+        )
+        return tuple(
+            KVCacheGroup(
+                group_id,
+                kind,
+                window,
+                tuple(layer for layer in self.attention_layers if (layer.kind, layer.window) == (kind, window)),
+            )
+            for group_id, (kind, window) in enumerate(kinds)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """Sizes and policy of one node's cache; made by the planner, validated there.
 
-    ``num_blocks`` and ``num_slots`` count the null entry at position 0. ``root_key`` binds model fingerprint, dtype and
-    layout version: it is the start of every key chain.
+    ``num_blocks`` (first attention group), ``extra_num_blocks`` (the further ones, in order) and ``num_slots`` count
+    the null entry at position 0. ``root_key`` binds model fingerprint, dtype and layout version: it is the start of
+    every key chain. ``retention_interval`` is in tokens, a multiple of ``block_size``; None: every boundary in modes
+    ``all`` and ``align`` and for windows, no grid in ``auto``.
     """
 
     geometry: ModelGeometry
@@ -88,7 +142,10 @@ class KVCacheConfig:
     root_key: bytes
     enable_prefix_caching: bool = True
     mamba_cache_mode: str = "auto"
-    eviction_policy: str = "lru"
+    eviction_policy: str = "value"
+    retention_interval: int | None = None
+    enable_events: bool = False
+    extra_num_blocks: tuple[int, ...] = ()
     max_checkpoints: int = field(default=65536)
 
     @property
@@ -98,3 +155,15 @@ class KVCacheConfig:
     @property
     def has_state(self) -> bool:
         return bool(self.geometry.state_layers)
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether checkpoints are published (ends of prompts, for dense models)."""
+        return self.enable_prefix_caching and not (self.has_state and self.mamba_cache_mode == "none")
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        """Pool name -> units, the null entry included. The first block pool and the slots are always there."""
+        names = [group.pool_name for group in self.geometry.attention_groups] or ["blocks"]
+        sizes = (self.num_blocks, *self.extra_num_blocks)
+        return {**dict(zip(names, sizes, strict=True)), "slots": self.num_slots}

@@ -11,21 +11,30 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from common.kv_cache.checkpoint import Checkpoint
+from common.kv_cache.events import EventLog
+from common.kv_cache.eviction import EvictionPolicy
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.unit_pool import UnitPool
 
 MAX_PER_BOUNDARY = 8
 
-_Key = TypeVar("_Key", bytes, int)
+STATE_LABEL = "state"
+"""The group's name in events and metrics."""
+
+_Key = TypeVar("_Key", bytes, tuple[int, int])
 
 
 class StateManager:
-    def __init__(self, pool: UnitPool, max_checkpoints: int) -> None:
+    def __init__(
+        self, pool: UnitPool, max_checkpoints: int, policy: EvictionPolicy, events: EventLog | None = None
+    ) -> None:
         self.pool = pool
         self.max_checkpoints = max_checkpoints
+        self._policy = policy
+        self._events = events
         self._by_key: OrderedDict[bytes, Checkpoint] = OrderedDict()  # least recently used first
         self._by_boundary: dict[bytes, list[Checkpoint]] = {}
-        self._by_tail: dict[int, list[Checkpoint]] = {}
+        self._by_tail: dict[tuple[int, int], list[Checkpoint]] = {}  # attention group, block
         self._by_slot: dict[int, Checkpoint] = {}
         self._clock = 0
 
@@ -45,14 +54,19 @@ class StateManager:
         """Checkpoints that hang on the block ending at this boundary, longest tail first."""
         return tuple(self._by_boundary.get(boundary_key, ()))
 
-    def with_tail(self, block_id: int) -> tuple[Checkpoint, ...]:
-        return tuple(self._by_tail.get(block_id, ()))
+    def depends_on(self, group_id: int, block_id: int, key: bytes | None) -> bool:
+        """Whether a checkpoint hangs on this block, of that key, or has its tail in it."""
+        return key in self._by_boundary or (group_id, block_id) in self._by_tail
+
+    def with_tail(self, group_id: int, block_id: int) -> tuple[Checkpoint, ...]:
+        return tuple(self._by_tail.get((group_id, block_id), ()))
 
     def matching(self, keys: PrefixKeys, num_tokens: int) -> Iterator[Checkpoint]:
         """Checkpoints of this prefix at or below ``num_tokens``, deepest first."""
         size = keys.block_size
+        chain, by_boundary = keys.boundary_keys(num_tokens // size), self._by_boundary
         for num_blocks in range(num_tokens // size, -1, -1):
-            bucket = self._by_boundary.get(keys.boundary_key(num_blocks))
+            bucket = by_boundary.get(chain[num_blocks])
             if not bucket:
                 continue
             start = num_blocks * size
@@ -82,29 +96,38 @@ class StateManager:
             return victim is not None, victim
         return True, None
 
-    def add(self, checkpoint: Checkpoint) -> None:
+    def add(self, checkpoint: Checkpoint, block_id: int) -> None:
+        """Publish. ``block_id``: the full block it hangs on (0: none)."""
         assert checkpoint.key not in self._by_key
         checkpoint.is_published = True
         self._by_key[checkpoint.key] = checkpoint
         bucket = self._by_boundary.setdefault(checkpoint.boundary_key, [])
         bucket.append(checkpoint)
         bucket.sort(key=lambda other: -other.position)
-        if checkpoint.tail_block_id:
-            self._by_tail.setdefault(checkpoint.tail_block_id, []).append(checkpoint)
+        for place in enumerate(checkpoint.tail_block_ids):
+            self._by_tail.setdefault(place, []).append(checkpoint)
         if checkpoint.slot_id:
             self._by_slot[checkpoint.slot_id] = checkpoint
             self.pool.add_content(checkpoint.slot_id)
         self.touch(checkpoint)
+        self._policy.checkpoint_stored(checkpoint, block_id)
+        if self._events is not None:
+            self._events.stored(
+                STATE_LABEL, checkpoint.boundary_key, (checkpoint.key,), checkpoint.position, is_checkpoint=True
+            )
 
     def remove(self, checkpoint: Checkpoint) -> None:
         checkpoint.is_published = False
         del self._by_key[checkpoint.key]
         _discard(self._by_boundary, checkpoint.boundary_key, checkpoint)
-        if checkpoint.tail_block_id:
-            _discard(self._by_tail, checkpoint.tail_block_id, checkpoint)
+        for place in enumerate(checkpoint.tail_block_ids):
+            _discard(self._by_tail, place, checkpoint)
         if checkpoint.slot_id:
             del self._by_slot[checkpoint.slot_id]
             self.pool.remove_content(checkpoint.slot_id)
+        self._policy.checkpoint_removed(checkpoint)
+        if self._events is not None:
+            self._events.removed(STATE_LABEL, checkpoint.key, checkpoint.position, is_checkpoint=True)
 
 
 def _discard(index: dict[_Key, list[Checkpoint]], key: _Key, checkpoint: Checkpoint) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 class CacheCounters:
     """Totals since start. Reasons come from small fixed sets and become metric labels.
 
-    ``hit_tokens`` by group: attention (real cached blocks and tails, null padding never), state (position resumed
-    from), joint (tokens nobody computes or moves for the request). ``lost_tokens``: found by one group, not by all.
+    ``hit_tokens`` by group: attention, mla, window_<tokens> (real cached blocks and tails, null padding never), state
+    (position resumed from), joint (tokens nobody computes or moves for the request). ``lost_tokens``: found by one
+    group, not by all, by the group that lacked them (no_state, no_window, no_attention).
     """
 
     query_tokens: int = 0
@@ -24,20 +25,18 @@ class CacheCounters:
     evictions: Counter[str] = field(default_factory=Counter)
     leases_expired: int = 0
 
-    def count_query(self, num_tokens: int, *, attention: int, state: int | None, joint: int) -> None:
-        """``state`` None: the model has no recurrent layers."""
+    def count_query(self, num_tokens: int, hit_tokens: Mapping[str, int]) -> None:
         self.query_tokens += num_tokens
-        self.hit_tokens["attention"] += attention
-        if state is not None:
-            self.hit_tokens["state"] += state
-        self.hit_tokens["joint"] += joint
+        self.hit_tokens.update(hit_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """``blocks``, ``slots``: units by state (free, cached, held, leased, quarantined), without the null entry."""
+    """``blocks`` (the first attention group's), ``slots``: units by state (free, cached, held, leased, quarantined),
+    without the null entry; ``group_blocks``: those of every attention group, by label."""
 
     blocks: Mapping[str, int]
+    group_blocks: Mapping[str, Mapping[str, int]]
     slots: Mapping[str, int]
     num_cached_prefix_blocks: int
     num_marked_blocks: int

@@ -22,39 +22,53 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 class KVStorage:
     """
     Attributes:
-        block_arena, slot_arena: uint8 [num_blocks, block_bytes], [num_slots, slot_bytes].
+        block_arenas: per attention group uint8 [num_blocks, block_bytes].
+        slot_arena: uint8 [num_slots, slot_bytes].
     """
 
     def __init__(self, config: KVCacheConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
         self.layout = make_layout(config.geometry, config.block_size)
-        self.block_arena = _arena(config.num_blocks, self.layout.block_bytes, device)
+        self.block_arenas = tuple(
+            _arena(num_blocks, block_bytes, device)
+            for num_blocks, block_bytes in zip(
+                (config.num_blocks, *config.extra_num_blocks), self.layout.group_block_bytes or (0,), strict=True
+            )
+        )
         self.slot_arena = _arena(config.num_slots, self.layout.slot_bytes, device)
-        self._attention = {
-            layer_idx: (_view(self.block_arena, key), _view(self.block_arena, value))
-            for layer_idx, (key, value) in self.layout.attention.items()
-        }
+        self._attention: dict[int, tuple[Tensor, Tensor]] = {}
+        for arena, group in zip(self.block_arenas, config.geometry.attention_groups, strict=False):
+            for layer in group.layers:
+                key, value = self.layout.attention[layer.layer_idx]
+                self._attention[layer.layer_idx] = (_view(arena, key), _view(arena, value))
         self._state = {
             layer_idx: {name: _view(self.slot_arena, place) for name, place in places.items()}
             for layer_idx, places in self.layout.state.items()
         }
 
+    @property
+    def block_arena(self) -> Tensor:
+        """The first attention group's."""
+        return self.block_arenas[0]
+
     def attention_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K [num_blocks, block_size, num_kv_heads, head_size] and V [.., head_size_v]."""
+        """K [num_blocks, block_size, num_kv_heads, head_size] and V [.., head_size_v] over the pool of its group."""
         return self._attention[layer_idx]
 
     def state_layer(self, layer_idx: int) -> dict[str, Tensor]:
         """name -> [num_slots, *shape]."""
         return self._state[layer_idx]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination); all sources are read before any destination is written."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], group_id: int = 0) -> None:
+        """Copy whole blocks (source, destination) of an attention group; all sources are read before any destination
+        is written."""
         if not pairs:
             return
         sources, destinations = zip(*pairs, strict=True)
         index = torch.tensor([sources, destinations], dtype=torch.int64, device=self.device)
-        self.block_arena[index[1]] = self.block_arena[index[0]]
+        arena = self.block_arenas[group_id]
+        arena[index[1]] = arena[index[0]]
 
     def zero_block(self, block_id: int) -> None:
         self.block_arena[block_id].zero_()

@@ -1,6 +1,7 @@
 """From a command line to a serving node: 1 flags, 2 the port, 3 the model, 4 serve until a signal.
 
-The port is taken before the model is loaded: a port in use is an error at once, not after minutes.
+The port is taken before the model is loaded: a port in use is an error at once, not after minutes. For the same reason
+torch and transformers are imported only after the flags were checked.
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from common.api.serve import bind_socket, configure_logging, run_app, run_main
 from common.config import NodeConfig, parse_node_config
-from common.node.runtime import NodeModel, load_node_model
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from common.node.runtime import NodeModel
 
 GRACE_S = 30
 
 
-def run_node(role: str, default_port: int, create_app: Callable[[NodeConfig, NodeModel], FastAPI]) -> int:
-    """Exit status of the process."""
+def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[NodeConfig, NodeModel], FastAPI]]) -> int:
+    """Exit status of the process. ``import_app`` imports the role's app module and returns its ``create_app``."""
 
     def main() -> int:
         config = parse_node_config(sys.argv[1:], os.environ, role=role, default_port=default_port)
         configure_logging(config.log_level)
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])
+        create_app = import_app()
+        from common.node.runtime import load_node_model
+
         model = load_node_model(config)
         return run_app(create_app(config, model), sock, log_level=config.log_level, grace_s=GRACE_S)
 

@@ -50,12 +50,12 @@ class PeerDirectory:
                 return
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not among the peers of this node (--peers)",
-                param="kv_transfer_params",
+                param="kv_transfer_params.remote_host",
             )
         if not _is_loopback(urlsplit(url).hostname or ""):
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not a loopback address and there are no --peers",
-                param="kv_transfer_params",
+                param="kv_transfer_params.remote_host",
             )
 
     async def connect(self, url: str, engine_id: str, epoch: int) -> Peer:

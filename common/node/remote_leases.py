@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import defaultdict
+from dataclasses import dataclass
 
 from common.errors import TransferError
 from common.node.peers import PeerDirectory
@@ -21,6 +23,14 @@ RENEWALS_PER_LEASE = 6
 """A lease survives several lost renewals in a row."""
 
 RELEASE_TIMEOUT_S = 2.0
+RENEW_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    url: str
+    lease_seconds: float
+    due_s: float  # when to renew next, on time.monotonic
 
 
 class RemoteLeases:
@@ -28,7 +38,7 @@ class RemoteLeases:
 
     def __init__(self, peers: PeerDirectory) -> None:
         self._peers = peers
-        self._held: dict[str, tuple[str, float]] = {}  # lease id -> (holder's URL, lease seconds)
+        self._held: dict[str, _Held] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
@@ -39,22 +49,21 @@ class RemoteLeases:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
         for lease_id in list(self._held):
             self.release(lease_id)
         if self._releases:
             await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
 
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
-        self._held[lease_id] = (url, lease_seconds)
+        self._held[lease_id] = _Held(url, lease_seconds, time.monotonic() + lease_seconds / RENEWALS_PER_LEASE)
         self._changed.set()
 
     def release(self, lease_id: str) -> None:
         """Tells the holder that its memory is free; unknown ids are fine. Does not wait."""
         held = self._held.pop(lease_id, None)
         if held is not None:
-            task = asyncio.create_task(self._release(held[0], lease_id))
+            task = asyncio.create_task(self._release(held.url, lease_id))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
 
@@ -65,19 +74,22 @@ class RemoteLeases:
             logger.warning("lease not released lease_id=%s: %s; it will expire", lease_id, exc)
 
     async def _renew_forever(self) -> None:
+        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in."""
         while True:
-            if not self._held:
-                self._changed.clear()
-                await self._changed.wait()
-            interval = min(seconds for _, seconds in self._held.values()) / RENEWALS_PER_LEASE
-            by_holder: dict[str, list[str]] = defaultdict(list)
-            for lease_id, (url, _) in self._held.items():
-                by_holder[url].append(lease_id)
-            await asyncio.gather(*(self._renew(url, ids, interval) for url, ids in by_holder.items()))
-            await asyncio.sleep(interval)
+            now = time.monotonic()
+            due: dict[str, list[str]] = defaultdict(list)
+            for lease_id, held in self._held.items():
+                if held.due_s <= now:
+                    held.due_s = now + held.lease_seconds / RENEWALS_PER_LEASE
+                    due[held.url].append(lease_id)
+            await asyncio.gather(*(self._renew(url, lease_ids) for url, lease_ids in due.items()))
+            self._changed.clear()
+            next_s = min((held.due_s for held in self._held.values()), default=None)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if next_s is None else next_s - time.monotonic())
 
-    async def _renew(self, url: str, lease_ids: list[str], timeout_s: float) -> None:
+    async def _renew(self, url: str, lease_ids: list[str]) -> None:
         try:
-            await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, max(timeout_s, 0.5))
+            await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, RENEW_TIMEOUT_S)
         except TransferError as exc:
             logger.warning("%d leases not renewed: %s", len(lease_ids), exc)

@@ -26,6 +26,7 @@ from common.kv_cache.planner import plan_cache
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.storage import KVStorage
 from common.models.loader import LoadedModel, load_model
+from common.node.cache_warnings import cache_warnings
 from common.node.pulling import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS
 from common.transfer.backend import Region, TransferBackend
 from common.transfer.nixl_backend import NixlBackend
@@ -69,9 +70,13 @@ def load_node_model(config: NodeConfig) -> NodeModel:
         enable_prefix_caching=config.enable_prefix_caching,
         mamba_cache_mode=config.mamba_cache_mode,
         eviction_policy=config.eviction_policy,
+        retention_interval=config.prefix_cache_retention_interval,
+        slot_share=config.state_memory_share,
     )
     for line in str(plan.report).splitlines():
         logger.info("%s", line)
+    for warning in cache_warnings(config, plan.config, plan.report):
+        logger.warning("%s", warning)
     manager = KVCacheManager(plan.config)
     storage = KVStorage(plan.config, loaded.device)
     runner = ModelRunner(loaded, storage, plan.config)

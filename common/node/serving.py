@@ -49,11 +49,19 @@ THREAD_TOKENISE_CHARS = 20_000
 """Longer texts are tokenised off the event loop (about 10 ms of work)."""
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as tokens, and where in it states are worth keeping (``Request.semantic_boundaries``)."""
+
+    token_ids: list[int]
+    semantic_boundaries: tuple[int, ...] = ()
+
+
 class PrefillLeg(Protocol):
     """How a node hands a computed prompt out."""
 
     async def run(
-        self, request_id: str, prompt_token_ids: list[int], *, cache_salt: str | None, priority: int
+        self, request_id: str, prompt: EncodedPrompt, *, cache_salt: str | None, priority: int
     ) -> tuple[Manifest, RequestOutput]: ...
 
 
@@ -72,6 +80,7 @@ class PromptJob:
     index: int
     request_id: str
     token_ids: list[int]
+    semantic_boundaries: tuple[int, ...]
     sampling: SamplingParams
     manifest: Manifest | None
     choices: list[Choice]
@@ -88,6 +97,8 @@ class Serving:
         self._prefill_leg = prefill_leg
         self._intake = intake
         self._eos_token_ids = frozenset(node.model.loaded.eos_token_ids)
+        cache = node.model.cache_config
+        self._uses_boundaries = cache.has_state and cache.caches_states and cache.mamba_cache_mode == "auto"
 
     async def completions(self, http: HttpRequest) -> Response:
         return await self._serve(http, parse_completion(await read_json_object(http)))
@@ -134,11 +145,11 @@ class Serving:
             raise InvalidRequestError(
                 f"a prefill leg takes one prompt, got {len(prompts)}; send one leg per prompt", param="prompt"
             )
-        token_ids = prompts[0]
+        token_ids = prompts[0].token_ids
         self._sampling(request, token_ids)
         request_id = _engine_request_id(http)
         manifest, output = await self._prefill_leg.run(
-            request_id, token_ids, cache_salt=request.cache_salt, priority=request.priority
+            request_id, prompts[0], cache_salt=request.cache_salt, priority=request.priority
         )
         record.prompt_done(len(token_ids), output)
         record.close_finished(output.finish_reason)
@@ -159,16 +170,23 @@ class Serving:
 
     # --- from body to engine requests
 
-    async def _prompts(self, request: GenerationRequest) -> list[list[int]]:
+    async def _prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
         if isinstance(request, ChatRequest):
-            return [await asyncio.to_thread(self.codec.encode_chat, request)]
+            return [await asyncio.to_thread(self._encode_chat, request)]
         encoded = []
         for prompt in request.prompts:
             if isinstance(prompt, str) and len(prompt) > THREAD_TOKENISE_CHARS:
-                encoded.append(await asyncio.to_thread(self.codec.encode_prompt, prompt))
+                encoded.append(EncodedPrompt(await asyncio.to_thread(self.codec.encode_prompt, prompt)))
             else:
-                encoded.append(self.codec.encode_prompt(prompt))
+                encoded.append(EncodedPrompt(self.codec.encode_prompt(prompt)))
         return encoded
+
+    def _encode_chat(self, request: ChatRequest) -> EncodedPrompt:
+        """Blocks; several milliseconds for a long chat."""
+        token_ids = self.codec.encode_chat(request)
+        if not self._uses_boundaries or len(token_ids) > self._node.model.max_model_len:
+            return EncodedPrompt(token_ids)
+        return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
 
     def _sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
         return to_sampling_params(
@@ -182,20 +200,21 @@ class Serving:
         manifests: list[Manifest] | None = None
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
             manifests = self._manifests(request)
-            prompts = [list(manifest.prompt_token_ids) for manifest in manifests]
+            prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
         else:
             prompts = await self._prompts(request)
         jobs = []
-        for index, token_ids in enumerate(prompts):
-            sampling = self._sampling(request, token_ids)
+        for index, prompt in enumerate(prompts):
+            sampling = self._sampling(request, prompt.token_ids)
             jobs.append(
                 PromptJob(
                     index=index,
                     request_id=_engine_request_id(http),
-                    token_ids=token_ids,
+                    token_ids=prompt.token_ids,
+                    semantic_boundaries=prompt.semantic_boundaries,
                     sampling=sampling,
                     manifest=None if manifests is None or sampling.prompt_logprobs else manifests[index],
-                    choices=self._choices(request, index, token_ids, sampling),
+                    choices=self._choices(request, index, prompt.token_ids, sampling),
                 )
             )
         return jobs
@@ -259,6 +278,7 @@ class Serving:
                 cache_salt=request.cache_salt,
                 remote=remote,
                 arrival_s=time.monotonic(),
+                semantic_boundaries=job.semantic_boundaries,
             )
             outputs = await stack.enter_async_context(contextlib.aclosing(self._node.engine.generate(engine_request)))
             async for output in outputs:

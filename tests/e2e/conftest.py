@@ -31,6 +31,30 @@ def service() -> Iterator[Service]:
         yield running
 
 
+TIGHT_FLAGS = (
+    *("--dtype", "float32"),
+    *("--max-model-len", "2048"),
+    *("--max-num-seqs", "6"),
+    *("--kv-lease-seconds", "2"),
+)
+
+
+@pytest.fixture(scope="session")
+def tight_service() -> Iterator[Service]:
+    """As ``service`` with hardly more memory than one longest sequence needs, short leases, few sequences at once and a
+    slow prefill (16 tokens a step), so that requests queue, evict and preempt each other.
+
+    Reads go over TCP, where the holder's process takes part in each: stopping it keeps a pull in flight.
+    """
+    with Service(
+        checkpoint(FAMILY),
+        prefill_flags=(*TIGHT_FLAGS, "--max-num-batched-tokens", "16", "--kv-cache-memory", "2MiB"),
+        decode_flags=(*TIGHT_FLAGS, "--max-num-batched-tokens", "64", "--kv-cache-memory", "1400KiB"),
+        environment={"UCX_TLS": "tcp,self"},
+    ) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     """transformers' own model of the checkpoint that ``service`` serves."""
@@ -47,6 +71,6 @@ def pytest_runtest_makereport(
         for value in getattr(item, "funcargs", {}).values():
             found = value if isinstance(value, Service) else getattr(value, "service", None)
             if isinstance(found, Service):
-                for node in found.nodes:
+                for node in (each for each in found.nodes if each.process.log.exists()):
                     report.sections.append((f"end of the log of {node.role} {node.url}", node.process.tail()))
     return report

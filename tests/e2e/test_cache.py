@@ -34,7 +34,7 @@ def assert_equals_stock(reference: Reference, prompt: list[int], answer: Answer)
 def test_exact_repeat_when_the_prompt_has_1000_tokens_then_nothing_is_computed_or_moved(
     service: Service, reference: Reference
 ) -> None:
-    prompt = random_tokens(1000, seed=401)
+    prompt = random_tokens(1000, seed=1401)
     nodes = (service.prefill[0], service.decode[0])
     first = complete(service.url, prompt, NUM_TOKENS)
     assert first.cached_tokens == 0
@@ -57,8 +57,8 @@ def test_exact_repeat_when_the_prompt_has_1000_tokens_then_nothing_is_computed_o
 def test_shared_prefix_when_sighted_for_the_third_time_then_only_the_rest_is_computed_and_moved(
     service: Service, reference: Reference
 ) -> None:
-    shared = random_tokens(800, seed=402)
-    prompts = [shared + random_tokens(200, seed=403 + sighting) for sighting in range(3)]
+    shared = random_tokens(800, seed=1402)
+    prompts = [shared + random_tokens(200, seed=1403 + sighting) for sighting in range(3)]
     for prompt in prompts[:2]:
         complete(service.url, prompt, NUM_TOKENS)
     prefill, decode = service.prefill[0], service.decode[0]
@@ -81,10 +81,10 @@ def test_shared_prefix_when_sighted_for_the_third_time_then_only_the_rest_is_com
 def test_turn_two_when_sent_as_token_ids_then_turn_ones_prompt_is_not_computed_again(
     service: Service, reference: Reference
 ) -> None:
-    turn_one = random_tokens(203, seed=411)
+    turn_one = random_tokens(203, seed=1411)
     answer_one = complete(service.url, turn_one, 33)
     before = computed_prompt_tokens(service.prefill + service.decode)
-    turn_two = turn_one + answer_one.token_ids() + random_tokens(41, seed=412)
+    turn_two = turn_one + answer_one.token_ids() + random_tokens(41, seed=1412)
     answer_two = complete(service.url, turn_two, NUM_TOKENS)
     assert answer_two.cached_tokens >= len(turn_one)
     computed = [b - a for a, b in zip(before, computed_prompt_tokens(service.prefill + service.decode), strict=True)]
@@ -112,7 +112,7 @@ def test_turn_two_when_sent_as_chat_then_turn_ones_messages_are_not_computed_aga
 
 
 def test_cache_salt_when_it_differs_then_nothing_is_shared(service: Service) -> None:
-    prompt = random_tokens(300, seed=421)
+    prompt = random_tokens(300, seed=1421)
     answers = [complete(service.url, prompt, 8, cache_salt=salt) for salt in ("tenant a", "tenant b", "tenant a")]
     assert [answer.cached_tokens for answer in answers] == [0, 0, 300]
     assert answers[1].trace["decode_cached_tokens"] == 0
@@ -141,7 +141,7 @@ def test_answers_when_states_are_not_cached_then_equal_stock_with_nothing_cached
 ) -> None:
     flag, service = uncached
     decode = service.decode[0]
-    prompts = [random_tokens(1000, seed=401), random_tokens(100, seed=431), random_tokens(33, seed=432)]
+    prompts = [random_tokens(1000, seed=1401), random_tokens(100, seed=1431), random_tokens(33, seed=1432)]
     for sighting in range(2):
         for prompt in prompts:
             answer = complete(service.url, prompt, NUM_TOKENS)

@@ -50,7 +50,7 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_sto
     proxy, decode = small
     assert info(decode)["num_blocks"] == NUM_BLOCKS + 1
     start = decode.check_cache()
-    prompts = [random_tokens(PROMPT_TOKENS, seed=600 + index) for index in range(NUM_REQUESTS)]
+    prompts = [random_tokens(PROMPT_TOKENS, seed=1600 + index) for index in range(NUM_REQUESTS)]
     answers = together([lambda p=prompt: complete(proxy.url, p, NUM_TOKENS) for prompt in prompts])
     assert metric(decode, "preemptions_total") > 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -60,4 +60,21 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_sto
     wait_settled(service.prefill[0], decode)
     end = decode.check_cache()
     for pool in ("blocks", "slots"):
-        assert end[pool]["free"] + end[pool]["cached"] == start[pool]["free"]
+        assert end[pool]["free"] + end[pool]["cached"] == sum(start[pool].values())
+
+
+def test_seeded_forks_when_memory_runs_out_then_give_the_answers_that_they_give_with_room(
+    service: Service, small: tuple[Node, Node]
+) -> None:
+    proxy, decode = small
+    prompts = [random_tokens(PROMPT_TOKENS, seed=1620 + index) for index in range(3)]
+    fields = {"n": 3, "seed": 11, "temperature": 1.0}
+    before = metric(decode, "preemptions_total")
+    answers = together([lambda p=prompt: complete(proxy.url, p, NUM_TOKENS, **fields) for prompt in prompts])
+    assert metric(decode, "preemptions_total") > before
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with_room = complete(service.url, prompt, NUM_TOKENS, **fields)
+        for choice in range(3):
+            assert answer.token_ids(choice) == with_room.token_ids(choice)
+            assert answer.logprobs(choice) == pytest.approx(with_room.logprobs(choice), abs=1e-3)
+    wait_settled(service.prefill[0], decode)

@@ -24,7 +24,7 @@ def assert_drawn_from(reference: Reference, prompt: list[int], answer: Answer, c
 def test_three_answers_when_seeded_then_differ_and_come_from_one_prefill(
     service: Service, reference: Reference
 ) -> None:
-    prompt = random_tokens(333, seed=501)
+    prompt = random_tokens(333, seed=1501)
     nodes = (service.prefill[0], service.decode[0])
     before = computed_prompt_tokens(nodes)
     first = complete(service.url, prompt, NUM_TOKENS, n=3, seed=7, temperature=1.0)
@@ -49,7 +49,7 @@ def test_three_answers_when_seeded_then_differ_and_come_from_one_prefill(
 def test_list_of_prompts_when_each_has_two_answers_then_every_choice_belongs_to_its_prompt(
     service: Service, reference: Reference
 ) -> None:
-    prompts = [random_tokens(length, seed=510 + length) for length in (21, 80, 145)]
+    prompts = [random_tokens(length, seed=1510 + length) for length in (21, 80, 145)]
     before = computed_prompt_tokens(service.prefill)
     answer = complete(service.url, prompts, NUM_TOKENS, n=2)
     assert answer.trace["placement"] == "remote"
@@ -79,7 +79,7 @@ def assert_echoed(rows: Tensor, token_ids: list[int], answer: Answer, tolerance:
 def test_echo_when_asked_with_logprobs_and_no_new_token_then_gives_stocks_prompt_logprobs(
     service: Service, reference: Reference, length: int
 ) -> None:
-    prompt = random_tokens(length, seed=520 + length)
+    prompt = random_tokens(length, seed=1520 + length)
     rows = reference.score(prompt)
     for cached in (False, True):
         if cached:
@@ -94,7 +94,7 @@ def test_echo_when_asked_with_logprobs_and_no_new_token_then_gives_stocks_prompt
 def test_echo_when_tokens_are_generated_too_then_their_logprobs_follow_the_prompts(
     service: Service, reference: Reference
 ) -> None:
-    prompt = random_tokens(90, seed=530)
+    prompt = random_tokens(90, seed=1530)
     answer = complete(service.url, prompt, 12, echo=True)
     greedy = reference.greedy(prompt, 12)
     assert_echoed(reference.score([*prompt, *greedy.token_ids]), [*prompt, *greedy.token_ids], answer, 1e-3)
@@ -103,7 +103,7 @@ def test_echo_when_tokens_are_generated_too_then_their_logprobs_follow_the_promp
 
 
 def test_echo_when_without_logprobs_then_prompt_and_answer_come_back(service: Service, reference: Reference) -> None:
-    prompt = random_tokens(40, seed=531)
+    prompt = random_tokens(40, seed=1531)
     answer = complete(service.url, prompt, 12, echo=True, logprobs=None)
     assert answer.token_ids() == prompt + reference.greedy(prompt, 12).token_ids
     assert answer.trace["placement"] == "remote"

@@ -344,3 +344,20 @@ def test_prompt_logprobs_when_preempted_or_forked_are_whole_and_the_same() -> No
     assert sorted(seen[0]) == [0, 1]
     for fork in (0, 1):
         assert seen[1][fork][1:] == pytest.approx(seen[0][0][1:], abs=2e-3)
+
+
+def test_queue_when_its_head_waits_for_leased_memory_is_no_work_until_the_lease_is_gone() -> None:
+    core, model = engine(kv_cache_memory=400_000, max_model_len=192, enable_prefix_caching=False)
+    prompt = tokens(1, 150)
+    core.add_request(Request("leased", prompt, None))
+    while core.has_work():
+        core.step()
+    core.add_request(Request("leased too", prompt, None))
+    while core.has_work():
+        core.step()
+    core.add_request(request("waits", prompt))
+    core.step()
+    assert not core.has_work()
+    assert core.num_waiting == 1
+    assert model.manager.release_lease("leased")
+    assert len(core.step()) + sum(len(outputs) for outputs in run(core)) == 12

@@ -77,7 +77,7 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def metric(node: Node, name: str, **labels: str) -> float:
+def metric(node: Node, name: str, /, **labels: str) -> float:
     """Sum of the samples of ``tandem_NAME`` that have these labels; 0 without any."""
     text = httpx.get(node.url + "/metrics", timeout=30).raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]

@@ -1,20 +1,26 @@
-"""A client that can hang up at any moment: one HTTP request over a socket of its own."""
+"""Clients that hang up at any moment, and processes that stand still."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.service import Node
 
 WAIT_S = 30.0
 
 
 class OpenRequest:
-    """Sends a POST and reads as much of the answer as it is asked for; ``hang_up`` closes the connection.
+    """One POST over a socket of its own: reads as much of the answer as it is asked for; ``hang_up`` closes it.
 
     Leaving the context hangs up.
     """
@@ -48,7 +54,13 @@ class OpenRequest:
             data = self._socket.recv(65536)
             assert data, f"the answer ended early: {self._received[-500:]!r}"
             self._received += data
-        assert self._received.startswith(b"HTTP/1.1 200"), self._received[:500]
+            assert self._received.startswith(b"HTTP/1.1 200"[: len(self._received)]), self._received[:500]
+
+    def read_to_end(self) -> bytes:
+        """Everything that has come when the answer's last chunk is there, or the connection is closed."""
+        while not self._received.endswith(b"\r\n0\r\n\r\n") and (data := self._socket.recv(65536)):
+            self._received += data
+        return self._received
 
     @property
     def has_answer(self) -> bool:
@@ -72,3 +84,19 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WA
     while not condition():
         assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def stopped(node: Node) -> Iterator[None]:
+    """No thread of the node's process runs inside."""
+    os.kill(node.process.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: set(_thread_states(node.process.pid)) == {"T"}, "the process to stand still")
+        yield
+    finally:
+        os.kill(node.process.pid, signal.SIGCONT)
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        yield stat.read_text().rpartition(")")[2].split()[0]

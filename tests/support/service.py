@@ -7,7 +7,9 @@ at start raises with the end of its log.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,12 +26,26 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+PORTS = (10_240, 32_000)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_port(*offsets: int) -> int:
+    """A port that is free now, and so are those ``offsets`` above it.
+
+    Drawn below the range from which the system takes ports for outgoing connections: a process that is seconds away
+    from listening must not lose its port to one.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with contextlib.ExitStack() as stack:
+            try:
+                for each in (port, *(port + offset for offset in offsets)):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
+            except OSError:
+                continue
+            return port
 
 
 def child_environment(**extra: str) -> dict[str, str]:
@@ -37,6 +53,11 @@ def child_environment(**extra: str) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return environment | extra
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed must not leave nodes behind: each has a session of its own."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Process:
@@ -52,6 +73,7 @@ class Process:
             stderr=subprocess.STDOUT,
             env=child_environment(**environment),
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
 
     @property

@@ -23,6 +23,8 @@ from common.config import (
     to_argv,
 )
 from common.errors import ConfigError
+from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.planner import MAMBA_CACHE_MODES
 
 
 def node(*argv: str, **environ: str) -> NodeConfig:
@@ -105,12 +107,18 @@ def test_argv_when_a_flag_is_unknown_then_refused(argv: list[str], capsys: pytes
         (["--max-body-bytes", "1000"], "--max-body-bytes 1000 is below its minimum of 1KiB"),
         (["--kv-cache-memory", "lots"], "--kv-cache-memory 'lots' is not a size"),
         (["--dtype", "int8"], "--dtype int8 is not one of auto, float32, bfloat16, float16"),
-        (["--mamba-cache-mode", "all"], "--mamba-cache-mode all is not built in this version; use auto or none"),
+        (["--mamba-cache-mode", "some"], "--mamba-cache-mode some is not one of auto, align, all, none"),
         (["--peers", "example"], "--peers 'example' is not a base URL"),
         (["--peers", "http://h:99999"], "--peers 'http://h:99999' is"),
         (["--kv-lease-seconds", "inf"], "--kv-lease-seconds 'inf' is not a number of seconds"),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0 is below its minimum of 1"),
-        (["--prefix-cache-retention-interval", "64"], "--prefix-cache-retention-interval 64 is not built"),
+        (
+            ["--prefix-cache-retention-interval", "72"],
+            "--prefix-cache-retention-interval 72 is not a multiple of --block-size 16",
+        ),
+        (["--prefix-cache-retention-interval", "-64"], "--prefix-cache-retention-interval -64 is below its minimum"),
+        (["--state-memory-share", "1.5"], "--state-memory-share 1.5 is above its maximum of 0.99"),
+        (["--state-memory-share", "half"], "--state-memory-share 'half' is not a number"),
     ],
 )
 def test_value_when_out_of_bounds_then_error_names_flag_value_and_bound(argv: list[str], message: str) -> None:
@@ -220,3 +228,11 @@ def test_read_key_file_when_unusable_then_error_names_flag_and_path(tmp_path: Pa
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"--api-key-file {path}"):
         read_key_file(str(path), "--api-key-file")
+
+
+def test_choices_of_the_cache_flags_are_those_that_the_cache_has() -> None:
+    flags = {each.name: each for each in flags_of(NodeConfig)}
+    assert set(flags["mamba_cache_mode"].choices) == set(MAMBA_CACHE_MODES)
+    assert flags["mamba_cache_mode"].default == MAMBA_CACHE_MODES[0]
+    assert flags["eviction_policy"].choices == EVICTION_POLICIES
+    assert flags["eviction_policy"].default == EVICTION_POLICIES[0]

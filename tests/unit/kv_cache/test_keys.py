@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from common.kv_cache.keys import KEY_BYTES, PrefixKeys, chain_root
@@ -32,8 +36,35 @@ def test_keys_when_any_token_or_extra_key_differs_then_differ() -> None:
         other = PrefixKeys(ROOT, 4, [*base[:position], 99, *base[position + 1 :]])
         assert other.key_at(10) not in keys
         assert (other.key_at(position)) in keys
-    roots = {chain_root(b"model"), chain_root(b"other"), chain_root(b"model", ""), chain_root(b"model", "salt")}
-    assert len(roots) == 4
+
+
+def test_root_when_any_extra_key_differs_then_differs_and_parts_cannot_run_into_each_other() -> None:
+    extras: list[list[tuple[str, bytes]]] = [
+        [],
+        [("cache_salt", b"")],
+        [("cache_salt", b"ab")],
+        [("cache_salta", b"b")],
+        [("cache_salt", b"a"), ("b", b"")],
+        [("cache_salt", b"a"), ("lora", b"b")],
+        [("lora", b"b"), ("cache_salt", b"a")],
+    ]
+    assert len({chain_root(b"model", extra) for extra in extras}) == len(extras)
+    assert chain_root(b"other") not in {chain_root(b"model", extra) for extra in extras}
+
+
+def test_chain_when_hashed_in_another_process_then_equal() -> None:
+    program = (
+        "from common.kv_cache.keys import PrefixKeys, chain_root;"
+        "root = chain_root(b'model', [('cache_salt', b'tenant')]);"
+        "print(PrefixKeys(root, 16, range(1000)).key_at(1000).hex())"
+    )
+    keys = PrefixKeys(chain_root(b"model", [("cache_salt", b"tenant")]), 16, range(1000))
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == keys.key_at(1000).hex()
 
 
 def test_tail_when_not_on_a_boundary_then_tokens_since_it() -> None:

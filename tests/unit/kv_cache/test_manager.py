@@ -42,7 +42,7 @@ def test_shared_prefix_when_no_state_is_there_then_junction_is_saved_and_used_ne
     keys = world.keys([*A[:13], 1, 2, 3])
     hit = world.manager.lookup(keys, 16)
     assert (hit.num_tokens, hit.num_attention_tokens, hit.junction, hit.num_written_tokens) == (0, 12, 12, 12)
-    assert world.manager.save_positions(16, hit) == {12, 16}
+    assert world.manager.save_positions(16, hit) == {12: "junction", 16: "prompt_end"}
     world.prefill("b", [*A[:13], 1, 2, 3])
     assert world.manager.sequence("b").block_ids[:3] == world.manager.sequence("a").block_ids[:3]
     third = world.manager.lookup(world.keys([*A[:13], 5, 6, 7]), 16)
@@ -84,8 +84,9 @@ def test_checkpoint_when_its_attention_went_while_leased_then_it_goes_with_the_l
     world.check()
 
 
-def test_admit_when_hit_went_stale_then_refused_and_nothing_changed() -> None:
-    world = World(make_config(num_blocks=4))
+@pytest.mark.parametrize("state", [True, False])
+def test_admit_when_hit_went_stale_then_refused_and_nothing_changed(state: bool) -> None:
+    world = World(make_config(num_blocks=4, state=state))
     world.prefill("a", A[:12])
     world.manager.free("a", donate=False)
     keys = world.keys(A[:13])
@@ -191,6 +192,21 @@ def test_donated_state_when_generation_ended_then_next_turn_resumes_after_it() -
     assert hit.num_tokens == 13
     assert world.manager.stats().checkpoints_saved["donated"] == 1
     world.check()
+
+
+def test_donation_when_the_first_publishers_block_was_evicted_then_the_losers_copy_takes_its_place() -> None:
+    world = World(make_config(num_blocks=7))
+    assert world.admit("loser", A[:12])
+    assert world.admit("winner", A[:4])
+    world.step("winner", 4)
+    world.step("loser", 8)
+    world.manager.free("winner", donate=False)
+    assert world.admit("pressure", [7] * 16)  # evicts the winner's block
+    assert world.manager.lookup(world.keys(A[:12]), 12).num_attention_tokens == 0
+    world.manager.free("loser", donate=True)
+    assert world.manager.lookup(world.keys(A[:12]), 12).num_tokens == 8
+    world.check()
+    world.check_published()
 
 
 def test_donation_when_running_slot_was_never_written_then_nothing_is_published() -> None:
@@ -314,16 +330,18 @@ def test_bucket_when_ninth_tail_follows_one_boundary_then_least_recently_used_is
 def test_generation_when_unit_is_allocated_then_bumped_and_owner_appends_leave_it() -> None:
     world = World(make_config(num_blocks=3, num_slots=1))
     generations = world.manager.generations
+    start = list(generations.blocks), list(generations.slots)
+    assert len(set(start[0])) == 4  # random: no two units share one by chance
     assert world.admit("a", A[:5])
     table = list(world.manager.sequence("a").block_ids)
     before = [generations.generation("blocks", block_id) for block_id in table]
-    assert before == [1, 1]
+    assert before == [start[0][block_id] + 1 for block_id in table]
     world.step("a", 5)
     world.decode("a", [1, 2])
     assert [generations.generation("blocks", block_id) for block_id in table] == before
     world.manager.free("a", donate=False)
     assert [generations.generation("blocks", block_id) for block_id in table] == before
     assert world.admit("b", [7] * 12)
-    assert [generations.generation("blocks", block_id) for block_id in table] == [2, 2]
-    assert generations.generation("slots", 1) == 2
+    assert [generations.generation("blocks", block_id) for block_id in table] == [each + 1 for each in before]
+    assert generations.generation("slots", 1) == start[1][1] + 2
     assert generations.blocks[0] == generations.slots[0] == generations.epoch

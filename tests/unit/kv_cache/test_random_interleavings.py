@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.kv_cache.results import LeasedPrefix
+from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.planner import MAMBA_CACHE_MODES
+from common.kv_cache.results import LeasedPrefix, PullPlan
 from tests.unit.kv_cache.world import World, make_config
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "hybrid": {},
+    "all": {"mode": "all"},
+    "align": {"mode": "align"},
+    "all_retained": {"mode": "all", "interval": 8},
+    "grid": {"interval": 8},
+    "window_state": {"attention": False, "windows": (6,)},
+    "full_window": {"state": False, "windows": (7,)},
+    "full_window_retained": {"state": False, "windows": (5,), "interval": 8},
+    "three_groups": {"windows": (6,)},
+    "three_groups_retained": {"windows": (9,), "interval": 8, "mode": "all"},
+    "mla_state": {"attention": False, "mla": True},
+    "five_groups": {"mla": True, "windows": (3, 9)},
     "dense": {"state": False},
     "state_only": {"attention": False},
     "no_caching": {"caching": False},
@@ -28,7 +42,7 @@ class Driver:
         self.world, self.random = world, random.Random(seed)
         self.running: list[str] = []
         self.finished: set[str] = set()
-        self.pulling: dict[str, tuple[object, list[int]]] = {}
+        self.pulling: dict[str, tuple[PullPlan, list[int]]] = {}
         self.quarantined: list[str] = []
         self.leases: dict[str, tuple[LeasedPrefix, tuple[int, ...]]] = {}
         self.count = 0
@@ -60,7 +74,10 @@ class Driver:
         view = manager.sequence(seq_id)
         tokens = world.tokens[seq_id]
         if view.num_computed_tokens < view.num_prompt_tokens:
-            end = min(view.num_computed_tokens + self.random.randint(1, 12), view.num_prompt_tokens)
+            start = view.num_computed_tokens
+            budget = min(self.random.randint(1, 12), view.num_prompt_tokens - start)
+            end = start + manager.chunk_size(start, budget, view.num_prompt_tokens)
+            assert start < end <= start + budget
             wanted = {p for p in range(1, view.num_prompt_tokens + 1) if self.random.random() < 0.15}
             if self.random.random() < 0.5:
                 wanted.add(view.num_prompt_tokens)
@@ -144,11 +161,15 @@ class Driver:
         """Bytes promised to a reader stay what they are, under an unchanged generation."""
         world, size = self.world, self.world.config.block_size
         for lease, tokens in self.leases.values():
-            if world.config.has_attention:
-                for position in range(lease.num_tokens):
-                    assert world.rows[lease.block_ids[position // size]][position % size] == tokens[: position + 1]
-            for block_id, generation in zip(lease.block_ids, lease.block_generations, strict=True):
-                assert world.manager.generations.generation("blocks", block_id) == generation
+            for group, rows, table, generations in zip(
+                world.groups, world.group_rows, lease.tables, lease.generations, strict=True
+            ):
+                first = max(0, lease.num_tokens - group.window + 1) if group.window else 0
+                for position in range(first, lease.num_tokens):
+                    assert rows[table[position // size]][position % size] == tokens[: position + 1]
+                for block_id, generation in zip(table, generations, strict=True):
+                    now = world.manager.generations.generation(group.pool_name, block_id) if block_id else 0
+                    assert now == generation
             if world.config.has_state:
                 assert world.slots[lease.slot_id] == tokens
                 assert world.manager.generations.generation("slots", lease.slot_id) == lease.slot_generation
@@ -159,6 +180,7 @@ class Driver:
         for _ in range(num_operations):
             self.random.choice(operations)()
             self.world.check()
+            self.world.check_published()
             self.check_leases()
 
     def drain(self) -> None:
@@ -171,33 +193,65 @@ class Driver:
             self.end_quarantine()
         for lease_id in list(self.leases):
             manager.release_lease(lease_id)
-        manager.take_block_copies()
+        self.world.run_copies()
         self.world.check()
         stats = manager.stats()
-        for counts in (stats.blocks, stats.slots):
+        for counts in (*stats.group_blocks.values(), stats.slots):
             assert counts["held"] == counts["leased"] == counts["quarantined"] == 0
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(7, 30),
-    num_slots=st.integers(2, 9),
-    max_checkpoints=st.sampled_from([2, 5, 100]),
-)
-def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread(
-    kind: str, seed: int, num_blocks: int, num_slots: int, max_checkpoints: int
-) -> None:
-    config = make_config(
-        num_blocks=num_blocks,
-        num_slots=num_slots,
-        max_checkpoints=max_checkpoints,
-        **KINDS[kind],  # type: ignore[arg-type]
-    )
-    driver = Driver(World(config), seed)
-    driver.play(80)
+def play(seed: int, num_operations: int, **options: Any) -> None:
+    driver = Driver(World(make_config(**options)), seed)
+    driver.play(num_operations)
     driver.drain()
+
+
+PRESSURE = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(EVICTION_POLICIES),
+        "num_blocks": st.integers(7, 30),
+        "num_slots": st.integers(2, 9),
+        "max_checkpoints": st.sampled_from([2, 5, 100]),
+    }
+)
+MIXES = st.fixed_dictionaries(
+    {
+        "attention": st.booleans(),
+        "mla": st.booleans(),
+        "windows": st.lists(st.integers(1, 13), max_size=2, unique=True).map(tuple),
+        "state": st.booleans(),
+        "mode": st.sampled_from(MAMBA_CACHE_MODES),
+        "interval": st.sampled_from([None, 4, 8, 12]),
+        "caching": st.sampled_from([True, True, True, False]),
+    }
+).filter(lambda mix: mix["attention"] or mix["mla"] or mix["windows"] or mix["state"])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), pressure=PRESSURE)
+def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread(
+    kind: str, seed: int, pressure: dict[str, Any]
+) -> None:
+    play(seed, 80, **pressure, **KINDS[kind])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), pressure=PRESSURE, mix=MIXES)
+def test_random_operations_when_groups_are_mixed_at_random_then_nothing_leaks_or_is_misread(
+    seed: int, pressure: dict[str, Any], mix: dict[str, Any]
+) -> None:
+    play(seed, 80, **pressure, **mix)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), pressure=PRESSURE, mix=MIXES)
+def test_random_operations_when_played_5000_times_then_nothing_leaks_or_is_misread(
+    seed: int, pressure: dict[str, Any], mix: dict[str, Any]
+) -> None:
+    play(seed, 100, **pressure, **mix)
 
 
 def test_random_operations_when_driven_long_then_every_path_was_taken() -> None:

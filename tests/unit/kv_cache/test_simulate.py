@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
+from common.kv_cache.geometry import model_geometry
+from common.kv_cache.layout import make_layout
 from common.kv_cache.simulate import add_arguments, parse_bytes, run, simulate
 
 HYBRID = {
@@ -86,6 +88,42 @@ def test_command_when_json_is_asked_then_one_object_is_printed(
     assert json.loads(capsys.readouterr().out)["requests"] == 1
     assert run(parser.parse_args(argv)) == 0
     assert "hit_rate" in capsys.readouterr().out
+
+
+def test_command_when_a_flag_has_several_values_then_a_table_over_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(tmp_path, [hashed(1100, 0, 1, 2), hashed(1100, 0, 1, 3)])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    argv = ["--trace", str(tmp_path / "trace.jsonl"), "--model-config", str(tmp_path), "--kv-cache-memory", "16MiB"]
+    argv += ["--mamba-cache-mode", "auto", "none", "--eviction-policy", "value", "lru"]
+    assert run(parser.parse_args([*argv, "--json"])) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["mamba_cache_mode"], row["eviction_policy"], row["hit_tokens"]) for row in rows] == [
+        ("auto", "value", 1024), ("auto", "lru", 1024), ("none", "value", 0), ("none", "lru", 0),
+    ]  # fmt: skip
+    assert run(parser.parse_args(argv)) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["mamba_cache_mode", "eviction_policy", "blocks", "slots", "hit_rate", "seconds"]
+    assert [line.split()[4] for line in lines] == ["46.55%*", "46.55%*", "0.00%", "0.00%"]
+
+
+@pytest.mark.parametrize(("mode", "hit"), [("auto", 0), ("all", 1088), ("align", 1088), ("none", 0)])
+def test_mode_when_only_the_last_token_differs_then_resume_where_the_mode_keeps_states(
+    tmp_path: Path, mode: str, hit: int
+) -> None:
+    lines = [{"timestamp": 0, "prompt_token_ids": [*range(1090), last], "output_token_ids": [5]} for last in (1, 2)]
+    assert replay(tmp_path, lines, mamba_cache_mode=mode)["hit_tokens"] == hit
+
+
+def test_model_of_the_benchmarks_when_read_then_sizes_are_those_of_its_layers() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "data" / "qwen3.5-35b-a3b" / "config.json"
+    geometry = model_geometry(json.loads(path.read_text()), "bfloat16")
+    layout = make_layout(geometry, 16)
+    assert (len(geometry.attention_layers), len(geometry.state_layers)) == (10, 30)
+    assert layout.block_bytes == 16 * 10 * 2 * 2 * 256 * 2
+    assert layout.slot_bytes == 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4) == 64_389_120
 
 
 def test_sizes_when_written_with_units_then_bytes() -> None:

@@ -4,14 +4,15 @@ a sequence would have read the right thing. Steps run as the engine runs them: c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import PromptEnd, PullPlan
+from common.kv_cache.results import PrefixHit, PromptEnd, PullPlan
 from common.kv_cache.spec import (
     AttentionLayerSpec,
+    GroupKind,
     KVCacheConfig,
     ModelGeometry,
     StateLayerSpec,
@@ -21,15 +22,22 @@ from common.kv_cache.spec import (
 GARBAGE = -1
 
 
-def make_geometry(*, attention: bool = True, state: bool = True) -> ModelGeometry:
+def make_geometry(
+    *, attention: bool = True, state: bool = True, windows: Sequence[int] = (), mla: bool = False
+) -> ModelGeometry:
     tensors = (StateTensorSpec("conv", (4, 3), "float32"), StateTensorSpec("recurrent", (2, 2, 2), "float32"))
+    layers = [AttentionLayerSpec(1, 1, 4, 4, "float32")] if attention else []
+    if mla:
+        layers.append(AttentionLayerSpec(2, 1, 6, 0, "float32", GroupKind.MLA))
+    for number, window in enumerate(windows):
+        layers.append(AttentionLayerSpec(3 + number, 1, 4, 4, "float32", GroupKind.SLIDING_WINDOW, window))
     return ModelGeometry(
         model_type="test",
-        num_layers=2,
+        num_layers=3 + len(windows),
         hidden_size=8,
         vocab_size=100,
         max_position=0,
-        attention_layers=(AttentionLayerSpec(1, 1, 4, 4, "float32"),) if attention else (),
+        attention_layers=tuple(layers),
         state_layers=(StateLayerSpec(0, "mamba2", tensors),) if state else (),
     )
 
@@ -41,19 +49,30 @@ def make_config(
     block_size: int = 4,
     attention: bool = True,
     state: bool = True,
+    windows: Sequence[int] = (),
+    mla: bool = False,
     caching: bool = True,
     mode: str = "auto",
+    interval: int | None = None,
+    policy: str = "lru",
+    events: bool = False,
     max_checkpoints: int = 65536,
 ) -> KVCacheConfig:
-    """Pool sizes without the null entry."""
+    """Pool sizes without the null entry; every attention group has ``num_blocks``."""
+    geometry = make_geometry(attention=attention, state=state, windows=windows, mla=mla)
+    num_groups = len(geometry.attention_groups)
     return KVCacheConfig(
-        geometry=make_geometry(attention=attention, state=state),
+        geometry=geometry,
         block_size=block_size,
-        num_blocks=num_blocks + 1 if attention else 1,
+        num_blocks=num_blocks + 1 if num_groups else 1,
         num_slots=num_slots + 1 if state else 1,
         root_key=b"test model",
         enable_prefix_caching=caching,
         mamba_cache_mode=mode,
+        eviction_policy=policy,
+        retention_interval=interval,
+        enable_events=events,
+        extra_num_blocks=(num_blocks + 1,) * max(0, num_groups - 1),
         max_checkpoints=max_checkpoints,
     )
 
@@ -76,16 +95,58 @@ class World:
         self.manager = KVCacheManager(self.config, clock=self.clock)
         size = self.config.block_size
         # row r of a block holds the token prefix that produced its K/V; a slot holds the token prefix it summarises
-        self.rows: list[list[object]] = [[GARBAGE] * size for _ in range(self.config.num_blocks)]
+        self.groups = self.config.geometry.attention_groups
+        self.group_rows: list[list[list[object]]] = [
+            [[GARBAGE] * size for _ in range(self.config.num_blocks)] for _ in self.groups
+        ]
         self.slots: list[object] = [GARBAGE] * self.config.num_slots
         self.slots[0] = ()
+        self.chunk_ends: list[int] = []
+        self.named: dict[bytes, tuple[int, ...]] = {}
         self.tokens: dict[str, list[int]] = {}
+
+    @property
+    def rows(self) -> list[list[object]]:
+        """The first attention group's."""
+        return self.group_rows[0]
 
     def check(self) -> None:
         assert self.manager.check() == []
 
+    def check_published(self) -> None:
+        """No published key without the content it names: blocks, tails and states hold exactly their prefix."""
+        coordinator = self.manager._coordinator
+        size = self.config.block_size
+        for group, rows in zip(coordinator.groups, self.group_rows, strict=True):
+            for key, block_id in group.items():
+                tokens = rows[block_id][size - 1]
+                assert isinstance(tokens, tuple), f"{group.pool.name} {block_id} is published unwritten"
+                self.assert_named(key, tokens)
+                start = len(tokens) - size
+                assert rows[block_id] == [tokens[: start + row + 1] for row in range(size)]
+        for checkpoint in coordinator.state:
+            start = checkpoint.position - len(checkpoint.tail_tokens)
+            if self.config.has_state:
+                tokens = self.slots[checkpoint.slot_id]
+                assert isinstance(tokens, tuple)
+                assert len(tokens) == checkpoint.position
+                self.assert_named(checkpoint.key, tokens)
+                assert tokens[start:] == checkpoint.tail_tokens
+            for rows, block_id in zip(self.group_rows, checkpoint.tail_block_ids, strict=False):
+                for row, token in enumerate(checkpoint.tail_tokens):
+                    tokens = rows[block_id][row]
+                    assert isinstance(tokens, tuple)
+                    assert len(tokens) == start + row + 1
+                    assert tokens[-1] == token
+
     def keys(self, token_ids: Sequence[int], salt: str | None = None) -> PrefixKeys:
         return self.manager.prefix_keys(token_ids, salt)
+
+    def assert_named(self, key: bytes, tokens: tuple[int, ...]) -> None:
+        if key not in self.named:
+            self.named[key] = tokens
+            assert self.keys(tokens).key_at(len(tokens)) == key
+        assert self.named[key] == tokens
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -95,30 +156,47 @@ class World:
         if not self.manager.admit(seq_id, keys, hit, len(token_ids)):
             return False
         self.tokens[seq_id] = list(token_ids)
-        is_exact = self.manager.sequence(seq_id).num_computed_tokens == len(token_ids)
+        view = self.manager.sequence(seq_id)
+        is_exact = view.num_computed_tokens == len(token_ids)
         assert is_exact == (hit.output_row is not None)
         assert hit.output_row in (None, self.row(token_ids))
+        self.assert_hit_is_real(seq_id, hit)
         return True
 
-    def run_copies(self) -> None:
-        copies = self.manager.take_block_copies()
-        assert not {source for source, _ in copies} & {destination for _, destination in copies}
-        for source, destination in copies:
-            self.rows[destination] = list(self.rows[source])
+    def assert_hit_is_real(self, seq_id: str, hit: PrefixHit) -> None:
+        """No resume without a real state, and what was found in every group is still what it was after allocation."""
+        view, tokens, size = self.manager.sequence(seq_id), self.tokens[seq_id], self.config.block_size
+        if self.config.has_state:
+            assert self.slots[view.src_slot] == tuple(tokens[: hit.num_tokens])
+            assert (view.src_slot == 0) == (hit.num_tokens == 0)
+            assert view.dst_slot not in (0, view.src_slot)
+        for table, found, rows in zip(view.tables, hit.tables, self.group_rows, strict=False):
+            assert tuple(table.block_ids[: len(found)]) == found
+            for index, block_id in enumerate(found):
+                end = (index + 1) * size
+                assert not block_id or rows[block_id][size - 1] == tuple(tokens[:end])
 
-    def step(self, seq_id: str, end: int, wanted: Collection[int] = ()) -> None:
+    def run_copies(self) -> None:
+        for group_id, rows in enumerate(self.group_rows):
+            copies = self.manager.take_block_copies(group_id)
+            assert not {source for source, _ in copies} & {destination for _, destination in copies}
+            for source, destination in copies:
+                rows[destination] = list(rows[source])
+
+    def step(self, seq_id: str, end: int, wanted: Mapping[int, str] | Collection[int] = ()) -> None:
         """Compute positions up to ``end``: read the past, write the new, complete."""
         view = self.manager.sequence(seq_id)
         start, tokens = view.num_computed_tokens, self.tokens[seq_id]
         saves = self.manager.plan_saves(seq_id, start, end, wanted)
+        assert [position for position, _ in saves] == sorted(position for position, _ in saves)
         self.run_copies()
         self.assert_readable(seq_id)
         size = self.config.block_size
-        if self.config.has_attention:
-            for position in range(max(start, view.write_from), end):
-                block_id = view.block_ids[position // size]
+        for table, rows in zip(view.tables, self.group_rows, strict=True):
+            for position in range(max(start, table.write_from), end):
+                block_id = table.block_ids[position // size]
                 assert block_id != 0
-                self.rows[block_id][position % size] = tuple(tokens[: position + 1])
+                rows[block_id][position % size] = tuple(tokens[: position + 1])
         if self.config.has_state:
             for position, slot_id in saves:
                 self.slots[slot_id] = tuple(tokens[:position])
@@ -127,28 +205,40 @@ class World:
         self.manager.complete_step(seq_id, end)
 
     def assert_readable(self, seq_id: str) -> None:
-        """The sequence would read its own past: every row below, and the state at exactly its position."""
+        """The sequence would read its own past: every row its groups see, and the state at exactly its position."""
         view, tokens = self.manager.sequence(seq_id), self.tokens[seq_id]
         start, size = view.num_computed_tokens, self.config.block_size
-        if self.config.has_attention:
-            for position in range(max(start, view.write_from)):
-                row = self.rows[view.block_ids[position // size]][position % size]
-                assert row == tuple(tokens[: position + 1]), (seq_id, position, row)
+        for group, table, rows in zip(self.groups, view.tables, self.group_rows, strict=True):
+            first = max(0, start - group.window + 1) if group.window else 0
+            for position in range(first, max(start, table.write_from)):
+                row = rows[table.block_ids[position // size]][position % size]
+                assert row == tuple(tokens[: position + 1]), (seq_id, group.label, position, row)
         if self.config.has_state:
             assert self.slots[view.src_slot] == tuple(tokens[:start]), (seq_id, start)
 
     def prefill(
-        self, seq_id: str, token_ids: Sequence[int], *, chunk: int = 10_000, seal: bool = False, plan_end: bool = True
+        self,
+        seq_id: str,
+        token_ids: Sequence[int],
+        *,
+        chunk: int = 1_000_000,
+        seal: bool = False,
+        plan_end: bool = True,
+        boundaries: Sequence[int] = (),
     ) -> PromptEnd:
+        """A whole prompt in steps of at most ``chunk`` tokens; ``chunk_ends`` says where they ended."""
         keys = self.keys(token_ids)
         hit = self.manager.lookup(keys, len(token_ids))
         assert self.manager.admit(seq_id, keys, hit, len(token_ids))
         self.tokens[seq_id] = list(token_ids)
-        wanted = set(self.manager.save_positions(len(token_ids), hit))
+        wanted = self.manager.save_positions(len(token_ids), hit, boundaries)
         if seal or not plan_end:
-            wanted.discard(len(token_ids))
+            wanted.pop(len(token_ids), None)
+        self.chunk_ends = []
         while (done := self.manager.sequence(seq_id).num_computed_tokens) < len(token_ids):
-            self.step(seq_id, min(done + chunk, len(token_ids)), wanted)
+            end = done + self.manager.chunk_size(done, min(chunk, len(token_ids) - done), len(token_ids))
+            self.step(seq_id, end, wanted)
+            self.chunk_ends.append(end)
         return self.manager.finish_prompt(seq_id, self.row(token_ids), seal=seal)
 
     def decode(self, seq_id: str, new_tokens: Sequence[int]) -> None:
@@ -168,10 +258,11 @@ class World:
     def receive(self, plan: PullPlan, token_ids: Sequence[int]) -> None:
         """Pretend that the peer's bytes arrived."""
         size = self.config.block_size
-        for index, block_id in plan.block_pairs:
-            for row in range(size):
-                position = index * size + row
-                self.rows[block_id][row] = tuple(token_ids[: position + 1]) if position < len(token_ids) else GARBAGE
+        for rows, pairs in zip(self.group_rows, plan.pairs, strict=True):
+            for index, block_id in pairs:
+                for row in range(size):
+                    position = index * size + row
+                    rows[block_id][row] = tuple(token_ids[: position + 1]) if position < len(token_ids) else GARBAGE
         if plan.slot_id:
             self.slots[plan.slot_id] = tuple(token_ids)
 

@@ -1,0 +1,83 @@
+"""What became findable and what no longer is, for those who place requests by cached prefixes.
+
+Life cycle of an event: 1 a group manager reports it, 2 it gets the next sequence number and is kept for a while,
+3 readers ask for what came after the last number they saw; whoever is too late starts again from a snapshot. Reported
+by the engine thread, read by any.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEFAULT_CAPACITY = 16_384
+
+
+class EventKind(enum.Enum):
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """
+    Attributes:
+        group: label of the group: attention, mla, window_<tokens>, state.
+        keys: the prefixes concerned, consecutive block boundaries (one key for a removal or a checkpoint).
+        parent: key of the block boundary before the first of ``keys``; b"" for a removal.
+        position: token position of the last of ``keys``.
+        is_checkpoint: a local request can resume there (as far as the attention groups reach too).
+    """
+
+    sequence_number: int
+    kind: EventKind
+    group: str
+    keys: tuple[bytes, ...]
+    parent: bytes
+    position: int
+    is_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """Everything findable after the event ``sequence_number``, as stored events of that number."""
+
+    sequence_number: int
+    events: tuple[CacheEvent, ...]
+
+
+class EventLog:
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[CacheEvent] = deque(maxlen=capacity)
+        self._last = 0
+
+    @property
+    def last_sequence_number(self) -> int:
+        return self._last
+
+    def stored(
+        self, group: str, parent: bytes, keys: Sequence[bytes], position: int, *, is_checkpoint: bool = False
+    ) -> None:
+        self._append(EventKind.STORED, group, tuple(keys), parent, position, is_checkpoint)
+
+    def removed(self, group: str, key: bytes, position: int, *, is_checkpoint: bool = False) -> None:
+        self._append(EventKind.REMOVED, group, (key,), b"", position, is_checkpoint)
+
+    def since(self, sequence_number: int) -> list[CacheEvent] | None:
+        """Events after that one, oldest first. None: some of them are gone, start from a snapshot."""
+        with self._lock:
+            num_new = self._last - sequence_number
+            if not 0 <= num_new <= len(self._events):
+                return None
+            return list(self._events)[len(self._events) - num_new :]
+
+    def _append(
+        self, kind: EventKind, group: str, keys: tuple[bytes, ...], parent: bytes, position: int, is_checkpoint: bool
+    ) -> None:
+        with self._lock:
+            self._last += 1
+            self._events.append(CacheEvent(self._last, kind, group, keys, parent, position, is_checkpoint))

@@ -1,0 +1,85 @@
+"""Following the events gives the same picture as asking the cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from common.kv_cache.events import CacheEvent, EventKind, EventLog
+from common.kv_cache.manager import KVCacheManager
+from tests.unit.kv_cache.test_random_interleavings import Driver
+from tests.unit.kv_cache.turns import run_turn
+from tests.unit.kv_cache.world import World, make_config
+
+A = list(range(1000, 1200))
+
+
+def apply(known: dict[tuple[str, bytes], int], events: Iterable[CacheEvent], block_size: int) -> None:
+    """A reader's picture: (group, key) -> position."""
+    for event in events:
+        for index, key in enumerate(reversed(event.keys)):
+            if event.kind is EventKind.STORED:
+                known[event.group, key] = event.position - index * block_size
+            else:
+                del known[event.group, key]
+
+
+def picture(manager: KVCacheManager) -> dict[tuple[str, bytes], int]:
+    known: dict[tuple[str, bytes], int] = {}
+    apply(known, manager.snapshot().events, manager.config.block_size)
+    return known
+
+
+def test_events_when_a_prompt_is_stored_then_groups_keys_parents_and_positions_are_told() -> None:
+    manager = KVCacheManager(make_config(block_size=16, windows=(20,), events=True))
+    keys = manager.prefix_keys(A[:40])
+    run_turn(manager, A[:40], boundaries=[30])
+    assert manager.events is not None
+    events = manager.events.since(0)
+    assert events is not None
+    assert [event.sequence_number for event in events] == [1, 2, 3, 4]
+    blocks = {event.group: event for event in events if not event.is_checkpoint}
+    boundaries = (keys.boundary_key(1), keys.boundary_key(2))
+    for group in ("attention", "window_20"):
+        event = blocks[group]
+        assert (event.keys, event.parent, event.position) == (boundaries, keys.boundary_key(0), 32)
+    checkpoints = [event for event in events if event.is_checkpoint]
+    assert [(event.group, event.position) for event in checkpoints] == [("state", 30), ("state", 40)]
+    assert checkpoints[0].keys == (keys.key_at(30),)
+    assert checkpoints[0].parent == keys.boundary_key(1)
+
+
+def test_events_when_followed_from_any_snapshot_then_they_give_what_is_there() -> None:
+    world = World(make_config(num_blocks=20, num_slots=6, windows=(6,), events=True))
+    driver = Driver(world, 3)
+    manager, rng = world.manager, random.Random(4)
+    assert manager.events is not None
+    known: dict[tuple[str, bytes], int] = {}
+    last = 0
+    for _ in range(300):
+        driver.play(rng.randint(1, 4))
+        if rng.random() < 0.1:
+            snapshot = manager.snapshot()
+            known, last = {}, snapshot.sequence_number
+            apply(known, snapshot.events, 4)
+        events = manager.events.since(last)
+        assert events is not None
+        assert [event.sequence_number for event in events] == list(range(last + 1, last + 1 + len(events)))
+        apply(known, events, 4)
+        last += len(events)
+        assert known == picture(manager)
+    assert any(event.kind is EventKind.REMOVED for event in manager.events.since(0) or [])
+
+
+def test_events_when_a_reader_is_too_late_then_it_is_told_to_start_again() -> None:
+    log = EventLog(capacity=3)
+    for position in range(5):
+        log.stored("attention", b"", [bytes([position])], position)
+    assert log.since(1) is None
+    assert [event.sequence_number for event in log.since(2) or []] == [3, 4, 5]
+    assert log.since(5) == []
+    assert log.since(6) is None  # a number of another life of this node
+
+
+def test_events_when_not_asked_for_then_none_are_kept() -> None:
+    assert KVCacheManager(make_config()).events is None

@@ -1,0 +1,130 @@
+"""The bridge between asyncio and the engine thread, on a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.config import NodeConfig
+from common.errors import NodeUnavailableError, TandemError
+from common.node.engine_thread import EngineThread
+from common.node.runtime import NodeModel, create_core, load_node_model
+from common.request import Request, SamplingParams
+from tests.support.models import checkpoint
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model() -> NodeModel:
+    config = NodeConfig(
+        model=str(checkpoint("granitemoehybrid")), dtype="float32", device="cpu", kv_cache_memory=32 << 20
+    )
+    return load_node_model(config)
+
+
+@pytest_asyncio.fixture
+async def engine(model: NodeModel) -> AsyncIterator[EngineThread]:
+    config = NodeConfig(model="-", max_num_seqs=8)
+    thread = EngineThread(create_core(config, model), asyncio.get_running_loop())
+    thread.start()
+    yield thread
+    await asyncio.to_thread(thread.close)
+    assert not thread.is_alive
+
+
+def request(name: str, num_tokens: int = 20, **fields: Any) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return Request(name, list(range(20, 60)), params, **fields)
+
+
+async def token_ids(engine: EngineThread, each: Request) -> list[int]:
+    return [token for output in [o async for o in engine.generate(each)] for token in output.token_ids]
+
+
+async def wait_idle(engine: EngineThread, model: NodeModel) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await engine.call(model.manager.stats)).num_sequences:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_generate_when_several_run_at_once_gives_each_its_own_tokens(
+    engine: EngineThread, model: NodeModel
+) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        alone = await token_ids(engine, request("alone"))
+        together = await asyncio.gather(*(token_ids(engine, request(f"r{i}")) for i in range(6)))
+    assert len(alone) == 20
+    assert together == [alone] * 6
+    await wait_idle(engine, model)
+
+
+@pytest.mark.asyncio
+async def test_generate_when_its_reader_leaves_aborts_the_request(engine: EngineThread, model: NodeModel) -> None:
+    outputs = engine.generate(request("r", num_tokens=4000))
+    async with asyncio.timeout(DEADLINE_S):
+        await anext(outputs)
+        assert (await engine.call(model.manager.stats)).num_sequences == 1
+        await outputs.aclose()  # type: ignore[attr-defined]
+    await wait_idle(engine, model)
+    assert model.manager.check() == []
+
+
+@pytest.mark.asyncio
+async def test_finish_when_a_reader_has_enough_ends_the_continuation_and_keeps_its_state(
+    engine: EngineThread, model: NodeModel
+) -> None:
+    reasons = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for output in engine.generate(request("r", num_tokens=4000)):
+            reasons.append(output.finish_reason)
+            engine.finish("r", 0)
+    assert [reason.value for reason in reasons if reason is not None] == ["stop"]
+    await wait_idle(engine, model)
+    assert model.manager.stats().checkpoints_saved["donated"] >= 1
+
+
+@pytest.mark.asyncio
+async def test_command_when_it_raises_reports_to_its_caller_and_the_engine_goes_on(engine: EngineThread) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(ZeroDivisionError):
+            await engine.call(lambda: 1 / 0)
+        engine.post(lambda: 1 / 0)
+        assert len(await token_ids(engine, request("after"))) == 20
+
+
+@pytest.mark.asyncio
+async def test_step_when_it_raises_fails_the_running_requests_only(engine: EngineThread, model: NodeModel) -> None:
+    forward = model.runner.forward
+
+    def fail_once(plan: Any) -> Any:
+        model.runner.forward = forward  # type: ignore[method-assign]
+        raise RuntimeError("broken step")
+
+    model.runner.forward = fail_once  # type: ignore[method-assign]
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(TandemError):
+            await token_ids(engine, request("fails"))
+        assert len(await token_ids(engine, request("works"))) == 20
+    await wait_idle(engine, model)
+
+
+@pytest.mark.asyncio
+async def test_close_when_a_request_waits_fails_it(model: NodeModel) -> None:
+    thread = EngineThread(create_core(NodeConfig(model="-"), model), asyncio.get_running_loop())
+    thread.start()
+    reader = asyncio.create_task(token_ids(thread, request("r", num_tokens=100_000)))
+    async with asyncio.timeout(DEADLINE_S):
+        while not (await thread.call(model.manager.stats)).num_sequences:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(thread.close)
+        with pytest.raises(NodeUnavailableError):
+            await reader
+        with pytest.raises(NodeUnavailableError):
+            await token_ids(thread, request("late"))
+    model.manager.free("r#0", donate=False)

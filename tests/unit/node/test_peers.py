@@ -1,0 +1,59 @@
+"""Whom a node talks to: its peers, and nobody else whatever a request says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from common.errors import InvalidRequestError, TransferError
+from common.node.peers import PeerDirectory
+from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from tests.support.service import free_port
+
+ANYBODY: tuple[str, ...] = ()
+
+
+@pytest_asyncio.fixture
+async def directory(request: pytest.FixtureRequest) -> AsyncIterator[PeerDirectory]:
+    backend = InProcessBackend(InProcessHub(), engine_id="me", epoch=1)
+    made = PeerDirectory(backend, getattr(request, "param", ANYBODY), cluster_key=None)
+    yield made
+    await made.close()
+    backend.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "http://localhost:8100", "http://[::1]:8100", "http://127.9.9.9:1"]
+)
+async def test_loopback_when_no_peers_are_configured_is_allowed(directory: PeerDirectory, url: str) -> None:
+    directory.check_allowed(url)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "url",
+    ["http://10.0.0.1:8100", "http://169.254.169.254:80", "http://example.org:80", "http://127.0.0.1.example.org:80"],
+)
+async def test_other_hosts_when_no_peers_are_configured_are_refused(directory: PeerDirectory, url: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        directory.check_allowed(url)
+    assert url in caught.value.message
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("directory", [("http://10.0.0.7:8100/",)], indirect=True)
+async def test_hosts_when_peers_are_configured_must_be_among_them(directory: PeerDirectory) -> None:
+    directory.check_allowed("http://10.0.0.7:8100")
+    for url in ("http://10.0.0.7:8101", "http://127.0.0.1:8100"):
+        with pytest.raises(InvalidRequestError, match="--peers"):
+            directory.check_allowed(url)
+
+
+@pytest.mark.asyncio
+async def test_connect_when_nobody_listens_is_a_typed_transfer_error(directory: PeerDirectory) -> None:
+    with pytest.raises(TransferError) as caught:
+        await directory.connect(f"http://127.0.0.1:{free_port()}", "engine", 5)
+    assert caught.value.code == "peer_unreachable"
