@@ -36,6 +36,7 @@ TIGHT_FLAGS = (
     *("--max-model-len", "2048"),
     *("--max-num-seqs", "6"),
     *("--kv-lease-seconds", "2"),
+    *("--state-memory-share", "0.25"),
 )
 
 

@@ -234,7 +234,7 @@ def test_up_when_a_port_is_in_use_then_names_port_and_process(offset: int, role:
         (("--max-num-seqs", "many"), 1, ("--max-num-seqs", "many")),
         (("--kv-cache-memory", "2 GB of it"), 1, ("--kv-cache-memory",)),
         (("--policy", "fastest"), 1, ("--policy", "fastest", "round_robin", "least_loaded")),
-        (("--mamba-cache-mode", "all"), 1, ("--mamba-cache-mode", "all", "auto or none")),
+        (("--mamba-cache-mode", "sometimes"), 1, ("--mamba-cache-mode", "sometimes", "auto, align, all, none")),
         (("--port", "70000"), 1, ("--port", "70000")),
         (("--api-key-file", "/no/such/file"), 1, ("--api-key-file", "/no/such/file")),
         (("--decode-nodes", "0"), 1, ("--decode-nodes",)),
