@@ -37,6 +37,7 @@ TIGHT_FLAGS = (
     *("--max-num-seqs", "6"),
     *("--kv-lease-seconds", "2"),
     *("--state-memory-share", "0.25"),
+    *("--eviction-policy", "lru"),  # which memory is reused next must not depend on what came before
 )
 
 
