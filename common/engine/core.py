@@ -15,11 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from common.engine.model_runner import ModelRunner
+from common.engine.plan import StepPlan
 from common.engine.sampler import Sampler, SampleTask
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
 from common.errors import InvalidRequestError, TandemError, TransferError
-from common.kv_cache.manager import KVCacheManager, PullPlan
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.results import LeasedPrefix, PrefixProgress, PullPlan
 from common.request import FinishReason, PhaseSeconds, Request, RequestOutput, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,11 @@ class PrefixSource(Protocol):
 
 
 class PullResult(Protocol):
-    """What the core needs of a pull's outcome. ``terminal`` False: the destination may still be written."""
+    """What the core needs of a pull's outcome. ``terminal`` False: the destination may still be written.
+
+    ``output_row``: [hidden], the prompt's last row, when the pulled prefix is a whole prompt. ``final_s``: when the
+    holder had finished, on the engine's clock: the transfer that the request waits for begins there.
+    """
 
     ok: bool
     terminal: bool
@@ -49,6 +56,8 @@ class PullResult(Protocol):
     num_bytes: int
     num_blocks: int
     num_states: int
+    output_row: torch.Tensor | None
+    final_s: float | None
 
 
 class EngineCore:
@@ -64,6 +73,7 @@ class EngineCore:
         max_model_len: int,
         lease_seconds: float,
         recompute_on_load_failure: bool,
+        local_prefill_limit: int | None = None,
         source: PrefixSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,6 +84,7 @@ class EngineCore:
         self._max_model_len = max_model_len
         self._lease_seconds = lease_seconds
         self._recompute = recompute_on_load_failure
+        self._local_prefill_limit = local_prefill_limit
         self.source = source
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -104,14 +115,24 @@ class EngineCore:
         return self._manager.next_lease_deadline()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. A handed-over prefix must be the one of this prompt (and this cache salt)."""
+        """Queues a request. A handed-over prefix must be one of this prompt (and this cache salt)."""
         sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
         self._track(sequence)
         self._scheduler.add(sequence)
-        if request.remote is not None and sequence.keys.key_at(sequence.num_prompt_tokens) != request.remote.prefix_key:
+        remote = request.remote
+        if remote is not None and (
+            remote.num_tokens > sequence.num_prompt_tokens
+            or sequence.keys.key_at(remote.num_tokens) != remote.prefix_key
+        ):
             message = "kv_transfer_params.tandem_prefix_key is not the key of prompt_token_ids (and cache_salt) here"
             param = "kv_transfer_params.tandem_prefix_key"
             self._emit_error(sequence, InvalidRequestError(message, param=param))
+        elif request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
+            self._emit_error(sequence, InvalidRequestError(f"lease id {request.request_id} is in use"))
+        elif request.lost_remote:
+            error = self._refuse_to_compute(sequence, "its holder could not be used")
+            if error is not None:
+                self._emit_error(sequence, error)
 
     def abort(self, request_id: str) -> None:
         """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
@@ -144,6 +165,9 @@ class EngineCore:
         """The pull of a remote prefix ended: commit what was validated, or discard and recompute, or fail typed."""
         sequence = self._sequences[seq_id]
         sequence.transfer_end_s = self._clock()
+        if result.final_s is not None:
+            assert sequence.transfer_start_s is not None
+            sequence.transfer_start_s = max(sequence.transfer_start_s, result.final_s)
         if result.ok and not sequence.aborted:
             self._commit_pull(sequence, result)
             return
@@ -153,25 +177,72 @@ class EngineCore:
             return
         sequence.remote = None
         logger.warning("pull failed request_id=%s reason=%s", sequence.request.request_id, result.reason)
-        if self._recompute:
-            del self._scheduler.transferring[seq_id]
-            self._scheduler.add(sequence)
+        error = self._refuse_to_compute(sequence, result.reason)
+        if error is not None:
+            self._emit_error(sequence, error)
         else:
-            message = f"the prefix of {sequence.num_prompt_tokens} tokens could not be pulled: {result.reason}"
-            self._emit_error(sequence, TransferError(message))
+            self._wait_again(sequence)
 
     def end_quarantine(self, seq_id: str) -> None:
         self._manager.release_quarantine(seq_id)
 
+    def lease_prefix(self, keys: PrefixKeys, lease_id: str, *, deeper_than: int) -> LeasedPrefix | None:
+        """Leases the deepest prefix of these tokens that is cached here with its state; None: nothing deeper than
+        ``deeper_than`` tokens.
+
+        Raises:
+            InvalidRequestError: the id is in use.
+        """
+        if lease_id in self._by_request or self._manager.leases.renew(lease_id, 0.0):
+            raise InvalidRequestError(f"id {lease_id} is in use", param="id")
+        deadline_s = self._clock() + self._lease_seconds
+        lease = self._manager.lease_prefix(keys, keys.num_tokens, lease_id, deadline_s, deeper_than=deeper_than)
+        self._run_copies()
+        return lease
+
+    def num_local_tokens(self, keys: PrefixKeys) -> int:
+        """How many of these tokens would not be computed here, as of now."""
+        return self._manager.lookup(keys, keys.num_tokens).num_tokens
+
+    def _refuse_to_compute(self, sequence: Sequence, reason: str) -> TransferError | None:
+        """Why a prompt whose remote prefix was lost is not computed here; None: it is."""
+        if sequence.request.is_remote_optional:
+            return None
+        num_prompt_tokens = sequence.num_prompt_tokens
+        lost = f"the prefix of {num_prompt_tokens} tokens could not be pulled: {reason}"
+        if not self._recompute:
+            return TransferError(lost)
+        if self._local_prefill_limit is None:
+            return None
+        num_left = num_prompt_tokens - self._manager.lookup(sequence.keys, num_prompt_tokens).num_tokens
+        if num_left <= self._local_prefill_limit:
+            return None
+        return TransferError(
+            f"{lost}; {num_left} tokens would have to be computed here, --local-prefill-limit is "
+            f"{self._local_prefill_limit}"
+        )
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """From transferring back to its old place in the queue."""
+        sequence.remote = None
+        del self._scheduler.transferring[sequence.seq_id]
+        self._scheduler.add(sequence)
+
     def _commit_pull(self, sequence: Sequence, result: PullResult) -> None:
-        row = sequence.remote.output_row
+        row, num_tokens = result.output_row, sequence.remote.num_tokens
+        sequence.transferred_bytes = result.num_bytes
+        sequence.transferred_blocks = result.num_blocks
+        sequence.transferred_states = result.num_states
+        if num_tokens < sequence.num_prompt_tokens or row is None or sequence.sampling is None:
+            # Into the cache, most recently used: the sequence is admitted like any that finds a prefix there.
+            self._manager.commit_remote(sequence.seq_id, row, seal=True)
+            self._manager.free(sequence.seq_id, donate=True)
+            self._wait_again(sequence)
+            return
         self._manager.commit_remote(sequence.seq_id, row)
         sequence.remote = None
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         sequence.is_prompt_done = True
-        sequence.transferred_bytes = result.num_bytes
-        sequence.transferred_blocks = result.num_blocks
-        sequence.transferred_states = result.num_states
         del self._scheduler.transferring[sequence.seq_id]
         self._scheduler.add_running(sequence)
         sequence.prompt_done_s = self._clock()
@@ -213,6 +284,7 @@ class EngineCore:
             if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
                 self._append_prompt_logprobs(sequence, segment.start, hidden)
             if sequence.num_uncomputed_tokens:
+                self._show_progress(sequence)
                 continue
             row = hidden[-1]
             if sequence.is_prompt_done:
@@ -220,6 +292,20 @@ class EngineCore:
             else:
                 self._finish_prompt(sequence, row.clone(), to_sample)  # kept: must not pin the whole step's rows
         return to_sample
+
+    def _show_progress(self, sequence: Sequence) -> None:
+        """Tells the reader of a handed-out prompt which of its blocks are finished."""
+        if not sequence.request.wants_progress or sequence.sampling is not None:
+            return
+        progress = self._manager.progress(sequence.seq_id)
+        if progress.num_tokens > sequence.num_shown_tokens:
+            sequence.num_shown_tokens = progress.num_tokens
+            self._emit(sequence, [], None, progress=progress)
+
+    def _run_copies(self) -> None:
+        """Block copies that must not wait for the next step: their destinations are promised to a reader."""
+        if copies := self._manager.take_all_block_copies():
+            self._runner.forward(StepPlan(block_copies=copies))
 
     def _finish_prompt(
         self, sequence: Sequence, row: torch.Tensor, to_sample: list[tuple[Sequence, torch.Tensor]]
@@ -232,6 +318,7 @@ class EngineCore:
         if sampling is None:
             deadline = self._clock() + self._lease_seconds
             lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
+            self._run_copies()
             sequence.finish_reason = FinishReason.LENGTH
             self._emit(sequence, [], None, handoff=lease)
             self._end(sequence, donate=True)
@@ -332,7 +419,13 @@ class EngineCore:
         self._untrack(sequence)
 
     def _emit(
-        self, sequence: Sequence, token_ids: list[int], token: TokenLogprob | None, *, handoff: Any = None
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        token: TokenLogprob | None,
+        *,
+        handoff: LeasedPrefix | None = None,
+        progress: PrefixProgress | None = None,
     ) -> None:
         wants_logprobs = sequence.sampling is not None and sequence.sampling.logprobs is not None
         is_first = sequence.num_output_tokens <= 1
@@ -352,6 +445,7 @@ class EngineCore:
                 transferred_states=sequence.transferred_states,
                 seconds=_phase_seconds(sequence),
                 handoff=handoff,
+                progress=progress,
             )
         )
 

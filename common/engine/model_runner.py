@@ -16,6 +16,7 @@ from torch import Tensor
 from common.engine.plan import Rows, StepPlan
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.storage import KVStorage
+from common.models.arguments import step_arguments
 from common.models.loader import LoadedModel
 from common.models.seam import EngineCache
 from common.models.step import ActiveStep, PoolViews, run_step
@@ -36,8 +37,8 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> list[Tensor]:
         """One entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the final
         norm."""
-        if plan.block_copies:
-            self._storage.copy_blocks(plan.block_copies)
+        for group_id, pairs in plan.block_copies.items():
+            self._storage.copy_blocks(pairs, group_id)
         segments = plan.segments
         if not segments:
             return []
@@ -47,10 +48,9 @@ class ModelRunner:
         packed = array("q", list(itertools.chain.from_iterable(s.token_ids for s in segments)))
         ids = torch.frombuffer(packed, dtype=torch.long)[None].to(device)
         with run_step(step):
-            output = self._base(
-                input_ids=ids, position_ids=step.positions[None], past_key_values=self._cache, use_cache=True
-            )
-        hidden = output.last_hidden_state[0]
+            output = self._base(input_ids=ids, **step_arguments(self._base, self._cache, step.positions))
+        # A family with a float32 residual hands out float32 rows; its head rounds them to its own dtype anyway.
+        hidden = output.last_hidden_state[0].to(self._model.dtype)
         ends = itertools.accumulate(segment.num_tokens for segment in segments)
         rows = []
         for segment, end in zip(segments, ends, strict=True):

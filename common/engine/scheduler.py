@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from common.engine.plan import Rows, Segment, StepPlan
+from common.engine.plan import GroupTable, Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.kv_cache.manager import KVCacheManager, PullPlan
 
@@ -96,7 +96,7 @@ class Scheduler:
             self.num_preemptions == num_preemptions
         ):  # else memory is short: who was just preempted must not return at once
             self._admit_waiting(schedule, budget)
-        schedule.plan.block_copies = self._manager.take_block_copies()
+        schedule.plan.block_copies = self._manager.take_all_block_copies()
         return schedule
 
     def _schedule_running(self, schedule: Schedule, budget: int) -> int:
@@ -171,8 +171,8 @@ class Scheduler:
             self.waiting.pop(0)
             sequence.num_computed_tokens = num_computed
             num_hit = min(num_computed, sequence.num_prompt_tokens)
-            if sequence.num_preemptions == 0:  # else it may have found what it computed itself
-                sequence.num_local_hit = num_hit
+            if sequence.num_preemptions == 0 and not sequence.transferred_bytes:
+                sequence.num_local_hit = num_hit  # else it may have found what it computed itself, or pulled
             sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = self._clock()
@@ -194,7 +194,7 @@ class Scheduler:
         return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
 
     def _start_pull(self, schedule: Schedule, sequence: Sequence) -> bool:
-        plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.num_prompt_tokens)
+        plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.remote.num_tokens)
         if plan is None:
             return False
         self.waiting.pop(0)
@@ -207,7 +207,10 @@ class Scheduler:
         return True
 
     def _num_missing_tokens(self, plan: PullPlan) -> int:
-        return plan.num_tokens - plan.num_cached_blocks * self._manager.config.block_size if plan.block_pairs else 0
+        if plan.block_pairs:
+            return plan.num_tokens - plan.num_cached_blocks * self._manager.config.block_size
+        # Without attention the state is all there is of a prefix: if it must be read, nothing of the prefix is here.
+        return plan.num_tokens if plan.slot_id and not self._manager.config.has_attention else 0
 
     def _add_segment(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
@@ -230,6 +233,7 @@ class Scheduler:
                 save_offsets=tuple(position - start for position, _ in saves),
                 save_slots=tuple(slot for _, slot in saves),
                 rows=rows,
+                further_tables=tuple(GroupTable(table.block_ids, table.write_from) for table in view.tables[1:]),
             )
         )
         schedule.sequences.append(sequence)

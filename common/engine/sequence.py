@@ -1,7 +1,8 @@
 """One continuation of one prompt, as the scheduler sees it. A request with ``num_forks`` > 1 becomes several sequences
 once its prompt is computed.
 
-Life: WAITING -> (TRANSFERRING ->) RUNNING -> FINISHED; RUNNING -> WAITING when preempted. The cache manager knows a
+Life: WAITING -> (TRANSFERRING ->) RUNNING -> FINISHED; RUNNING -> WAITING when preempted, TRANSFERRING -> WAITING when
+the pull failed, or brought only a part of the prompt. The cache manager knows a
 sequence by ``seq_id`` from its admission to its ``free``.
 """
 
@@ -31,6 +32,7 @@ class Sequence:
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
             exact prefix hit, a handed-over prompt or a fork.
         save_positions: where the cache's policy wants states of the prompt kept, and why each.
+        num_shown_tokens: of a prompt that is handed out while it computes: tokens whose blocks its reader knows.
         aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
     """
 
@@ -44,6 +46,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.pending_row: Any = None
         self.remote = request.remote
+        self.num_shown_tokens = 0
         self.aborted = False
         self.is_prompt_done = False
         self.num_preemptions = 0

@@ -57,7 +57,7 @@ class CheckpointSaver:
             self._skipped["no_block"] += 1
             return
         tails = sequences.tail_blocks(seq, position)
-        checkpoint = coordinator.make_checkpoint(seq.keys, position, save.slot_id, tails, save.origin)
+        checkpoint = sequences.make_checkpoint(seq, position, save.slot_id, tails, save.origin)
         sequences.publish_windows(seq, position)
         if coordinator.publish_checkpoint(checkpoint) and any(copies):
             sequences.continue_in_copies(seq, position, copies)
@@ -75,4 +75,4 @@ class CheckpointSaver:
             return  # a boundary of a dense model is found through its block alone
         self._sequences.publish_blocks(seq, again=True)
         self._sequences.publish_windows(seq, position)
-        coordinator.publish_checkpoint(coordinator.make_checkpoint(seq.keys, position, seq.dst_slot, tails, "donated"))
+        coordinator.publish_checkpoint(self._sequences.make_checkpoint(seq, position, seq.dst_slot, tails, "donated"))

@@ -60,6 +60,11 @@ class Coordinator:
         self._counters = counters
         self.caches_states = config.caches_states
 
+    def block_counts(self) -> dict[str, int]:
+        """Blocks of all attention groups by state."""
+        counts = [group.pool.counts() for group in self.groups] or [self.blocks.counts()]
+        return {state: sum(each[state] for each in counts) for state in counts[0]}
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def can_allocate(self, num_blocks: Sequence[int], num_slots: int) -> bool:

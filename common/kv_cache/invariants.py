@@ -2,7 +2,7 @@
 
 Run after every operation in tests, and on demand:
 free + cached + held + leased + quarantined = total for each pool, reference counts equal the holders, every table entry
-is valid, every index agrees with every other.
+is valid, every index agrees with every other, the tag of every published or leased unit is that of its content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from common.kv_cache.checkpoint import Checkpoint
 from common.kv_cache.coordinator import Coordinator
-from common.kv_cache.leases import LeaseTable
+from common.kv_cache.generations import content_tag
+from common.kv_cache.leases import Lease, LeaseTable
 from common.kv_cache.sequence import Sequence
 from common.kv_cache.sequence_table import SequenceTable
 from common.kv_cache.unit_pool import UnitPool
@@ -42,13 +43,17 @@ def check(
     for lease in leases.active():
         for block_ids, counts in zip(lease.tables, users.leased_blocks, strict=True):
             counts.update(block_ids)
-        users.lease_pins[id(lease.prompt_end)] += 1
-        users.add_checkpoint(lease.prompt_end, users.leased_blocks, users.leased_slots)
+        if lease.checkpoint is not None:
+            users.lease_pins[id(lease.checkpoint)] += 1
+            users.add_checkpoint(lease.checkpoint, users.leased_blocks, users.leased_slots)
+        problems += _check_lease(coordinator, lease)
     for group, counts in zip(coordinator.groups, users.named_blocks, strict=True):
         for key, block_id in group.items():
             counts[block_id] += 1
             if group.key_of(block_id) != key:
                 problems.append(f"{group.pool.name} {block_id} does not know its key")
+            if group.pool.tag(block_id) != content_tag(key):
+                problems.append(f"{group.pool.name} {block_id} has another prefix's tag")
     for full_group in coordinator.full_groups:
         for block_id in full_group.marked_ids():
             if full_group.key_of(block_id) is None:
@@ -62,6 +67,8 @@ def check(
             problems.append(f"checkpoint at {checkpoint.position} outlived its attention block")
         if bool(checkpoint.slot_id) != coordinator.config.has_state:
             problems.append(f"checkpoint at {checkpoint.position} has slot {checkpoint.slot_id}")
+        if checkpoint.slot_id and coordinator.slots.tag(checkpoint.slot_id) != content_tag(checkpoint.key):
+            problems.append(f"slot {checkpoint.slot_id} has another prefix's tag")
         if checkpoint.position - len(checkpoint.tail_tokens) != (
             checkpoint.position // coordinator.config.block_size * coordinator.config.block_size
         ):
@@ -93,6 +100,24 @@ class _Users:
         slots[checkpoint.slot_id] += 1
         for counts, block_id in zip(blocks, checkpoint.tail_block_ids, strict=False):
             counts[block_id] += 1
+
+
+def _check_lease(coordinator: Coordinator, lease: Lease) -> list[str]:
+    """What the reader was told must hold until the lease ends: its generations, and the tags that it will compute."""
+    problems = []
+    prefix, size = lease.prefix, coordinator.config.block_size
+    for group, table, generations in zip(coordinator.groups, prefix.tables, prefix.generations, strict=True):
+        for index, (block_id, generation) in enumerate(zip(table, generations, strict=True)):
+            if not block_id:
+                continue
+            key = lease.keys.key_at(min((index + 1) * size, prefix.num_tokens))
+            if (group.pool.generation(block_id), group.pool.tag(block_id)) != (generation, content_tag(key)):
+                problems.append(f"lease {lease.lease_id}: {group.pool.name} {block_id} is not what was promised")
+    slots, slot_id = coordinator.slots, prefix.slot_id
+    promised = (prefix.slot_generation, content_tag(prefix.key))
+    if slot_id and (slots.generation(slot_id), slots.tag(slot_id)) != promised:
+        problems.append(f"lease {lease.lease_id}: slot {slot_id} is not what was promised")
+    return problems
 
 
 def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, seq: Sequence) -> list[str]:

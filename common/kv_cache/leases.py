@@ -10,16 +10,26 @@ import threading
 from dataclasses import dataclass
 
 from common.kv_cache.checkpoint import Checkpoint
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.results import LeasedPrefix, Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Full blocks per attention group in table order (null where no block was needed), and the prompt's end (its slot
-    and tail blocks)."""
+    """
+    Attributes:
+        prefix: what the reader was told.
+        keys: of the leased prefix, and maybe more.
+        tables: per attention group the pinned blocks in table order (null where none was needed): the full blocks,
+            and the tail block when it is not the checkpoint's.
+        checkpoint: pins the state and its own tail blocks; None for a dense model's block boundary.
+    """
 
     lease_id: str
-    tables: tuple[tuple[int, ...], ...]
-    prompt_end: Checkpoint
+    prefix: LeasedPrefix
+    keys: PrefixKeys
+    tables: Tables
+    checkpoint: Checkpoint | None
 
 
 class LeaseTable:

@@ -22,9 +22,18 @@ from common.kv_cache.events import CacheSnapshot, EventLog
 from common.kv_cache.generations import GenerationTables
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.leases import LeaseTable
+from common.kv_cache.lender import PrefixLender
 from common.kv_cache.prompt_ends import PromptEnds
 from common.kv_cache.remote import RemoteIntake
-from common.kv_cache.results import LeasedPrefix, PrefixHit, PromptEnd, PullPlan, RemoteHit, SequenceView
+from common.kv_cache.results import (
+    LeasedPrefix,
+    PrefixHit,
+    PrefixProgress,
+    PromptEnd,
+    PullPlan,
+    RemoteHit,
+    SequenceView,
+)
 from common.kv_cache.saves import SavePolicy
 from common.kv_cache.sequence_table import SequenceTable
 from common.kv_cache.spec import KVCacheConfig
@@ -52,7 +61,8 @@ class KVCacheManager:
         self._save_policy = SavePolicy(config)
         self._sequences = SequenceTable(config, self._coordinator, self._save_policy, self._counters)
         self._saver = CheckpointSaver(self._sequences)
-        self._prompt_ends = PromptEnds(self._sequences, self.leases)
+        self._prompt_ends = PromptEnds(self._sequences)
+        self._lender = PrefixLender(self._sequences, self.leases)
         self._remote = RemoteIntake(self._sequences, self._prompt_ends)
 
     def prefix_keys(
@@ -159,6 +169,11 @@ class KVCacheManager:
         copies = self._sequences.copies
         return copies[group_id].drain() if group_id < len(copies) else []
 
+    def take_all_block_copies(self) -> dict[int, list[tuple[int, int]]]:
+        """``take_block_copies`` of every attention group that has any, by group."""
+        taken = {group_id: self.take_block_copies(group_id) for group_id in range(len(self._sequences.copies))}
+        return {group_id: copies for group_id, copies in taken.items() if copies}
+
     def save_positions(
         self, num_prompt_tokens: int, hit: PrefixHit | None, boundaries: Sequence[int] = ()
     ) -> dict[int, str]:
@@ -227,24 +242,44 @@ class KVCacheManager:
         """
         return self._prompt_ends.fork(self._sequences[seq_id], child_id)
 
+    def progress(self, seq_id: str) -> PrefixProgress:
+        """The full blocks of a running prompt that are computed, for a remote reader who does not want to wait."""
+        return self._lender.progress(self._sequences[seq_id])
+
     def lease(self, seq_id: str, lease_id: str, deadline_s: float) -> LeasedPrefix:
         """After ``finish_prompt``: pin the prompt for a remote reader until ``deadline_s`` on the manager's clock.
 
         Works with caching disabled too. The sequence runs no further step if its end had not been kept (it is sealed).
+        Run ``take_block_copies`` before the sequence is freed and before the reader is told.
         """
-        return self._prompt_ends.lease(self._sequences[seq_id], lease_id, deadline_s)
+        seq = self._sequences[seq_id]
+        if seq.prompt_end is None:
+            self._prompt_ends.finish(seq, None, seal=True)
+        return self._lender.lease_prompt(seq, lease_id, deadline_s)
+
+    def lease_prefix(
+        self, keys: PrefixKeys, num_tokens: int, lease_id: str, deadline_s: float, *, deeper_than: int
+    ) -> LeasedPrefix | None:
+        """Pin the deepest cached prefix of these ``num_tokens`` tokens from which they could be resumed here: a
+        checkpoint, or a block boundary of a dense model. None: nothing deeper than ``deeper_than`` tokens, or no memory
+        to copy its tail block.
+
+        Run ``take_block_copies`` before the reader is told.
+        """
+        hit = self._coordinator.lookup.local(keys, num_tokens)
+        return self._lender.lease_cached(keys, hit, lease_id, deadline_s, deeper_than)
 
     def release_lease(self, lease_id: str) -> bool:
         lease = self.leases.take(lease_id)
         if lease is None:
             return False
-        self._prompt_ends.end_lease(lease)
+        self._lender.end(lease)
         return True
 
     def expire_leases(self) -> list[str]:
         expired = self.leases.take_expired(self._clock())
         for lease in expired:
-            self._prompt_ends.end_lease(lease)
+            self._lender.end(lease)
         self._counters.leases_expired += len(expired)
         return [lease.lease_id for lease in expired]
 
@@ -259,12 +294,12 @@ class KVCacheManager:
         """Pin what is here and allocate destinations for the rest. ``None``: does not fit now, nothing changed."""
         return self._remote.accept(seq_id, keys, num_tokens)
 
-    def commit_remote(self, seq_id: str, output_row: Any | None) -> None:
+    def commit_remote(self, seq_id: str, output_row: Any | None, *, seal: bool = False) -> None:
         """The bytes were validated: publish them; the sequence is runnable at ``num_computed_tokens`` = N.
 
-        Never fails for want of memory.
+        Never fails for want of memory. ``seal=True``: it will not run, only its content is wanted: nothing is copied.
         """
-        self._remote.commit(self._sequences[seq_id], output_row)
+        self._remote.commit(self._sequences[seq_id], output_row, seal=seal)
 
     def abandon_remote(self, seq_id: str, *, quarantine: bool) -> None:
         """The pull failed. ``quarantine``: its destinations may still be written; kept under ``seq_id``."""
@@ -277,7 +312,7 @@ class KVCacheManager:
     def stats(self) -> CacheStats:
         counters, coordinator = self._counters, self._coordinator
         return CacheStats(
-            blocks=coordinator.blocks.counts(),
+            blocks=coordinator.block_counts(),
             group_blocks={group.group.label: group.pool.counts() for group in coordinator.groups},
             slots=coordinator.slots.counts(),
             num_cached_prefix_blocks=sum(map(len, coordinator.groups)),

@@ -10,18 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from common.kv_cache.checkpoint import Checkpoint
-from common.kv_cache.leases import Lease, LeaseTable
-from common.kv_cache.results import LeasedPrefix, PromptEnd
+from common.kv_cache.results import PromptEnd
 from common.kv_cache.sequence import Sequence
 from common.kv_cache.sequence_table import SequenceTable
 
 
 class PromptEnds:
-    def __init__(self, sequences: SequenceTable, leases: LeaseTable) -> None:
+    def __init__(self, sequences: SequenceTable) -> None:
         self._sequences = sequences
         self._coordinator = sequences.coordinator
         self._config = sequences.config
-        self._leases = leases
 
     def finish(self, seq: Sequence, output_row: Any | None, *, seal: bool, origin: str = "prompt_end") -> PromptEnd:
         num_tokens = seq.num_prompt_tokens
@@ -29,7 +27,7 @@ class PromptEnds:
         assert seq.num_computed_tokens == num_tokens, f"{seq.num_computed_tokens} of {num_tokens} tokens computed"
         if seq.prompt_end is None and not self._adopt_existing(seq, output_row):
             if seal:
-                self._seal(seq, output_row)
+                self._seal(seq, output_row, origin)
             else:
                 self._keep(seq, output_row, origin)
         elif seq.prompt_end is not None and seq.prompt_end.output_row is None:
@@ -61,11 +59,11 @@ class PromptEnds:
         self._coordinator.pin(checkpoint)
         seq.prompt_end = checkpoint
 
-    def _seal(self, seq: Sequence, output_row: Any | None) -> None:
+    def _seal(self, seq: Sequence, output_row: Any | None, origin: str) -> None:
         assert seq.owns_state
         position = seq.num_prompt_tokens
         tails = self._sequences.tail_blocks(seq, position)
-        end = self._coordinator.make_checkpoint(seq.keys, position, seq.dst_slot, tails, "prompt_end", output_row)
+        end = self._sequences.make_checkpoint(seq, position, seq.dst_slot, tails, origin, output_row)
         self._pin_end(seq, end)
         if self._coordinator.caches_states:
             self._publish(seq, end)
@@ -93,7 +91,7 @@ class PromptEnds:
             sequences.counters.checkpoints_skipped["no_slot" if has_blocks else "no_block"] += 1
             return
         slot_id = planned.slot_id if planned is not None else seq.dst_slot
-        end = coordinator.make_checkpoint(seq.keys, position, slot_id, tails, origin, output_row)
+        end = sequences.make_checkpoint(seq, position, slot_id, tails, origin, output_row)
         self._pin_end(seq, end)
         if publishes:
             self._publish(seq, end)
@@ -116,7 +114,7 @@ class PromptEnds:
         if seq.prompt_end is None:
             tails = sequences.tail_blocks(seq, position)
             slot_id = seq.dst_slot if has_state else 0
-            end = coordinator.make_checkpoint(seq.keys, position, slot_id, tails, "prompt_end")
+            end = sequences.make_checkpoint(seq, position, slot_id, tails, "prompt_end")
             self._pin_end(seq, end)
             if rotates:
                 sequences.rotate_slot(seq, end)
@@ -140,39 +138,3 @@ class PromptEnds:
             child.src_slot = source.slot_id
             child.dst_slot = coordinator.allocate_slot()
         return True
-
-    def lease(self, seq: Sequence, lease_id: str, deadline_s: float) -> LeasedPrefix:
-        if seq.prompt_end is None:
-            self.finish(seq, None, seal=True)
-        end = seq.prompt_end
-        assert end is not None
-        slots = self._coordinator.slots
-        num_full = seq.num_prompt_tokens // self._config.block_size
-        full_tables = tuple(tuple(table.block_ids[:num_full]) for table in seq.tables)
-        for group, table in zip(self._coordinator.groups, full_tables, strict=True):
-            group.pool.lease(block_id for block_id in table if block_id)
-        self._coordinator.lease(end)
-        self._leases.add(Lease(lease_id, full_tables, end), deadline_s)
-        tails = end.tail_block_ids or None
-        tables = tuple(
-            (*table, tails[group_id]) if tails is not None else table for group_id, table in enumerate(full_tables)
-        )
-        generations = tuple(
-            tuple(group.pool.generation(block_id) if block_id else 0 for block_id in table)
-            for group, table in zip(self._coordinator.groups, tables, strict=True)
-        )
-        return LeasedPrefix(
-            num_tokens=seq.num_prompt_tokens,
-            tables=tables,
-            generations=generations,
-            slot_id=end.slot_id,
-            slot_generation=slots.generation(end.slot_id) if end.slot_id else 0,
-            key=end.key,
-            output_row=end.output_row,
-        )
-
-    def end_lease(self, lease: Lease) -> None:
-        """Give back what the lease pinned, tail first."""
-        self._coordinator.end_lease(lease.prompt_end)
-        for group, table in zip(self._coordinator.groups, lease.tables, strict=True):
-            group.pool.end_lease(block_id for block_id in reversed(table) if block_id)

@@ -73,18 +73,20 @@ class RemoteIntake:
         return PullPlan(num_tokens, pairs, slot_id, len(hit.block_ids))
 
     def _count_hit(self, hit: RemoteHit, num_tokens: int) -> None:
-        """Real blocks and tails only; the groups that keep everything set what is reused."""
+        """Real blocks and tails only; what is reused is set by the groups that keep everything, without any by the
+        checkpoint."""
         size, checkpoint = self._config.block_size, hit.checkpoint
         has_tail = checkpoint is not None and bool(checkpoint.tail_block_ids)
         num_tail = num_tokens % size if has_tail else 0
-        hits = {"joint": hit.num_attention_tokens}
+        num_state = num_tokens if checkpoint is not None else 0
+        hits = {"joint": hit.num_attention_tokens if self._coordinator.full_groups else num_state}
         for group, table in zip(self._coordinator.groups, hit.tables, strict=True):
             hits[group.group.label] = (len(table) - table.count(0)) * size + num_tail
         if self._config.has_state:
-            hits["state"] = num_tokens if checkpoint is not None else 0
+            hits["state"] = num_state
         self._sequences.counters.count_query(num_tokens, hits)
 
-    def commit(self, seq: Sequence, output_row: Any | None) -> None:
+    def commit(self, seq: Sequence, output_row: Any | None, *, seal: bool) -> None:
         assert seq.pull is not None, "nothing was accepted"
         seq.pull = None
         seq.num_computed_tokens = seq.num_prompt_tokens
@@ -94,7 +96,8 @@ class RemoteIntake:
         source = seq.src_checkpoint
         if source is not None and source.tail_block_ids:
             self._sequences.copy_tail(seq, source)
-        self._prompt_ends.finish(seq, output_row, seal=False, origin="pulled")
+        if not seal or self._config.has_state or output_row is not None or seq.num_prompt_tokens % seq.keys.block_size:
+            self._prompt_ends.finish(seq, output_row, seal=seal, origin="pulled")
 
     def _mark_null_entries(self, seq: Sequence) -> None:
         """The state row of this prefix is [null, .., null, slot]: register the nulls on the attention entries."""

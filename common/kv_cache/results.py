@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from common.kv_cache.keys import PrefixKeys
     from common.kv_cache.sequence import BlockTable
 
+Tables = tuple[tuple[int, ...], ...]
+"""Per attention group, one entry per block."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
@@ -124,15 +127,15 @@ class PromptEnd:
 
 @dataclass(frozen=True, slots=True)
 class LeasedPrefix:
-    """A prompt pinned for a remote reader until release or expiry.
+    """A prefix pinned for a remote reader until release or expiry.
 
     ``tables`` cover ``num_tokens`` positions per attention group, the tail block last, null below a window;
-    generations are those at lease time (0 for a null entry).
+    generations are those at lease time (0 for a null entry). ``output_row``: when the prefix is a whole prompt.
     """
 
     num_tokens: int
-    tables: tuple[tuple[int, ...], ...]
-    generations: tuple[tuple[int, ...], ...]
+    tables: Tables
+    generations: Tables
     slot_id: int
     slot_generation: int
     key: bytes
@@ -147,6 +150,16 @@ class LeasedPrefix:
     def block_generations(self) -> tuple[int, ...]:
         """The first attention group's."""
         return self.generations[0] if self.generations else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixProgress:
+    """The full blocks of a prompt that are computed while the rest still is: ``num_tokens`` tokens from the start, a
+    whole number of blocks. Not leased: valid as long as the generations stay."""
+
+    num_tokens: int
+    tables: Tables
+    generations: Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ class BlockTable:
     Attributes:
         block_ids: by block index; null (0) below a window.
         write_from: rows of positions below this exist already and are not written again.
-        num_published: full blocks that are published, found, declined, or lost to a first publisher. Real blocks only:
-            null padding never counts.
+        num_published: full blocks whose content is final and tagged: published, found, declined, or lost to a first
+            publisher. Real blocks only: null padding never counts.
         first_block: entries below this are null: the window has left them.
     """
 

@@ -73,23 +73,27 @@ class SequenceTable:
                 table.block_ids += self.coordinator.allocate_blocks(group, num_fresh)
 
     def publish_blocks(self, seq: Sequence, *, again: bool = False) -> None:
-        """Name the complete blocks, as far as keys are known; first publisher wins. ``again``: from the start, since
-        what was found or lost before may have been evicted meanwhile."""
-        if not self.config.enable_prefix_caching:
-            return
-        size = self.config.block_size
-        end = min(seq.num_computed_tokens, seq.keys.num_tokens) // size
+        """Tag the complete blocks, as far as keys are known, and name them; first publisher wins. ``again``: name from
+        the start, since what was found or lost before may have been evicted meanwhile."""
+        end = min(seq.num_computed_tokens, seq.keys.num_tokens) // self.config.block_size
         for group, table in zip(self.coordinator.groups, seq.tables, strict=True):
-            start = table.first_block if again else table.num_published
-            positions = None
-            if isinstance(group, SlidingWindowManager):
-                positions = self.save_policy.window_positions(start * size, end * size, seq.num_prompt_tokens)
-            if positions is None:
-                group.publish_run(seq.keys, table.block_ids, start, end)
-            else:
-                for position in positions:
-                    self._publish_window(seq, group, table, position)
+            fresh = max(table.num_published, table.first_block)
+            if end > fresh:
+                keys = seq.keys.boundary_keys(end)[fresh + 1 : end + 1]
+                group.pool.set_tags(table.block_ids[fresh:end], keys)
+            if self.config.enable_prefix_caching:
+                self._name_blocks(seq, group, table, table.first_block if again else table.num_published, end)
             table.num_published = max(table.num_published, end)
+
+    def _name_blocks(self, seq: Sequence, group: BlockGroupManager, table: BlockTable, start: int, end: int) -> None:
+        size, positions = self.config.block_size, None
+        if isinstance(group, SlidingWindowManager):
+            positions = self.save_policy.window_positions(start * size, end * size, seq.num_prompt_tokens)
+        if positions is None:
+            group.publish_run(seq.keys, table.block_ids, start, end)
+        else:
+            for position in positions:
+                self._publish_window(seq, group, table, position)
 
     def publish_windows(self, seq: Sequence, position: int) -> None:
         """Name what going on at ``position`` reads of sliding windows, whatever the retention interval declined."""
@@ -118,6 +122,30 @@ class SequenceTable:
         if num_tail == 0:
             return ()
         return tuple(copies.origin(table.block_ids[index]) for _, table, copies in self.rows(seq))
+
+    def make_checkpoint(
+        self,
+        seq: Sequence,
+        position: int,
+        slot_id: int,
+        tail_block_ids: tuple[int, ...],
+        origin: str,
+        output_row: object | None = None,
+    ) -> Checkpoint:
+        """A private checkpoint of what the sequence computed, its slot and tail blocks tagged with its key.
+
+        A unit has one tag. A complete block keeps its own, and so does what somebody reads now, or what the sequence
+        only continues from; of several tails that one step leaves in a block the last one counts.
+        """
+        checkpoint = self.coordinator.make_checkpoint(seq.keys, position, slot_id, tail_block_ids, origin, output_row)
+        if slot_id:
+            self.coordinator.slots.set_tags((slot_id,), (checkpoint.key,))
+        index = position // self.config.block_size
+        sources = seq.src_checkpoint.tail_block_ids if seq.src_checkpoint is not None else ()
+        for group, table, block_id in zip(self.coordinator.groups, seq.tables, tail_block_ids, strict=False):
+            if index >= table.num_published and block_id not in sources and not group.pool.leased[block_id]:
+                group.pool.set_tags((block_id,), (checkpoint.key,))
+        return checkpoint
 
     def copies_needed(self, seq: Sequence, position: int) -> list[int]:
         """Per attention group, 1 when publishing the tail at ``position`` takes the sequence's open block away."""

@@ -61,7 +61,7 @@ class StateTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
-    """State of one recurrent layer. ``mixer`` is mamba2 | mamba1 | gated_delta | short_conv (and later kinds)."""
+    """State of one recurrent layer. ``mixer`` is mamba2 | mamba1 | gated_delta | short_conv | lightning."""
 
     layer_idx: int
     mixer: str

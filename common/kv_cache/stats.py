@@ -32,7 +32,7 @@ class CacheCounters:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """``blocks`` (the first attention group's), ``slots``: units by state (free, cached, held, leased, quarantined),
+    """``blocks`` (of all attention groups), ``slots``: units by state (free, cached, held, leased, quarantined),
     without the null entry; ``group_blocks``: those of every attention group, by label."""
 
     blocks: Mapping[str, int]

@@ -1,21 +1,25 @@
 """The bytes of the cache: two block-major arenas and strided views into them. The one torch file of this package.
 
-On the CPU an arena is an anonymous memory map: page-aligned, zero, touched only when used, so a large
-``--kv-cache-memory`` costs nothing before it is needed. Entry 0 of each arena stays zero forever: it is the null block
-and the zero state of a fresh sequence. Arenas live as long as this object, and longer while a view does.
+On the CPU an arena is an anonymous memory map: page-aligned, zero, touched only when used (2 MB at a time where there
+are large pages), so a large ``--kv-cache-memory`` costs nothing before it is needed. Entry 0 of each arena stays zero
+forever: it is the null block and the zero state of a fresh sequence. Arenas live as long as this object, and longer
+while a view does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from common.kv_cache.layout import TensorPlace, make_layout
-from common.kv_cache.spec import KVCacheConfig
+from common.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
 
+DIGEST_HEX = 16
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,6 +46,15 @@ class KVStorage:
             for layer in group.layers:
                 key, value = self.layout.attention[layer.layer_idx]
                 self._attention[layer.layer_idx] = (_view(arena, key), _view(arena, value))
+        # Per attention group, each layer's K and V: its place, and the bytes of one token in it.
+        self._attention_rows = tuple(
+            [
+                (place, math.prod(place.shape[1:]) * DTYPE_BYTES[place.dtype])
+                for layer in group.layers
+                for place in self.layout.attention[layer.layer_idx]
+            ]
+            for group in config.geometry.attention_groups
+        )
         self._state = {
             layer_idx: {name: _view(self.slot_arena, place) for name, place in places.items()}
             for layer_idx, places in self.layout.state.items()
@@ -70,8 +83,27 @@ class KVStorage:
         arena = self.block_arenas[group_id]
         arena[index[1]] = arena[index[0]]
 
-    def zero_block(self, block_id: int) -> None:
-        self.block_arena[block_id].zero_()
+    def digest_block(self, block_id: int, num_valid: int, group_id: int = 0) -> str:
+        """16 hex digits that say what a block's first ``num_valid`` rows of every layer hold; a full block's are of all
+        its bytes. Rows behind the valid ones may be anything, also be written meanwhile.
+
+        Waits for the device of a device pool; hashes without the GIL.
+        """
+        content = _content(self.block_arenas[group_id], block_id)
+        if num_valid == self.config.block_size:
+            return _digest([content])
+        valid = [
+            content[place.offset_bytes : place.offset_bytes + num_valid * row_bytes]
+            for place, row_bytes in self._attention_rows[group_id]
+        ]
+        return _digest(valid)
+
+    def digest_slot(self, slot_id: int) -> str:
+        """16 hex digits that say what a slot holds."""
+        return _digest([_content(self.slot_arena, slot_id)])
+
+    def zero_block(self, block_id: int, group_id: int = 0) -> None:
+        self.block_arenas[group_id][block_id].zero_()
 
     def zero_slot(self, slot_id: int) -> None:
         self.slot_arena[slot_id].zero_()
@@ -83,8 +115,23 @@ def _arena(num_units: int, unit_bytes: int, device: torch.device) -> Tensor:
         return torch.zeros((num_units, unit_bytes), dtype=torch.uint8, device=device)
     if device.type != "cpu":
         return torch.zeros((num_units, unit_bytes), dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux; states of a batch are read at 31 GB/s instead of 18 (Zen 4 under KVM)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(num_units, unit_bytes)
+
+
+def _content(arena: Tensor, unit_id: int) -> memoryview:
+    """One unit's bytes; a copy when the arena is not in host memory."""
+    return memoryview(arena[unit_id].cpu().numpy())
+
+
+def _digest(parts: Iterable[memoryview]) -> str:
+    # Measured on a CPU with SHA instructions, 64 KiB: sha256 1.73 GB/s, sha1 1.84, blake2b 0.70, md5 0.72, sha3 0.49.
+    digest = hashlib.sha256(usedforsecurity=False)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:DIGEST_HEX]
 
 
 def _view(arena: Tensor, place: TensorPlace) -> Tensor:

@@ -53,6 +53,13 @@ class UnitPool:
     def generation(self, unit_id: int) -> int:
         return self._generations.generation(self.name, unit_id)
 
+    def tag(self, unit_id: int) -> int:
+        return self._generations.tag(self.name, unit_id)
+
+    def set_tags(self, unit_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Say what the units hold now that it is final, for remote readers; never the null entry."""
+        self._generations.set_tags(self.name, unit_ids, keys)
+
     def free_ids(self) -> Iterator[int]:
         return iter(self._free)
 

@@ -1,9 +1,9 @@
 """From a checkpoint folder or hub id to a model that runs with all of its state outside.
 
-1 read the raw config and derive the geometry (no weights yet). 2 load the weights straight to the target dtype. 3
-check that the seam fits: functions present, mixers counted, shapes as planned. 4 probe: stock forward against chunked
-engine on the loaded weights. Leaves by: a ``LoadedModel``, or ``ConfigError`` with the reason. A family never runs
-unprobed.
+1 read the raw config and derive the geometry (no weights yet). 2 load the weights straight to the target dtype. 3 put
+compiled linear layers and norms in (C++ backend). 4 check that the seam fits: functions present, mixers counted, shapes
+as planned. 5 probe: stock forward, from before step 3, against chunked engine. Leaves by: a ``LoadedModel``, or
+``ConfigError`` with the reason. A family never runs unprobed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from common.errors import ConfigError
 from common.kv_cache.geometry import model_geometry
@@ -29,9 +29,12 @@ from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
 from common.models.families import FAMILIES, Family
 from common.models.fingerprint import model_fingerprint, user_cache_dir
 from common.models.head import Head
+from common.models.linears import pack_linears
+from common.models.norms import fuse_norms
 from common.models.probe import check_numbers, probe_tokens, stock_logits
 from common.models.quiet import quiet_transformers
 from common.models.seam import EngineCache, install, missing_functions, use_paged_attention
+from common.ops.cpp.backend import CppOps
 from common.ops.interface import Ops
 from common.ops.select import create_ops
 
@@ -92,16 +95,20 @@ def load_model(
     begin_s = time.monotonic()
     folder = resolve_folder(model, revision)
     raw_config = read_config(folder)
-    family = _family(raw_config)
     dtype = _resolve_dtype(dtype, raw_config)
-    geometry = model_geometry(raw_config, dtype)
+    geometry = model_geometry(raw_config, dtype)  # refuses what is not in FAMILIES
+    family = FAMILIES[geometry.model_type]
     target = torch.device(device)
     ops = create_ops(ops_backend, dtype=getattr(torch, dtype), device=target, cache_dir=user_cache_dir())
     with quiet_transformers():
         loaded = _load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
         head = Head(loaded)
         tokens = probe_tokens(geometry.vocab_size, seed)
-        expected = stock_logits(loaded, tokens, target)
+        expected = stock_logits(loaded, tokens, geometry, target)
+        num_parameters = sum(p.numel() for p in loaded.parameters())
+        if isinstance(ops, CppOps):
+            pack_linears(loaded, ops.linears)
+            fuse_norms(loaded, ops.norms)
         _prepare(loaded, family, geometry)
         check_numbers(
             loaded,
@@ -121,7 +128,7 @@ def load_model(
         dtype,
         target,
         ops.name,
-        sum(p.numel() for p in loaded.parameters()),
+        num_parameters,
         time.monotonic() - begin_s,
     )
     return LoadedModel(
@@ -193,14 +200,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any | None:
         raise ConfigError(f"--model {str(folder)!r}: the tokenizer cannot be loaded: {exc}", param="--model") from exc
 
 
-def _family(raw_config: Mapping[str, Any]) -> Family:
-    model_type = raw_config["model_type"]
-    if model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"model_type {model_type!r} is not supported; supported: {supported}", param="--model")
-    return FAMILIES[model_type]
-
-
 def _resolve_dtype(dtype: str, raw_config: Mapping[str, Any]) -> str:
     if dtype == "auto":
         nested = raw_config.get("text_config") or {}
@@ -214,7 +213,9 @@ def _resolve_dtype(dtype: str, raw_config: Mapping[str, Any]) -> str:
 def _load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        # A vision-language model of which transformers has no text-only class is loaded whole; it takes text as it is.
+        is_text = type(config) in AutoModelForCausalLM._model_mapping
+        model, report = (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
             folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except SafetensorError as exc:
@@ -245,15 +246,6 @@ def _prepare(model: Any, family: Family, geometry: ModelGeometry) -> None:
             f"{family.mixer_class} at {sorted(m.layer_idx for m in mixers)}",
             param="--model",
         )
-    for mixer in mixers:
-        conv = next(m for m in mixer.modules() if isinstance(m, torch.nn.Conv1d))
-        measured = (conv.weight.shape[0], conv.weight.shape[-1] - 1)
-        shapes = {tensor.name: tensor.shape for tensor in planned[mixer.layer_idx].tensors}
-        if shapes.get("conv") != measured:
-            raise ConfigError(
-                f"layer {mixer.layer_idx}: conv state is planned as {shapes.get('conv')}, the weights need {measured}",
-                param="--model",
-            )
     if mixers:
         if missing := missing_functions(type(mixers[0]), family.functions):
             raise ConfigError(

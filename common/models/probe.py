@@ -18,6 +18,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
+from common.models.arguments import step_arguments, stock_cache
+from common.models.measure import check_shapes
 from common.models.step import ActiveStep, PoolViews, run_step
 from common.ops.interface import Ops
 
@@ -79,6 +81,10 @@ class _Piece:
         first = 1 + self.table * _BLOCKS_PER_TABLE
         return range(first, first + _BLOCKS_PER_TABLE)
 
+    def in_group(self, group_id: int) -> _Piece:
+        """Every group has pools of its own, so one table serves all."""
+        return self
+
 
 _SCHEDULE = (
     (_Piece(0, 0, 13, 0, 0, 1, (7,), (3,)), _Piece(1, 0, 5, 1, 0, 2)),
@@ -98,11 +104,16 @@ def probe_tokens(vocab_size: int, seed: int) -> Tensor:
 
 
 @torch.inference_mode()
-def stock_logits(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
+def stock_logits(model: Any, tokens: Tensor, geometry: ModelGeometry, device: torch.device) -> Tensor:
     """[2, NUM_PROBE_TOKENS, vocab] float32 by the stock forward, one sequence at a time; with the model's own
-    attention."""
-    logits = [model(input_ids=row[None].to(device), use_cache=False).logits[0].float() for row in tokens]
-    return torch.stack(logits)
+    attention.
+
+    Raises:
+        ConfigError: what the stock forward left in stock's own cache is not of the geometry's shapes.
+    """
+    outputs = [model(input_ids=row[None].to(device), use_cache=True) for row in tokens]
+    check_shapes(geometry, stock_cache(outputs[0]))
+    return torch.stack([output.logits[0].float() for output in outputs])
 
 
 @torch.inference_mode()
@@ -129,7 +140,7 @@ def check_numbers(
         step = ActiveStep.of(pieces, views, ops, block_size=_BLOCK_SIZE, device=device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
         with _shape_errors(geometry), run_step(step):
-            output = model(input_ids=ids, position_ids=step.positions[None], past_key_values=cache, use_cache=True)
+            output = model(input_ids=ids, **step_arguments(model, cache, step.positions))
         want = torch.cat([expected[p.sequence, p.start : p.end] for p in pieces])
         differences.append((output.logits[0].float() - want).abs() / expected.std().clamp_min(1e-12))
     difference = torch.cat(differences)

@@ -1,4 +1,4 @@
-"""Where transformers' model code meets our state: four cache calls, one attention function, four module-level
+"""Where transformers' model code meets our state: four cache calls, one attention function, five module-level
 functions.
 
 Mixers keep their own forward (projections, norms, gates). They are handed :class:`EngineCache`, which has no state to
@@ -15,17 +15,22 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
-from common.models.families import CONV, GATED_DELTA, MAMBA1, MAMBA2
+from common.models import latents
+from common.models.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2
+from common.models.lightning import lightning_forward
 from common.models.step import active_step
 from common.ops.interface import StepSize
 
 ATTENTION_NAME = "tandem_paged"
 _STOCK = "__tandem_stock__"
+_NO_STATE = torch.empty(0)
+"""Handed back as the state after a rule: some mixers convert it before they give it to the cache, which ignores it."""
 
 
 class EngineCache:
@@ -35,19 +40,23 @@ class EngineCache:
     is_compileable = False
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """key, value: [1, num_kv_heads, num_tokens, head_size]. Given back as they are: attention reads the blocks
-        itself."""
+        """key, value: [1, num_kv_heads, num_tokens, head_size]; with MLA a latent and the shared part of its key.
+
+        Given back as they are (latents: cut short): attention reads the blocks itself."""
         step = active_step()
         assert step is not None, "the engine's cache was used outside a step"
         step.layer_idx = layer_idx
-        k_pool, v_pool = step.attention_pool()
-        step.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_pool, v_pool, step.index)
+        pool = step.attention_pool()
+        if pool.is_latent:
+            return latents.store(step, key, value)
+        index = step.attention_index()
+        step.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool.key, pool.value, index)
         return key, value
 
     def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
         step = active_step()
         assert step is not None, "the engine's cache was used outside a step"
-        step.layer_idx = layer_idx
+        step.layer_idx, step.num_scanned = layer_idx, 0
         return x
 
     def update_recurrent_state(self, state: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -89,11 +98,14 @@ def _attention(
     """transformers' attention call: [1, heads, num_tokens, head_size] in, [1, num_tokens, heads, head_size_v] out."""
     step = active_step()
     assert step is not None, "a model prepared for the engine was called outside a step"
-    assert sliding_window is None, "sliding-window attention is refused when the geometry is made"
-    k_pool, v_pool = step.attention_pool()
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    pool = step.attention_pool()
+    if (sliding_window or 0) != pool.window:
+        raise RuntimeError(f"layer {step.layer_idx} has a window of {sliding_window} tokens, planned is {pool.window}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.ops.attention(q, k, v, k_pool, v_pool, step.index, scale)[None], None
+    if pool.is_latent:
+        return latents.attend(step, module, query, scale), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.ops.attention(q, k, v, pool.key, pool.value, step.attention_index(), scale)[None], None
 
 
 def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,16 +170,21 @@ def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
         if step is None:
             return stock(hidden_states, dt, A, B, C, *args, **kwargs)
         size = StepSize(kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
-        x, b, c, pool = hidden_states[0].T, B[0].T, C[0].T, step.state_pool("recurrent")
+        x, b, c = hidden_states[0].T, B[0].T, C[0].T
+        # zamba calls once per head, in order; each takes its channels of the layer's state.
+        begin, step.num_scanned = step.num_scanned, step.num_scanned + x.shape[1]
+        pool = step.state_pool("recurrent").flatten(1, -2)[:, begin : step.num_scanned]
         out = step.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), step.index, pool, step_size=size).T[None]
         if (gate := kwargs.get("z")) is not None:
             out = out * F.silu(gate)
-        return (out, None) if kwargs.get("return_last_state") else out
+        return (out, out.new_empty(0)) if kwargs.get("return_last_state") else out  # zamba stacks the heads' states
 
     return scan
 
 
-def _gated_delta(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _delta_rule(op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``: which of the ops; they differ in the decay alone, one per head or one per head and key channel."""
+
     @functools.wraps(stock)
     def rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         step = active_step()
@@ -176,15 +193,27 @@ def _gated_delta(stock: Callable[..., Any]) -> Callable[..., Any]:
         assert kwargs.get("use_qk_l2norm_in_kernel"), "every listed family normalises query and key inside the rule"
         pool = step.state_pool("recurrent")
         decay, beta = kwargs["g"][0], kwargs["beta"][0]
-        out = step.ops.gated_delta(query[0], key[0], value[0], decay, beta, step.index, pool)
-        return out[None], None
+        out = getattr(step.ops, op)(query[0], key[0], value[0], decay, beta, step.index, pool)
+        return out[None], _NO_STATE
 
     return rule
 
 
 _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
-    {CONV: _conv, MAMBA2: _mamba2, MAMBA1: _mamba1, GATED_DELTA: _gated_delta}
+    {
+        CONV: _conv,
+        MAMBA2: _mamba2,
+        MAMBA1: _mamba1,
+        GATED_DELTA: functools.partial(_delta_rule, "gated_delta"),
+        KIMI_DELTA: functools.partial(_delta_rule, "kimi_delta"),
+    }
 )
+
+
+_FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
+    {"MiniMaxLightningAttention": lightning_forward}
+)
+"""Mixers whose whole forward is ours, because what they call is not a function that could be replaced."""
 
 
 def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
@@ -194,8 +223,8 @@ def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
 
 
 def install(mixer_class: type, names: tuple[str, ...]) -> None:
-    """Replace the functions in the mixer's module, once per process; without an active step they stay what they
-    were."""
+    """Replace the functions in the mixer's module (or its forward), once per process; without an active step they stay
+    what they were."""
     module = sys.modules[mixer_class.__module__]
     for name in names:
         current = getattr(module, name)
@@ -203,6 +232,11 @@ def install(mixer_class: type, names: tuple[str, ...]) -> None:
             wrapped = _WRAPPERS[name](current)
             setattr(wrapped, _STOCK, current)
             setattr(module, name, wrapped)
+    forward = mixer_class.forward  # type: ignore[attr-defined]
+    if mixer_class.__name__ in _FORWARDS and not hasattr(forward, _STOCK):
+        replaced = _FORWARDS[mixer_class.__name__](forward)
+        setattr(replaced, _STOCK, forward)
+        mixer_class.forward = replaced  # type: ignore[attr-defined]
 
 
 def use_paged_attention(model: Any) -> None:

@@ -16,10 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.kv_cache.spec import ModelGeometry
+from common.kv_cache.spec import GroupKind, ModelGeometry
 from common.ops.index import StepIndex
 from common.ops.interface import Ops
 from common.ops.packed import SegmentLike
+
+
+class GroupedSegment(SegmentLike, Protocol):
+    """A segment with a block table per attention group; ``common.engine.plan.Segment`` has this shape. Its own table
+    is the first group's."""
+
+    def in_group(self, group_id: int) -> SegmentLike: ...
 
 
 class LayerPools(Protocol):
@@ -30,43 +37,97 @@ class LayerPools(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolViews:
-    """All layers' views, looked up once per model instead of once per layer and step."""
+class AttentionPool:
+    """One layer's part of the block pool of its group.
 
-    attention: dict[int, tuple[Tensor, Tensor]]
+    Attributes:
+        key: [num_blocks, block_size, num_kv_heads, head_size]; value: [.., head_size_v].
+        group_id: whose block tables lead there.
+        window: tokens that a query sees, 0 for all.
+        is_latent: keys are latent rows, from which values are made too (MLA).
+    """
+
+    key: Tensor
+    value: Tensor
+    group_id: int
+    window: int
+    is_latent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolViews:
+    """All layers' views, looked up once per model instead of once per layer and step. ``windows``: of each attention
+    group in order."""
+
+    attention: dict[int, AttentionPool]
     state: dict[int, dict[str, Tensor]]
+    windows: tuple[int, ...]
 
     @classmethod
     def of(cls, pools: LayerPools, geometry: ModelGeometry) -> PoolViews:
-        return cls(
-            attention={s.layer_idx: pools.attention_layer(s.layer_idx) for s in geometry.attention_layers},
-            state={s.layer_idx: pools.state_layer(s.layer_idx) for s in geometry.state_layers},
-        )
+        groups = geometry.attention_groups
+        attention = {
+            layer.layer_idx: AttentionPool(
+                *pools.attention_layer(layer.layer_idx), group.group_id, group.window, group.kind is GroupKind.MLA
+            )
+            for group in groups
+            for layer in group.layers
+        }
+        state = {s.layer_idx: pools.state_layer(s.layer_idx) for s in geometry.state_layers}
+        return cls(attention, state, tuple(group.window for group in groups))
 
 
 @dataclass(slots=True)
 class ActiveStep:
-    """One forward under way. ``layer_idx`` is the layer whose cache call came last, set by the cache object."""
+    """One forward under way.
 
-    index: StepIndex
+    Attributes:
+        indices: one per attention group (at least one); they differ in block tables and window alone.
+        layer_idx: the layer whose cache call came last, set by the cache object.
+        latents: the latent rows of that layer, [num_tokens, 1, width], if it keeps any.
+        num_scanned: channels of that layer which a scan has taken since (a layer may be scanned in several calls, each
+            for some channels).
+    """
+
+    indices: tuple[StepIndex, ...]
     pools: PoolViews
     ops: Ops
     layer_idx: int = -1
+    latents: Tensor | None = None
+    num_scanned: int = 0
 
     @classmethod
     def of(
-        cls, segments: Sequence[SegmentLike], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
+        cls, segments: Sequence[GroupedSegment], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
     ) -> ActiveStep:
         """The step that runs ``segments``, packed in this order."""
-        return cls(StepIndex.build(segments, block_size=block_size, device=device), pools, ops)
+        indices = [
+            StepIndex.build(
+                [segment.in_group(group_id) for segment in segments] if group_id else segments,
+                block_size=block_size,
+                device=device,
+                window=window,
+            )
+            for group_id, window in enumerate(pools.windows or (0,))
+        ]
+        return cls(tuple(indices), pools, ops)
+
+    @property
+    def index(self) -> StepIndex:
+        """Rows, slots and positions; for block tables see :meth:`attention_index`."""
+        return self.indices[0]
 
     @property
     def positions(self) -> Tensor:
         """[num_tokens] position of each packed row in its sequence."""
         return self.index.positions
 
-    def attention_pool(self) -> tuple[Tensor, Tensor]:
+    def attention_pool(self) -> AttentionPool:
         return self.pools.attention[self.layer_idx]
+
+    def attention_index(self) -> StepIndex:
+        """The index of the current layer's attention group."""
+        return self.indices[self.attention_pool().group_id]
 
     def state_pool(self, name: str) -> Tensor:
         return self.pools.state[self.layer_idx][name]

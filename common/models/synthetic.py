@@ -100,7 +100,7 @@ def give_long_memory(model: Any, seed: int) -> None:
         owner = module.rpartition(".")[2]
         if kind == "A_log":
             p.copy_(torch.log(torch.rand(p.shape, generator=generator) * 0.095 + 0.005))
-        elif kind == "dt_bias" or (owner == "dt_proj" and kind == "bias"):
+        elif kind in ("dt_bias", "dt_proj_bias") or (owner == "dt_proj" and kind == "bias"):
             normal(p, 0.5, -2.0)
         elif owner in ("conv1d", "conv"):
             normal(p, 0.4)

@@ -110,6 +110,13 @@ class StateIndex:
             longest = max(longest, *(b - a for a, b in itertools.pairwise(cuts)))
         return longest
 
+    def store_decode(self, pool: Tensor, state: Tensor) -> None:
+        """Write the states [num_decode, ...] after the decode rows to their slots and saves."""
+        state = state.to(pool.dtype)
+        pool[self.decode_dst] = state
+        if self.decode_saves.shape[0]:
+            pool[self.decode_save_slots] = state[self.decode_saves]
+
     def chunks(self, size: int) -> ChunkIndex:
         """The spans cut into chunks of ``size``, cached for the step."""
         if size not in self._chunks:
@@ -119,10 +126,11 @@ class StateIndex:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Query rows [begin, end) against keys [0, num_keys) of their sequence.
+    """Query rows [begin, end) against ``num_keys`` keys of their sequence.
 
-    ``block_ids`` None: the first chunk of a sequence, keys are the packed rows [key_begin, end) themselves and the
-    mask is causal. Else ``mask`` [rows, num_keys] is True where a key may be seen.
+    ``block_ids`` None: the first chunk of a sequence, keys are the packed rows [key_begin, end) themselves. Else they
+    are the first ``num_keys`` places of these blocks (with a window: the blocks from the first one that it reaches).
+    ``mask`` [rows, num_keys] is True where a key may be seen; None: causal.
     """
 
     begin: int
@@ -141,8 +149,9 @@ class AttentionIndex:
         write_rows: [n] packed rows whose K/V is written (decode rows first), or None: all of them, in order.
         write_blocks, write_offsets: [n] where to.
         tiles: prompt chunks.
-        decode_rows: [num_decode]; decode_tables: [num_decode, max_blocks], padded with block 0;
-        decode_hidden: [num_decode, 1, max_blocks * block_size] True where a key is beyond the row's own position.
+        decode_rows: [num_decode]; decode_tables: [num_decode, max_blocks], the blocks that each row reads, padded with
+        block 0; decode_hidden: [num_decode, 1, max_blocks * block_size] True where a key is beyond the row's own
+        position or before its window.
         decode_last: [num_decode] place in its table of the block with the row's own position; decode_stale:
         [num_decode, block_size, 1] True for the places of that block beyond it, which hold what a former owner left.
     """
@@ -166,22 +175,32 @@ class StepIndex:
     Attributes:
         num_tokens: packed rows of the step.
         device: where index tensors live.
+        window: attention at position p sees keys p - window + 1 .. p; 0: all up to p. Table entries of blocks that lie
+            before the window of a segment's first row are the null block.
     """
 
     def __init__(
-        self, segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, device: torch.device
+        self,
+        segments: Sequence[SegmentLike],
+        begins: Sequence[int],
+        block_size: int,
+        device: torch.device,
+        window: int = 0,
     ) -> None:
         self._segments = segments
         self._begins = begins
         self._block_size = block_size
         self.num_tokens = begins[-1]
         self.device = device
+        self.window = window
 
     @classmethod
-    def build(cls, segments: Sequence[SegmentLike], *, block_size: int, device: torch.device) -> StepIndex:
-        """The index of ``segments``, packed in this order."""
+    def build(
+        cls, segments: Sequence[SegmentLike], *, block_size: int, device: torch.device, window: int = 0
+    ) -> StepIndex:
+        """The index of ``segments``, packed in this order; their block tables are those of one attention group."""
         begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
-        return cls(segments, begins, block_size, device)
+        return cls(segments, begins, block_size, device, window)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -203,7 +222,7 @@ class StepIndex:
     @functools.cached_property
     def attention(self) -> AttentionIndex:
         """Index tensors of paged attention; the segments must have block tables."""
-        return _build_attention(self._segments, self._begins, self._block_size, self.device)
+        return _build_attention(self._segments, self._begins, self._block_size, self.window, self.device)
 
     @functools.cached_property
     def packed(self) -> PackedStep:
@@ -245,6 +264,11 @@ def _cuts(span: Span) -> list[int]:
     return sorted({0, span.end - span.begin, *(offset for offset, _ in span.saves)})
 
 
+def chunk_size(longest_run: int, limit: int) -> int:
+    """A power of two: large enough for the longest run, at least 8 and at most ``limit``."""
+    return min(limit, max(8, 1 << max(0, longest_run - 1).bit_length()))
+
+
 def _build_chunks(spans: Sequence[Span], size: int, device: torch.device) -> ChunkIndex:
     rows: list[Tensor] = []
     lengths: list[int] = []
@@ -277,7 +301,7 @@ def _build_chunks(spans: Sequence[Span], size: int, device: torch.device) -> Chu
 
 
 def _build_attention(
-    segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, device: torch.device
+    segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, window: int, device: torch.device
 ) -> AttentionIndex:
     tiles: list[AttentionTile] = []
     decode: list[int] = []
@@ -291,10 +315,10 @@ def _build_attention(
         written = torch.arange(min(max(segment.start, segment.write_from), end), end)  # none: all of it is shared
         rows = written + (begins[i] - segment.start)
         span_writes.append(torch.stack([rows, table[written // block_size], written % block_size]))
-        if segment.start == 0:
+        if segment.start == 0 and (not window or segment.num_tokens <= window):
             tiles.append(AttentionTile(begins[i], begins[i + 1], begins[i], segment.num_tokens, None, None))
         else:
-            tiles.extend(_continuation_tiles(segment, begins[i], table, block_size, device))
+            tiles.extend(_masked_tiles(segment, begins[i], table, block_size, window, device))
     rows_written = [
         (begins[i], segments[i].block_ids[segments[i].start // block_size], segments[i].start % block_size)
         for i in decode
@@ -304,14 +328,21 @@ def _build_attention(
     writes = torch.cat([decode_writes, *span_writes], 1)
     in_packed_order = bool((writes[0] == torch.arange(writes.shape[1])).all()) and writes.shape[1] == begins[-1]
 
-    num_keys = [segments[i].start + 1 for i in decode]
-    max_blocks = max((-(-n // block_size) for n in num_keys), default=0)
+    # A decode row reads the blocks [first, last] of its table, of which ``num_keys`` places are keys or before its
+    # window.
+    positions = torch.tensor([segments[i].start for i in decode], dtype=torch.long)
+    lasts = positions // block_size
+    earliest = (positions - window + 1).clamp_(min=0) if window else torch.zeros_like(positions)
+    firsts = earliest // block_size
+    num_keys = positions + 1 - firsts * block_size
+    max_blocks = int((lasts - firsts).max()) + 1 if decode else 0
     decode_table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
-    for row, (i, n) in enumerate(zip(decode, num_keys, strict=True)):
-        count = -(-n // block_size)
-        decode_table[row, :count] = torch.as_tensor(segments[i].block_ids[:count], dtype=torch.long)
-    lengths = torch.tensor(num_keys, dtype=torch.long)
-    hidden = torch.arange(max_blocks * block_size)[None] >= lengths[:, None]
+    for row, (i, first, last) in enumerate(zip(decode, firsts.tolist(), lasts.tolist(), strict=True)):
+        decode_table[row, : last + 1 - first] = torch.as_tensor(segments[i].block_ids[first : last + 1])
+    places = torch.arange(max_blocks * block_size)[None]
+    hidden = places >= num_keys[:, None]
+    if window:
+        hidden |= places < (earliest - firsts * block_size)[:, None]
     return AttentionIndex(
         write_rows=None if in_packed_order else writes[0].to(device),
         write_blocks=writes[1].to(device),
@@ -320,19 +351,27 @@ def _build_attention(
         decode_rows=torch.tensor([begins[i] for i in decode], dtype=torch.long).to(device),
         decode_tables=decode_table.to(device),
         decode_hidden=hidden[:, None].to(device),
-        decode_last=((lengths - 1) // block_size).to(device),
-        decode_stale=(torch.arange(block_size) > ((lengths - 1) % block_size)[:, None])[..., None].to(device),
+        decode_last=(lasts - firsts).to(device),
+        decode_stale=(torch.arange(block_size) > (positions % block_size)[:, None])[..., None].to(device),
     )
 
 
-def _continuation_tiles(
-    segment: SegmentLike, begin: int, table: Tensor, block_size: int, device: torch.device
+def _masked_tiles(
+    segment: SegmentLike, begin: int, table: Tensor, block_size: int, window: int, device: torch.device
 ) -> list[AttentionTile]:
+    """Tiles of a chunk that continues a sequence or is longer than the window."""
     tiles = []
     for a in range(0, segment.num_tokens, _QUERY_TILE):
         b = min(a + _QUERY_TILE, segment.num_tokens)
-        num_keys = segment.start + b
-        mask = torch.ones(b - a, num_keys, dtype=torch.bool, device=device).tril_(num_keys - (b - a))
-        block_ids = table[: -(-num_keys // block_size)].to(device)
-        tiles.append(AttentionTile(begin + a, begin + b, begin, num_keys, block_ids, mask))
+        first = max(0, segment.start + a - window + 1) if window else 0  # position of the first key
+        block_ids = None
+        if segment.start:
+            block_ids = table[first // block_size : -(-(segment.start + b) // block_size)].to(device)
+            first -= first % block_size
+        num_keys = segment.start + b - first
+        own = num_keys - (b - a)  # place of the first row's own key
+        mask = torch.ones(b - a, num_keys, dtype=torch.bool, device=device).tril_(own)
+        if window:
+            mask.triu_(own - window + 1)
+        tiles.append(AttentionTile(begin + a, begin + b, begin + first, num_keys, block_ids, mask))
     return tiles

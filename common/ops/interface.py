@@ -95,6 +95,20 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def kimi_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+    ) -> Tensor:
+        """Kimi delta rule: the gated delta rule with a decay of its own for every channel of the key.
+
+        Args:
+            query, key: [num_tokens, key_heads, key_dim], not normalised; value: [num_tokens, value_heads, value_dim].
+            decay: [num_tokens, value_heads, key_dim] log decay <= 0; beta: [num_tokens, value_heads].
+            pool: [num_slots, value_heads, key_dim, value_dim] float32.
+
+        Returns: [num_tokens, value_heads, value_dim] in value's dtype.
+        """
+
+    @abstractmethod
     def mamba1(
         self,
         x: Tensor,
@@ -134,10 +148,13 @@ class Ops(ABC):
         index: StepIndex,
         scale: float,
     ) -> Tensor:
-        """Causal attention of every packed row over its own sequence.
+        """Causal attention of every packed row over its own sequence, within ``index.window`` where that is not 0.
+
+        Values may be columns of the keys (MLA latents: one K/V head of some 576 columns, values the first 512 of them).
 
         Args:
-            query: [num_tokens, num_heads, head_size]; key, value: of this step, already written by :meth:`write_kv`.
+            query: [num_tokens, num_heads, head_size]; key, value: [num_tokens, num_kv_heads, head_size(_v)] of this
+                step, already written by :meth:`write_kv`.
             scale: factor on the scores.
 
         Returns: [num_tokens, num_heads, head_size_v] in the query's dtype.

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.ops.attention import paged_attention, write_kv
-from common.ops.index import ChunkIndex, StateIndex, StepIndex
+from common.ops.delta import delta_varlen
+from common.ops.index import ChunkIndex, StateIndex, StepIndex, chunk_size
 from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
 
 _MAMBA2_CHUNK = 64
-_DELTA_CHUNK = 64
 _MAMBA1_CHUNK = 64
-_L2_EPS = 1e-6
 
 
 class TorchOps(Ops):
@@ -52,7 +51,12 @@ class TorchOps(Ops):
     def gated_delta(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
     ) -> Tensor:
-        return gated_delta_varlen(query, key, value, decay, beta, index.state, pool)
+        return delta_varlen(query, key, value, decay[..., None], beta, index.state, pool)
+
+    def kimi_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+    ) -> Tensor:
+        return delta_varlen(query, key, value, decay, beta, index.state, pool)
 
     def mamba1(
         self,
@@ -112,7 +116,7 @@ def conv1d_varlen(x: Tensor, weight: Tensor, bias: Tensor | None, index: StateIn
         window = torch.cat([pool[index.decode_src].to(x.dtype), x[index.decode_rows][:, :, None]], -1)
         convolved = (window * weight).sum(-1)
         out[index.decode_rows] = convolved if bias is None else convolved + bias
-        _store_decode(pool, window[:, :, 1:], index)
+        index.store_decode(pool, window[:, :, 1:])
     if not index.spans:
         return out
     # Every span with its state in front, side by side: one convolution; outputs that mix two neighbours are not read.
@@ -158,7 +162,7 @@ def mamba2_varlen(
             out.dtype
         )
     if index.spans:
-        chunks = index.chunks(_chunk_size(index.longest_run, _MAMBA2_CHUNK))
+        chunks = index.chunks(chunk_size(index.longest_run, _MAMBA2_CHUNK))
         _mamba2_spans(x, dt, a, b, c, chunks, pool, out)
     if d is not None:
         out = (out.float() + x.float() * d.float()[:, None]).to(x.dtype)
@@ -173,7 +177,7 @@ def _mamba2_decode(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, index
     grouped = state.view(num_rows * num_groups, -1, state_size)  # [rows * groups, heads of the group * head_dim, state]
     scaled = (dt[:, :, None] * x).view(num_rows * num_groups, -1, 1)
     grouped.baddbmm_(scaled, b.reshape(num_rows * num_groups, 1, state_size))
-    _store_decode(pool, state, index)
+    index.store_decode(pool, state)
     return torch.bmm(grouped, c.reshape(num_rows * num_groups, state_size, 1)).view(num_rows, num_heads, head_dim)
 
 
@@ -212,103 +216,6 @@ def _mamba2_spans(
     chunks.scatter(out, torch.addcmul(result, past, torch.exp(decay)[..., None]))
 
 
-def gated_delta_varlen(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
-) -> Tensor:
-    """Gated delta rule, arXiv 2412.06464, in the UT-transform chunked form of arXiv 2406.06484.
-
-    Args:
-        query, key: [num_tokens, key_heads, key_dim], not normalised; value: [num_tokens, value_heads, value_dim].
-        decay: [num_tokens, value_heads] log decay <= 0; beta: [num_tokens, value_heads].
-        pool: [num_slots, value_heads, key_dim, value_dim] float32.
-
-    Returns: [num_tokens, value_heads, value_dim] in value's dtype.
-    """
-    out = torch.empty_like(value)
-    query = _l2norm(query.float()) * query.shape[-1] ** -0.5
-    key = _l2norm(key.float())
-    decay, beta = decay.float(), beta.float()
-    if index.num_decode:
-        rows = index.decode_rows
-        out[rows] = _delta_decode(query[rows], key[rows], value[rows].float(), decay[rows], beta[rows], index, pool).to(
-            out.dtype
-        )
-    if index.spans:
-        chunks = index.chunks(_chunk_size(index.longest_run, _DELTA_CHUNK))
-        _delta_spans(query, key, value, decay, beta, chunks, pool, out)
-    return out
-
-
-def _delta_decode(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
-) -> Tensor:
-    num_rows, num_heads, value_dim = value.shape
-    key_dim = key.shape[-1]
-    repeats = num_heads // key.shape[1]
-    batch = num_rows * num_heads
-    q = query[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
-    k = key[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
-    state = pool[index.decode_src].view(batch, key_dim, value_dim)
-    state.mul_(decay.exp().view(batch, 1, 1))
-    delta = (value.view(batch, 1, value_dim) - torch.bmm(k, state)) * beta.view(batch, 1, 1)
-    state.baddbmm_(k.transpose(1, 2), delta)
-    _store_decode(pool, state.view(num_rows, num_heads, key_dim, value_dim), index)
-    return torch.bmm(q, state).view(num_rows, num_heads, value_dim)
-
-
-def _delta_spans(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    chunks: ChunkIndex,
-    pool: Tensor,
-    out: Tensor,
-) -> None:
-    num_heads, value_dim = value.shape[1:]
-    num_key_heads, key_dim = key.shape[1:]
-    count, size = chunks.rows.shape
-    grouped = (count, num_key_heads, num_heads // num_key_heads, size)
-    log_decay, rate = chunks.gather(decay), chunks.gather(beta)
-    if chunks.padding is not None:
-        log_decay = log_decay.masked_fill(chunks.padding[:, :, None], 0.0)
-        rate = rate.masked_fill(chunks.padding[:, :, None], 0.0)  # a rate of 0 writes nothing
-    cumulative = log_decay.cumsum(1).transpose(1, 2).reshape(grouped)  # [chunks, key heads, repeats, size]
-    rate = rate.transpose(1, 2).reshape(grouped)[..., None]
-    q = chunks.gather(query).transpose(1, 2)[:, :, None]  # [chunks, key heads, 1, size, key_dim]
-    k = chunks.gather(key).transpose(1, 2)[:, :, None]
-    v = chunks.gather(value).float().transpose(1, 2).reshape(*grouped, value_dim)
-
-    pairwise = (cumulative[..., :, None] - cumulative[..., None, :]).clamp_(max=0.0).exp_().tril_()
-    system = (k @ k.transpose(-1, -2)) * pairwise * rate  # unit lower triangular: the diagonal is not read
-    since_begin = cumulative.exp()[..., None]
-    right = torch.cat([v * rate, k * (rate * since_begin)], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new_values, read_keys = solved.split([value_dim, key_dim], -1)
-
-    total = cumulative[..., -1:]
-    reads = torch.cat([read_keys, q * since_begin], -2).flatten(1, 2)  # [chunks, heads, 2 * size, key_dim]
-    writes = (
-        (k * (total - cumulative).exp()[..., None]).flatten(1, 2).transpose(-1, -2)
-    )  # [chunks, heads, key_dim, size]
-    new_values = new_values.flatten(1, 2)
-    chunk_decay = total.exp().view(count, num_heads, 1, 1)
-    corrected, past = torch.empty_like(new_values), torch.empty_like(new_values)
-    state = torch.empty(0)
-    for i, step in enumerate(chunks.walk):
-        if step.load_slot is not None:
-            state = pool[step.load_slot]
-        read = torch.bmm(reads[i], state)
-        torch.sub(new_values[i], read[:, :size], out=corrected[i])
-        past[i] = read[:, size:]
-        state = torch.baddbmm(state * chunk_decay[i], writes[i], corrected[i])
-        for slot in step.store_slots:
-            pool[slot] = state
-    attention = ((q @ k.transpose(-1, -2)) * pairwise).flatten(1, 2)
-    chunks.scatter(out, (attention @ corrected).add_(past).transpose(1, 2))
-
-
 def mamba1_varlen(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, index: StateIndex, pool: Tensor
 ) -> Tensor:
@@ -332,9 +239,9 @@ def mamba1_varlen(
         state = pool[index.decode_src]
         _mamba1_advance(state, dt[rows], x[rows], a, b[rows])
         out[rows] = torch.bmm(state, c[rows][:, :, None])[:, :, 0]
-        _store_decode(pool, state, index)
+        index.store_decode(pool, state)
     if index.spans:
-        size = _chunk_size(int((index.longest_run / 2) ** 0.5), _MAMBA1_CHUNK)  # least of 2 * size + length / size
+        size = chunk_size(int((index.longest_run / 2) ** 0.5), _MAMBA1_CHUNK)  # least of 2 * size + length / size
         _mamba1_spans(x, dt, a, b, c, index.chunks(size), pool, out)
     return out if d is None else torch.addcmul(out, x, d.float())
 
@@ -376,19 +283,3 @@ def _walk_decayed(chunks: ChunkIndex, decay: Tensor, added: Tensor, pool: Tensor
         for slot in step.store_slots:
             pool[slot] = state
     return before
-
-
-def _store_decode(pool: Tensor, state: Tensor, index: StateIndex) -> None:
-    state = state.to(pool.dtype)
-    pool[index.decode_dst] = state
-    if index.decode_saves.shape[0]:
-        pool[index.decode_save_slots] = state[index.decode_saves]
-
-
-def _l2norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _L2_EPS)
-
-
-def _chunk_size(longest_run: int, limit: int) -> int:
-    """A power of two: large enough for the longest run, at least 8 and at most ``limit``."""
-    return min(limit, max(8, 1 << max(0, longest_run - 1).bit_length()))

@@ -3,7 +3,6 @@ reference."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,33 +10,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from common.engine.model_runner import ModelRunner
-from common.engine.plan import Rows, Segment, StepPlan
+from common.engine.plan import GroupTable, Rows, Segment, StepPlan
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.storage import KVStorage
+from common.models.arguments import step_arguments, stock_cache
 from common.models.loader import LoadedModel, load_model
-from tests.support.models import VOCAB_SIZE, checkpoint
+from tests.support.models import VOCAB_SIZE, auto_class, checkpoint
 from tests.support.ops import make_ops
+from tests.support.reference import tolerance as tolerance
 
 BLOCK_SIZE = 16
-TOLERANCE = {"qwen3_next": 5e-3, "qwen3_5": 5e-3}
-
-
-def tolerance(family: str) -> float:
-    """Largest allowed absolute logit difference in float32; the gated delta rule is itself that inexact."""
-    return TOLERANCE.get(family, 1e-3)
 
 
 @functools.cache
-def engine_model(family: str, dtype: str = "float32") -> LoadedModel:
-    return load_model(str(checkpoint(family)), dtype=dtype)
+def engine_model(family: str, dtype: str = "float32", ops: str = "auto") -> LoadedModel:
+    return load_model(str(checkpoint(family)), dtype=dtype, ops_backend=ops)
 
 
 @functools.cache
 def stock_model(family: str, dtype: str = "float32") -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=getattr(torch, dtype)).eval()
+    return auto_class(family).from_pretrained(checkpoint(family), dtype=getattr(torch, dtype)).eval()
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -45,27 +39,25 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 
 @torch.inference_mode()
-def stock_logits(family: str, token_ids: Sequence[int]) -> Tensor:
-    """[num_tokens, vocab] of the stock forward over the whole prompt."""
-    return stock_model(family)(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+def stock_logits(family: str, token_ids: Sequence[int], dtype: str = "float32") -> Tensor:
+    """[num_tokens, vocab] float32 of the stock forward over the whole prompt, computed in ``dtype``."""
+    return stock_model(family, dtype)(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
 @torch.inference_mode()
 def stock_greedy(family: str, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], Tensor]:
     """Tokens and their logits [num_tokens, vocab]: the prompt in one go, then token by token with stock's own cache."""
     model = stock_model(family)
-    cache = DynamicCache(config=model.config)
-    output = model(input_ids=torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True)
+    output = model(input_ids=torch.tensor([list(prompt)]), use_cache=True)
+    cache = stock_cache(output)
     tokens: list[int] = []
     rows = [output.logits[0, -1].float()]
     while True:
         tokens.append(int(rows[-1].argmax()))
         if len(tokens) == num_tokens:
             return tokens, torch.stack(rows)
-        position = torch.tensor([[len(prompt) + len(tokens) - 1]])
-        output = model(
-            input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True, position_ids=position
-        )
+        position = torch.tensor([len(prompt) + len(tokens) - 1])
+        output = model(input_ids=torch.tensor([tokens[-1:]]), **step_arguments(model, cache, position))
         rows.append(output.logits[0, -1].float())
 
 
@@ -92,13 +84,23 @@ class Work:
 
 class Harness:
     """``num_blocks`` are handed out in shuffled order, so that tables are never consecutive; slots are named by the
-    test."""
+    test.
+
+    A block id of a sequence stands for one block per attention group, another one in each (``in_group``). As the cache
+    manager does, entries that a window has left are null.
+    """
 
     def __init__(
         self, family: str, ops: str = "torch", *, dtype: str = "float32", num_blocks: int = 64, num_slots: int = 16
     ) -> None:
-        self.model = dataclasses.replace(engine_model(family, dtype), ops=make_ops(ops))
-        config = KVCacheConfig(self.model.geometry, BLOCK_SIZE, num_blocks, num_slots, b"root")
+        make_ops(ops)  # or skips the test
+        self.model = engine_model(family, dtype, ops)
+        self.groups = self.model.geometry.attention_groups
+        further = (num_blocks,) * (len(self.groups) - 1)
+        config = KVCacheConfig(
+            self.model.geometry, BLOCK_SIZE, num_blocks, num_slots, b"root", extra_num_blocks=further
+        )
+        self._num_blocks = num_blocks
         self.storage = KVStorage(config, torch.device("cpu"))
         self.runner = ModelRunner(self.model, self.storage, config)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -117,6 +119,25 @@ class Harness:
         self.sequences[name] = Running(self.take_blocks(max_tokens), slot if self.has_state else 0)
         return self.sequences[name]
 
+    def in_group(self, block_id: int, group_id: int) -> int:
+        return (block_id - 1 + 5 * group_id) % (self._num_blocks - 1) + 1
+
+    def zero_block(self, block_id: int) -> None:
+        for group in self.groups:
+            self.storage.zero_block(self.in_group(block_id, group.group_id), group.group_id)
+
+    def first_read(self, num_tokens: int) -> int:
+        """Index of the first block that any layer reads after ``num_tokens`` tokens."""
+        return min(max(0, num_tokens - group.window + 1) // BLOCK_SIZE if group.window else 0 for group in self.groups)
+
+    def _tables(self, sequence: Running) -> list[list[int]]:
+        tables = []
+        for group in self.groups:
+            first = max(0, sequence.num_computed - group.window + 1) // BLOCK_SIZE if group.window else 0
+            held = [self.in_group(block_id, group.group_id) for block_id in sequence.block_ids]
+            tables.append([0] * first + held[first:])
+        return tables
+
     def hidden(self, *work: Work, block_copies: Sequence[tuple[int, int]] = ()) -> list[Tensor]:
         """Run one step; rows of the last hidden state per segment."""
         segments = []
@@ -124,23 +145,29 @@ class Harness:
             sequence = self.sequences[item.name]
             start = sequence.num_computed
             saves = item.saves if self.has_state else {}
+            tables = self._tables(sequence)
             segments.append(
                 Segment(
                     request_id=item.name,
                     token_ids=list(item.token_ids),
                     start=start,
-                    block_ids=sequence.block_ids,
+                    block_ids=tables[0] if tables else (),
                     write_from=sequence.write_from,
                     src_slot=sequence.src_slot,
                     dst_slot=sequence.slot,
                     save_offsets=tuple(position - start for position in saves),
                     save_slots=tuple(saves.values()),
                     rows=item.rows,
+                    further_tables=tuple(GroupTable(table, sequence.write_from) for table in tables[1:]),
                 )
             )
             sequence.num_computed += len(item.token_ids)
             sequence.src_slot = sequence.slot
-        return self.runner.forward(StepPlan(segments, list(block_copies)))
+        copies: dict[int, list[tuple[int, int]]] = {}
+        for group in self.groups if block_copies else ():
+            g = group.group_id
+            copies[g] = [(self.in_group(a, g), self.in_group(b, g)) for a, b in block_copies]
+        return self.runner.forward(StepPlan(segments, copies))
 
     def logits(self, *work: Work) -> list[Tensor]:
         """Run one step; logits per segment."""

@@ -219,7 +219,7 @@ def test_prompt_logprobs_when_asked_come_from_a_computation_of_the_whole_prompt(
 
 @dataclass
 class _Remote:
-    output_row: torch.Tensor
+    num_tokens: int
     prefix_key: bytes
 
 
@@ -240,9 +240,8 @@ class _Source:
 def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tuple[Request, _Source]:
     source = _Source()
     core.source = source
-    row = torch.zeros(model.loaded.geometry.hidden_size)
     key = model.manager.prefix_keys(prompt).key_at(len(prompt))
-    return request("r", prompt, remote=_Remote(row, key)), source
+    return request("r", prompt, remote=_Remote(len(prompt), key)), source
 
 
 FAILED = FinishedPull(ok=False, terminal=True, reason="stale_generation", num_bytes=0, num_blocks=0, num_states=0)

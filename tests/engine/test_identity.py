@@ -3,6 +3,7 @@ these checks can fail: take a state or a block away and the numbers change."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from common.engine.plan import Rows
 from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
-from tests.support.models import FAMILIES, RECURRENT_FAMILIES
+from tests.support.models import FAMILIES, RECURRENT_FAMILIES, SHORT_TIER, tiered
 from tests.support.ops import OPS_BACKENDS
 
 A, B = random_tokens(77, 1), random_tokens(53, 2)
@@ -33,7 +34,7 @@ def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([a1, a2, a3]), torch.cat([b1, b2, b3])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str, family: str) -> None:
     found = run_mixed_steps(Harness(family, backend))
     for rows, prompt in zip(found, (A, B), strict=True):
@@ -42,7 +43,7 @@ def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str
         assert torch.equal(rows.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     first = [int(rows[-1].argmax()) for rows in run_mixed_steps(harness)]
@@ -53,7 +54,7 @@ def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(backend: st
         assert float((logits - expected_logits[1:]).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_stock(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     run_mixed_steps(harness)
@@ -73,7 +74,7 @@ def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_sto
     assert float((d1 - expected_d).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     harness.add("A", 1, 128)
@@ -94,7 +95,7 @@ def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend
     assert float((found - expected).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -114,25 +115,25 @@ def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backe
     assert float((rows - stock_logits(family, A)).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(backend: str, family: str) -> None:
     harness = Harness(family, backend)
-    for arena in (harness.storage.block_arena, harness.storage.slot_arena):
+    for arena in (*harness.storage.block_arenas, harness.storage.slot_arena):
         arena[1:] = 0xFF  # not a number in every float type
     found = run_mixed_steps(harness)
     tokens, _ = harness.greedy(["A", "B"], [int(rows[-1].argmax()) for rows in found], 8)
     assert tokens == [stock_greedy(family, prompt, 8)[0] for prompt in (A, B)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     run_mixed_steps(harness)
-    assert not harness.storage.block_arena[0].any()
-    assert not harness.storage.slot_arena[0].any()
+    for arena in (*harness.storage.block_arenas, harness.storage.slot_arena):
+        assert not arena[0].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(backend: str, family: str) -> None:
     rng = random.Random(f"schedule-{family}")
     harness = Harness(family, backend, num_blocks=128)
@@ -167,7 +168,7 @@ def test_forward_when_asked_for_rows_then_returns_that_many(backend: str, rows: 
     assert all(r.shape[1] == harness.model.geometry.hidden_size for r in found)
 
 
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", tiered(RECURRENT_FAMILIES))
 @pytest.mark.parametrize("prefix", [77, 1000])
 def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
     backend: str, family: str, prefix: int
@@ -185,7 +186,7 @@ def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
     assert float(change) > 50 * tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -194,26 +195,63 @@ def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backe
     harness.add("Z", 2, 128)
     first = harness.prefill("A", A)
     harness.prefill("Z", A)
-    harness.storage.zero_block(harness.sequences["Z"].block_ids[1])
+    harness.zero_block(harness.sequences["Z"].block_ids[max(1, harness.first_read(len(A)))])
     kept, lost = harness.logits(Work("A", [int(first.argmax())]), Work("Z", [int(first.argmax())]))
     change = (kept.log_softmax(-1) - lost.log_softmax(-1)).abs().max()
     assert float(change) > 10 * tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(backend: str, family: str) -> None:
     prompt = random_tokens(1000, 6)
     other = random_tokens(100, 7) + prompt[100:]
     harness = Harness(family, backend, num_blocks=160)
+    if not harness.has_state and all(group.window for group in harness.groups):
+        pytest.skip("nothing but windows: four of them do not reach back that far")
     harness.add("A", 1, 1000)
     harness.add("B", 2, 1000)
     a, b = harness.prefill("A", prompt), harness.prefill("B", other)
     assert float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) > 50 * tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_when_run_then_stays_near_the_float32_numbers(backend: str, family: str) -> None:
-    harness = Harness(family, backend, dtype="bfloat16")
-    rows = torch.cat(run_mixed_steps(harness))
-    expected = torch.cat([stock_logits(family, A), stock_logits(family, B)])
-    assert float((rows - expected).abs().mean() / expected.std()) < 0.3
+WITH_EXPERTS = (
+    "nemotron_h",
+    "qwen3_next",
+    "jamba",
+    "granitemoehybrid_moe",
+    "qwen3_5_moe",
+    "lfm2_moe",
+    "minimax",
+    "qwen3_5_moe_vl",
+    "kimi_linear",
+    "bailing_hybrid",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_prompts", "length"),
+    [
+        pytest.param(family, 4, 150, marks=() if family in SHORT_TIER else pytest.mark.full)
+        for family in FAMILIES
+        if family not in WITH_EXPERTS
+    ]
+    # Rounding flips the choice between two nearly equal experts now and then, and a flip outweighs hundreds of other
+    # rows: over 4 prompts the ratio of two equally good engines was seen anywhere from 0.4 to 2.5.
+    + [pytest.param(family, 40, 300, marks=pytest.mark.full) for family in WITH_EXPERTS],
+)
+def test_half_precision_when_run_then_errs_no_more_than_stock_does_in_it(
+    backend: str, family: str, num_prompts: int, length: int
+) -> None:
+    harness = Harness(family, backend, dtype="bfloat16", num_blocks=16 + num_prompts * 20, num_slots=2 + num_prompts)
+    ours, stock, count = 0.0, 0.0, 0
+    for index in range(num_prompts):
+        prompt = random_tokens(length, 400 + index)
+        harness.add(f"s{index}", 1 + index, length)
+        cuts = (0, 47, 48, 49, 113, length)
+        pieces = [Work(f"s{index}", prompt[begin:end]) for begin, end in itertools.pairwise(cuts)]
+        rows = torch.cat([harness.logits(piece)[0] for piece in pieces])
+        expected = stock_logits(family, prompt)
+        ours += float((rows - expected).abs().sum())
+        stock += float((stock_logits(family, prompt, "bfloat16") - expected).abs().sum())
+        count += expected.numel()
+    assert ours / count <= 1.1 * stock / count

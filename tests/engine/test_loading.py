@@ -1,4 +1,4 @@
-"""Loading: what is refused and with which words, the probe, the fingerprint, the head, the built-in model."""
+"""Loading: what is refused and with which words, the probe, the fingerprint, the head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from common.errors import ConfigError
-from common.models.builtin import ensure_builtin_checkpoint
 from common.models.fingerprint import model_fingerprint
 from common.models.loader import load_model, read_config
 from common.models.quiet import quiet_transformers
-from common.models.synthetic import ROLES
 from tests.engine.harness import engine_model, random_tokens, stock_logits, stock_model
-from tests.support.models import FAMILIES, checkpoint
+from tests.support.models import FAMILIES, checkpoint, tiered
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 
@@ -113,7 +111,7 @@ def test_load_model_when_an_op_is_wrong_then_the_probe_refuses(
         load_model(str(checkpoint(family)), dtype=dtype, ops_backend=backend)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_load_model_when_done_then_a_stock_model_in_the_process_is_undisturbed(family: str) -> None:
     prompt = random_tokens(30, 1)
     before = stock_logits(family, prompt)
@@ -125,7 +123,7 @@ def test_load_model_when_done_then_a_stock_model_in_the_process_is_undisturbed(f
     assert not any(p.requires_grad for p in loaded.model.parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_head_when_given_last_hidden_rows_then_equals_the_full_forward(family: str) -> None:
     prompt = random_tokens(25, 2)
     with torch.inference_mode():
@@ -133,6 +131,13 @@ def test_head_when_given_last_hidden_rows_then_equals_the_full_forward(family: s
     found = engine_model(family).head.logits(hidden[0, 5:9])
     assert float((found - stock_logits(family, prompt)[5:9]).abs().max()) < 1e-5
     assert engine_model(family).head.logits(hidden[0, :0]).shape[0] == 0
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba", "falcon_mamba"])
+def test_rows_when_the_residual_is_float32_then_the_head_takes_them_in_its_own_dtype(family: str) -> None:
+    loaded = engine_model(family, "bfloat16")
+    rows = torch.randn(5, loaded.geometry.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.head.logits(rows), loaded.head.logits(rows.to(torch.bfloat16)))
 
 
 def test_fingerprint_when_weights_dtype_config_or_revision_differ_then_differs(copied: Path, tmp_path: Path) -> None:
@@ -168,42 +173,6 @@ def test_fingerprint_when_the_cache_folder_cannot_be_written_then_is_the_same(co
     arguments = {"dtype": "float32", "revision": None}
     expected = model_fingerprint(copied, read_config(copied), cache_dir=tmp_path / "c", **arguments)
     assert model_fingerprint(copied, read_config(copied), cache_dir=blocked, **arguments) == expected
-
-
-def test_builtin_checkpoint_when_made_twice_then_is_the_same_folder_and_loads(tmp_path: Path) -> None:
-    folder = ensure_builtin_checkpoint(tmp_path)
-    stamp = (folder / "model.safetensors").stat().st_mtime_ns
-    assert ensure_builtin_checkpoint(tmp_path) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
-    assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name]
-    loaded = load_model(str(folder))
-    assert loaded.geometry.state_layers
-    assert loaded.geometry.attention_layers
-    assert 1e6 < sum(p.numel() for p in loaded.model.parameters()) < 3e6
-
-
-def test_builtin_checkpoint_when_made_in_two_places_then_is_byte_for_byte_the_same(tmp_path: Path) -> None:
-    a, b = (ensure_builtin_checkpoint(tmp_path / name) for name in "ab")
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
-
-
-def test_chat_template_when_a_turn_is_added_then_the_first_rendering_is_a_token_prefix(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ensure_builtin_checkpoint(tmp_path))
-    first = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello,\n\nwhat is a socket? "}]
-    second = [*first, {"role": "assistant", "content": "\n A file. "}, {"role": "user", "content": "And a pipe?"}]
-    one = tokenizer.apply_chat_template(first, add_generation_prompt=True, return_dict=False)
-    two = tokenizer.apply_chat_template(second, add_generation_prompt=True, return_dict=False)
-    assert two[: len(one)] == one
-    assert len(two) > len(one)
-
-
-def test_tokenizer_when_text_goes_through_then_comes_back(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ensure_builtin_checkpoint(tmp_path))
-    text = "def f(x):\n    return 'größer' + x  # 日本 🙂"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("<|end|>") == [tokenizer.eos_token_id]
-    assert all(len(tokenizer.encode(f"<|{role}|>")) == 1 for role in ROLES)
 
 
 def test_load_model_when_the_config_is_nested_then_runs_the_text_model(tmp_path: Path) -> None:

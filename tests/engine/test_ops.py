@@ -139,12 +139,16 @@ def test_mamba2_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, groups
 
 @mixes
 @pytest.mark.parametrize("key_heads", [2, 4])
-def test_gated_delta_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, key_heads: int) -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_delta_rule_when_mixed_then_equals_the_recurrence(
+    ops: Ops, mix: Mix, key_heads: int, per_channel: bool
+) -> None:
     heads, key_dim, value_dim = 4, 8, 6
     total = mix.num_tokens
     query, key = rand(total, key_heads, key_dim, seed=1), rand(total, key_heads, key_dim, seed=2)
     value, beta = rand(total, heads, value_dim, seed=3), rand(total, heads, seed=4).sigmoid()
-    decay = -F.softplus(rand(total, heads, seed=5)) * 0.1
+    decay = -F.softplus(rand(total, heads, *([key_dim] if per_channel else []), seed=5)) * 0.1
+    decay[5::9] *= 1000  # some rows forget everything
     pool = slot_pool(heads, key_dim, value_dim)
 
     def norm(x: Tensor) -> Tensor:
@@ -153,13 +157,14 @@ def test_gated_delta_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, k
 
     def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
         q, k = norm(query[row]) * key_dim**-0.5, norm(key[row])
-        state = state * decay[row].double().exp()[:, None, None]
+        state = state * decay[row].double().exp().view(heads, -1, 1)
         delta = (value[row] - (k[:, None] @ state)[:, 0]) * beta[row, :, None]
         state = state + k[..., None] * delta[:, None]
         return (q[:, None] @ state)[:, 0], state
 
     expected, after = reference(mix, pool, step)
-    assert_close(ops.gated_delta(query, key, value, decay, beta, mix.index(), pool), expected, 1e-4)
+    rule = ops.kimi_delta if per_channel else ops.gated_delta
+    assert_close(rule(query, key, value, decay, beta, mix.index(), pool), expected, 1e-4)
     assert_close(pool, after, 1e-4)
 
 

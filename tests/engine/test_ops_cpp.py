@@ -14,8 +14,9 @@ from torch import Tensor
 from common.engine.plan import Rows, Segment
 from common.ops.index import StepIndex
 from common.ops.interface import Ops, StepSize
-from tests.engine.harness import Harness, Work, random_tokens, stock_logits, stock_model, tolerance
-from tests.support.models import FAMILIES, checkpoint
+from common.ops.torch_backend import TorchOps
+from tests.engine.harness import Harness, Work, random_tokens, stock_logits, tolerance
+from tests.support.models import FAMILIES, tiered
 from tests.support.ops import make_ops
 
 CPU = torch.device("cpu")
@@ -29,6 +30,7 @@ CUTS: dict[str, tuple[int, ...]] = {
     "at_all_of_them": (7, 64, 65, 200),
     "everywhere": tuple(range(1, NUM_TOKENS)),
 }
+SCANS = ["conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -84,15 +86,16 @@ def make_scan(name: str, ops: Ops, dtype: torch.dtype, *, odd: bool) -> Scan:
             torch.float32,
             lambda s, i, p: ops.mamba2(x[s], dt[s], a, b[s], c[s], a, i, p, step_size=steps),
         )
-    if name == "gated_delta":
+    if name in ("gated_delta", "kimi_delta"):
         key_dim, dim = (13, 21) if odd else (32, 64)
         q, k = rand(n, 2, key_dim, seed=1).to(dtype), rand(n, 2, key_dim, seed=2).to(dtype)
         v, beta = rand(n, 4, dim, seed=3).to(dtype), rand(n, 4, seed=4).sigmoid()
-        decay = -rand(n, 4, seed=5).exp() * 0.1
+        decay = -rand(n, 4, *([key_dim] if name == "kimi_delta" else []), seed=5).exp() * 0.1
+        rule = ops.kimi_delta if name == "kimi_delta" else ops.gated_delta
         return Scan(
             (4, key_dim, dim),
             torch.float32,
-            lambda s, i, p: ops.gated_delta(q[s], k[s], v[s], decay[s], beta[s], i, p),
+            lambda s, i, p: rule(q[s], k[s], v[s], decay[s], beta[s], i, p),
         )
     channels, size = (37, 5) if odd else (64, 16)
     x, dt = rand(n, channels, seed=1).to(dtype), rand(n, channels, seed=2).to(dtype)
@@ -108,7 +111,7 @@ def make_scan(name: str, ops: Ops, dtype: torch.dtype, *, odd: bool) -> Scan:
 @DTYPES
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+@pytest.mark.parametrize("name", SCANS)
 def test_scan_when_the_prompt_is_cut_then_outputs_and_states_keep_every_bit(
     ops: Ops, name: str, odd: bool, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -121,33 +124,97 @@ def test_scan_when_the_prompt_is_cut_then_outputs_and_states_keep_every_bit(
     assert torch.equal(found_pool, pool)
 
 
+class _Widened(TorchOps):
+    """Attention of the torch ops in float32, whatever comes in."""
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex, scale: float
+    ) -> Tensor:
+        widened = (x.float() for x in (query, key, value, k_pool, v_pool))
+        return super().attention(*widened, index, scale)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """``latent``: the values are the first columns of the keys, as with MLA."""
+
+    query: int
+    kv: int
+    size: int
+    size_v: int
+    latent: bool = False
+
+
+HEADS = (Heads(6, 2, 16, 16), Heads(4, 4, 20, 12), Heads(5, 1, 64, 64), Heads(3, 1, 72, 48, latent=True))
+
+
+def attend_in_pieces(ops: Ops, heads: Heads, dtype: torch.dtype, cuts: Sequence[int], window: int = 0) -> Tensor:
+    """Outputs of a sequence that goes through in pieces; what is written nowhere is NaN, and so are blocks that no
+    window reaches any more."""
+    q = rand(NUM_TOKENS, heads.query, heads.size, seed=1).to(dtype)
+    k = rand(NUM_TOKENS, heads.kv, heads.size, seed=2).to(dtype)
+    v = k[..., : heads.size_v] if heads.latent else rand(NUM_TOKENS, heads.kv, heads.size_v, seed=3).to(dtype)
+    table = (torch.randperm(40, generator=torch.Generator().manual_seed(4)) + 1).tolist()
+    k_pool = torch.full((41, BLOCK_SIZE, heads.kv, heads.size), float("nan"), dtype=dtype)
+    v_pool = k_pool[..., : heads.size_v] if heads.latent else torch.full_like(k_pool, float("nan"))[..., : heads.size_v]
+    outputs = []
+    for begin, end in itertools.pairwise((0, *cuts, NUM_TOKENS)):
+        seen_from = max(0, begin - window + 1) if window else 0
+        blocks = [0] * (seen_from // BLOCK_SIZE) + table[seen_from // BLOCK_SIZE :]
+        segment = Segment("r", [0] * (end - begin), begin, blocks, 0, 0, 0)
+        index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU, window=window)
+        k_pool[0] = v_pool[0] = 0.0
+        ops.write_kv(k[begin:end], v[begin:end], k_pool, v_pool, index)
+        outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], k_pool, v_pool, index, 0.2))
+    return torch.cat(outputs)
+
+
 @DTYPES
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(6, 2, 16), (4, 4, 20), (5, 1, 64)])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_when_the_prompt_is_cut_then_outputs_keep_every_bit(
-    ops: Ops, num_heads: int, num_kv_heads: int, size: int, cuts: tuple[int, ...], dtype: torch.dtype
+    ops: Ops, heads: Heads, window: int, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    q = rand(NUM_TOKENS, num_heads, size, seed=1).to(dtype)
-    k, v = (rand(NUM_TOKENS, num_kv_heads, size, seed=s).to(dtype) for s in (2, 3))
-    table = (torch.randperm(40, generator=torch.Generator().manual_seed(4)) + 1).tolist()
-
-    def attend(cuts: Sequence[int]) -> Tensor:
-        pools = torch.full((2, 41, BLOCK_SIZE, num_kv_heads, size), float("nan"), dtype=dtype)
-        outputs = []
-        for begin, end in itertools.pairwise((0, *cuts, NUM_TOKENS)):
-            segment = Segment("r", [0] * (end - begin), begin, table, 0, 0, 0)
-            index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU)
-            ops.write_kv(k[begin:end], v[begin:end], *pools, index)
-            outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], *pools, index, 0.2))
-        return torch.cat(outputs)
-
-    expected = attend(())
+    expected = attend_in_pieces(ops, heads, dtype, (), window)
     assert expected.isfinite().all()
-    assert torch.equal(attend(cuts), expected)
+    assert torch.equal(attend_in_pieces(ops, heads, dtype, cuts, window), expected)
+
+
+@pytest.mark.parametrize("window", [0, 1, 50, 128, 1000])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_when_cut_or_windowed_then_equals_torch(ops: Ops, heads: Heads, window: int) -> None:
+    expected = attend_in_pieces(make_ops("torch"), heads, torch.float32, (7, 200, 201), window)
+    found = attend_in_pieces(ops, heads, torch.float32, (7, 200, 201), window)
+    assert float((found - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_when_two_threads_share_the_work_then_nothing_changes(ops: Ops, heads: Heads) -> None:
+    expected = attend_in_pieces(ops, heads, torch.bfloat16, (269,))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = attend_in_pieces(ops, heads, torch.bfloat16, (269,))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_when_in_bfloat16_then_is_no_further_from_the_truth_than_torch(heads: Heads) -> None:
+    """The truth: the same bfloat16 inputs in float32. Where keys and values differ in size torch's own attention keeps
+    its weights in float32 and ours does not: there the bound is wider."""
+    truth = attend_in_pieces(_Widened(), heads, torch.bfloat16, (7, 200))
+    errors = {}
+    for backend in ("torch", "cpp"):
+        rows = attend_in_pieces(make_ops(backend), heads, torch.bfloat16, (7, 200))
+        errors[backend] = float((rows.float() - truth).abs().mean())
+    assert 0 < errors["cpp"] <= (1.1 if heads.size == heads.size_v else 1.5) * errors["torch"]
 
 
 @pytest.mark.parametrize("odd", [False, True])
-@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+@pytest.mark.parametrize("name", SCANS)
 def test_scan_when_two_threads_share_the_work_then_nothing_changes(ops: Ops, name: str, odd: bool) -> None:
     scan = make_scan(name, ops, torch.float32, odd=odd)
     expected, pool = scan.cut(())
@@ -161,7 +228,7 @@ def test_scan_when_two_threads_share_the_work_then_nothing_changes(ops: Ops, nam
     assert torch.equal(found_pool, pool)
 
 
-@pytest.mark.parametrize("name", ["conv1d", "mamba2", "gated_delta", "mamba1"])
+@pytest.mark.parametrize("name", SCANS)
 def test_scan_when_in_bfloat16_then_is_no_further_from_the_truth_than_torch(name: str) -> None:
     truth, _ = make_scan(name, make_ops("torch"), torch.float32, odd=False).cut(())
     errors = {}
@@ -205,6 +272,7 @@ def _bad_calls(ops: Ops) -> dict[str, Callable[[StepIndex], object]]:
         ),
         "mamba2 skip": lambda i: ops.mamba2(x, flat, flat[0], x[:, :1], x[:, :1], x[0], i, torch.zeros(5, 4, 8, 8)),
         "delta beta": lambda i: ops.gated_delta(x, x, x, flat, flat[:, :2], i, torch.zeros(5, 4, 8, 8)),
+        "kimi decay": lambda i: ops.kimi_delta(x, x, x, flat, flat, i, torch.zeros(5, 4, 8, 8)),
         "delta pool": lambda i: ops.gated_delta(x, x, x, flat, flat, i, torch.zeros(5, 4, 8, 7)),
         "mamba1 pool": lambda i: ops.mamba1(flat, flat, flat[:1].T, flat, flat, None, i, torch.zeros(5, 4, 3)),
         "write pool": lambda i: ops.write_kv(x, x, kv[..., :7], kv, i),
@@ -220,7 +288,7 @@ def test_op_when_shapes_do_not_fit_then_raises_before_touching_memory(ops: Ops, 
         _bad_calls(ops)[name](index)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 @pytest.mark.parametrize("order", [("torch", "cpp"), ("cpp", "torch")], ids=["torch_to_cpp", "cpp_to_torch"])
 def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes(
     family: str, order: tuple[str, str]
@@ -232,7 +300,8 @@ def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes
         harness.add("A", 1, 200)
     first.hidden(Work("A", prompt[:93], rows=Rows.NONE))
     first.hidden(Work("A", prompt[93:], rows=Rows.NONE))
-    second.storage.block_arena.copy_(first.storage.block_arena)
+    for there, here in zip(first.storage.block_arenas, second.storage.block_arenas, strict=True):
+        here.copy_(there)
     second.storage.slot_arena.copy_(first.storage.slot_arena)
     second.sequences["A"].num_computed = len(prompt)
     second.sequences["A"].src_slot = second.sequences["A"].slot
@@ -242,7 +311,7 @@ def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes
     assert float((torch.cat(rows) - expected).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES))
 def test_logits_when_the_prompt_is_cut_then_are_equal_within_float32_rounding(family: str) -> None:
     prompt = random_tokens(NUM_TOKENS, 3)
     found = []
@@ -252,17 +321,3 @@ def test_logits_when_the_prompt_is_cut_then_are_equal_within_float32_rounding(fa
         pieces = itertools.pairwise((0, *cuts, NUM_TOKENS))
         found.append(torch.cat([harness.logits(Work("A", prompt[a:b]))[0] for a, b in pieces]))
     assert float((found[0] - found[1]).abs().max()) < tolerance(family) / 2
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_when_run_then_is_no_further_from_float32_than_stock_bfloat16(family: str) -> None:
-    prompt = random_tokens(300, 4)
-    truth = stock_logits(family, prompt)
-    harness = Harness(family, "cpp", dtype="bfloat16")
-    harness.add("A", 1, 320)
-    pieces = itertools.pairwise((0, 100, 101, 228, 300))
-    ours = torch.cat([harness.logits(Work("A", prompt[a:b]))[0] for a, b in pieces])
-    with torch.inference_mode():
-        stock = stock_model(family, "bfloat16")(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
-    error, stock_error = (float((rows - truth).abs().mean()) for rows in (ours, stock))
-    assert 0 < error <= 1.1 * stock_error, f"{error:.4f} against {stock_error:.4f} of {checkpoint(family).name}"

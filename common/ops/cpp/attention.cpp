@@ -2,14 +2,16 @@
 // packed rows. Query heads that share a K/V head are rows of one product, so K/V is read once for all of them.
 //
 // Keys are taken in tiles that begin at multiples of kTile of their own position, with a running maximum and sum
-// (arXiv 2205.14135). A row sees the same tiles in the same order whether it is computed alone or in a long chunk.
+// (arXiv 2205.14135). A row sees the same tiles in the same order, and in each of them the same sums in the same order,
+// whether it is computed alone or in a long chunk.
 #include "step.h"
+#include "tiles.h"
 
 namespace tandem {
 namespace {
 
-constexpr int64_t kTile = 64;      // keys
-constexpr int64_t kQueryRows = 64; // (token, head) rows of one task, about
+constexpr int64_t kQueryRows = 96;  // (token, head) rows of one task, about
+constexpr int kBlockRows = kLanes == 8 ? 3 : 6;  // rows of one product
 
 struct AttentionArgs {
     const void* query;
@@ -25,17 +27,17 @@ struct AttentionArgs {
     int64_t kv_dtype;
     void* out;  // [num_rows, heads, head_size_v] in the query's dtype
     const float* scale;
-    int64_t heads, kv_heads, head_size, head_size_v, num_threads;
+    int64_t heads, kv_heads, head_size, head_size_v, window, num_threads;  // window 0: none
 };
 
-// Where the keys (or values) of one K/V head of one segment are.
+// Where the keys (or values) of one segment are, of the first K/V head.
 struct Source {
     const char* pool;
     const char* packed;  // of position `start`
     const int64_t* table;
     int64_t block_bytes, row_bytes, packed_bytes, block_size, start;
 
-    // Addresses of positions [first, first + count), then the last one again up to kTile.
+    // Addresses of positions [first, first + count).
     void addresses(int64_t first, int64_t count, const char** out) const {
         int64_t i = 0;
         const int64_t pooled = start - first < count ? start - first : count;
@@ -47,216 +49,245 @@ struct Source {
             i += run;
         }
         for (; i < count; i++) out[i] = packed + (first + i - start) * packed_bytes;
-        for (; i < kTile; i++) out[i] = out[count - 1];
     }
 };
 
-// Scores of Rows queries against kTile / ... keys, 8 / Rows keys at a time; q [Rows, stride], out [Rows, kTile].
-template <int Rows>
-inline void score(const float* q, int64_t stride, const float* const* keys, int64_t num_keys, float* out) {
-    constexpr int kKeys = 8 / Rows;
-    for (int64_t first = 0; first < num_keys; first += kKeys) {
-        vf sums[Rows][kKeys];
+// The queries of one K/V head in one task and what they have seen so far. Row r is token first + r / group and head
+// kv_head * group + r % group.
+struct Rows {
+    float* query;  // [rows, words]
+    float* out;    // [rows, dims_v]
+    float *maxima, *sums;
+    int64_t words, dims_v;
+};
+
+// Keys [low, high) of a tile that a row may see; none when high <= low.
+struct Range {
+    int64_t low, high;
+};
+
+template <Kind kKind>
+struct Scores {
+    const float *query, *keys;
+    int64_t words;
+    float* out;  // [kBlockRows, kTile]
+
+    template <int Rows, int Vectors>
+    void run(int64_t column) const {
+        vf sums[Rows][Vectors] = {};
+        multiply<kKind>(query, words, keys + column, kTile, words, sums);
         for (int r = 0; r < Rows; r++)
-            for (int k = 0; k < kKeys; k++) sums[r][k] = vf{};
-        const float* key[kKeys];
-        for (int k = 0; k < kKeys; k++) key[k] = keys[first + k];
-        for (int64_t d = 0; d < stride; d += kLanes) {
-            vf row[Rows];
-            for (int r = 0; r < Rows; r++) row[r] = load(q + r * stride + d);
-            for (int k = 0; k < kKeys; k++) {
-                const vf x = load(key[k] + d);
-                for (int r = 0; r < Rows; r++) sums[r][k] = fma(row[r], x, sums[r][k]);
-            }
-        }
+            for (int j = 0; j < Vectors; j++) store(out + r * kTile + column + j * kLanes, sums[r][j]);
+    }
+};
+
+// out = out * shrink + weights x values
+template <Kind kKind>
+struct Gather {
+    const float *weights, *values, *shrink;
+    int64_t steps, dims_v;
+    float* out;
+
+    template <int Rows, int Vectors>
+    void run(int64_t column) const {
+        vf sums[Rows][Vectors];
         for (int r = 0; r < Rows; r++)
-            for (int k = 0; k < kKeys; k += 4)
-                sum4(sums[r][k], sums[r][k + 1], sums[r][k + 2], sums[r][k + 3], out + r * kTile + first + k);
+            for (int j = 0; j < Vectors; j++)
+                sums[r][j] = load(out + r * dims_v + column + j * kLanes) * splat(shrink[r]);
+        multiply<kKind>(weights, kTile / (kKind == Kind::kPairs ? 2 : 1), values + column, dims_v, steps, sums);
+        for (int r = 0; r < Rows; r++)
+            for (int j = 0; j < Vectors; j++) store(out + r * dims_v + column + j * kLanes, sums[r][j]);
     }
+};
+
+// Scores -> weights of one row, its maximum and sum brought up to date. `factor` turns scores into exponents of 2.
+// Weights of `whole`, a range of whole vectors, are written, those outside of `seen` as 0. Returns what shrinks the
+// output so far.
+template <Kind kKind>
+inline float weigh(float* scores, Range seen, Range whole, float factor, float& maximum, float& sum, float* weights) {
+    vi lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    const vf nothing = splat(-__builtin_inff());
+    const int64_t first = seen.low / kLanes * kLanes, last = padded(seen.high);
+    vf most = nothing;
+    for (int64_t k = first; k < last; k += kLanes) {
+        vf x = load(scores + k);
+        if (k < seen.low || k + kLanes > seen.high) {
+            const vi place = lane + int32_t(k);
+            x = select((place >= int32_t(seen.low)) & (place < int32_t(seen.high)), x, nothing);
+            store(scores + k, x);
+        }
+        most = larger(x, most);
+    }
+    const float top = max_lane(most), best = top > maximum ? top : maximum;
+    const float shrink = exp2_negative(splat((maximum - best) * factor))[0];
+    const vf offset = splat(-best * factor), scale = splat(factor);
+    const auto put = [&](int64_t k, vf w) {  // gives back what the product will see, so that weights sum up to 1
+        if (kKind == Kind::kFloats) {
+            store(weights + k, w);
+            return w;
+        }
+        uint16_t* place = reinterpret_cast<uint16_t*>(weights) + k;
+        store_bf16(place, w);
+        return load_bf16(place);
+    };
+    vf total = vf{};
+    for (int64_t k = whole.low; k < first; k += kLanes) put(k, vf{});
+    for (int64_t k = first; k < last; k += kLanes) {
+        total += put(k, exp2_negative(fma(load(scores + k), scale, offset)));
+    }
+    for (int64_t k = last; k < whole.high; k += kLanes) put(k, vf{});
+    sum = sum * shrink + tandem::sum(total);
+    maximum = best;
+    return shrink;
 }
 
-// out [Rows, stride] = out * shrink + weights [Rows, kTile] x values, columns [d, d + Vectors * kLanes).
-template <int Rows, int Vectors>
-inline void gather(float* out, int64_t stride, const float* shrink, const float* weights, const float* const* values,
-                   int64_t num_keys, int64_t d) {
-    vf sums[Rows][Vectors];
-    for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < Vectors; j++) sums[r][j] = load(out + r * stride + d + j * kLanes) * splat(shrink[r]);
-    for (int64_t k = 0; k < num_keys; k++) {
-        vf x[Vectors];
-        for (int j = 0; j < Vectors; j++) x[j] = load(values[k] + d + j * kLanes);
-        for (int r = 0; r < Rows; r++) {
-            const vf w = splat(weights[r * kTile + k]);
-            for (int j = 0; j < Vectors; j++) sums[r][j] = fma(w, x[j], sums[r][j]);
+// Count rows from `row` on against a packed tile; seen(r) is the range of row r.
+template <Kind kKind, int Count, class Seen>
+void attend_block(const Rows& rows, int64_t row, const float* keys, const float* values, float factor, float* scores,
+                  float* weights, Seen seen) {
+    Range each[Count], whole = {kTile, 0};
+    for (int r = 0; r < Count; r++) {
+        each[r] = seen(row + r);
+        if (each[r].high <= each[r].low) continue;
+        whole.low = each[r].low < whole.low ? each[r].low : whole.low;
+        whole.high = each[r].high > whole.high ? each[r].high : whole.high;
+    }
+    if (whole.high <= whole.low) return;
+    whole = {whole.low / kLanes * kLanes, padded(whole.high)};
+    in_pieces<Count>(whole.high - whole.low,
+                     Scores<kKind>{rows.query + row * rows.words, keys + whole.low, rows.words, scores + whole.low});
+    constexpr int64_t kPerWord = kKind == Kind::kPairs ? 2 : 1;
+    float shrink[Count];
+    for (int r = 0; r < Count; r++) {
+        float* w = weights + r * (kTile / kPerWord);
+        if (each[r].high <= each[r].low) {
+            shrink[r] = 1.0f;
+            std::memset(w + whole.low / kPerWord, 0, (whole.high - whole.low) / kPerWord * 4);
+        } else {
+            shrink[r] = weigh<kKind>(scores + r * kTile, each[r], whole, factor, rows.maxima[row + r],
+                                     rows.sums[row + r], w);
         }
     }
-    for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < Vectors; j++) store(out + r * stride + d + j * kLanes, sums[r][j]);
+    in_pieces<Count>(rows.dims_v, Gather<kKind>{weights + whole.low / kPerWord,
+                                                values + whole.low / kPerWord * rows.dims_v, shrink,
+                                                (whole.high - whole.low) / kPerWord, rows.dims_v,
+                                                rows.out + row * rows.dims_v});
 }
 
-template <int Rows, int Vectors>
-inline void gather_rows(float* out, int64_t stride, const float* shrink, const float* weights,
-                        const float* const* values, int64_t num_keys) {
-    int64_t d = 0;
-    for (; d + Vectors * kLanes <= stride; d += Vectors * kLanes)
-        gather<Rows, Vectors>(out, stride, shrink, weights, values, num_keys, d);
-    for (; d < stride; d += kLanes) gather<Rows, 1>(out, stride, shrink, weights, values, num_keys, d);
-}
-
-void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t kv_head, int64_t first, int64_t count) {
-    const int64_t group = a.heads / a.kv_heads, num_rows = count * group;
-    const int64_t dims = padded(a.head_size), dims_v = padded(a.head_size_v);
+// Rows [first, first + count) of a segment and K/V heads [head, last_head): tile by tile, and in each of them head by
+// head, so that with all heads blocks are read from end to end.
+template <Kind kKind>
+void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t head, int64_t last_head, int64_t first,
+            int64_t count) {
+    const int64_t group = a.heads / a.kv_heads, num_rows = count * group, num_heads = last_head - head;
+    const int64_t words = kKind == Kind::kPairs ? (a.head_size + 1) / 2 : a.head_size, dims_v = padded(a.head_size_v);
     const int64_t bytes = item_bytes(a.kv_dtype), begin = step.begin[segment], start = step.start[segment];
-    const int64_t num_keys = start + first + count;  // of the last row
-    const bool direct_k = a.kv_dtype == kFloat32 && dims == a.head_size;
-    const bool direct_v = a.kv_dtype == kFloat32 && dims_v == a.head_size_v;
-
-    float* q = scratch(num_rows * (dims + dims_v + kTile + 3) + kTile * (dims + dims_v));
-    float* out = q + num_rows * dims;
-    float* tile_k = out + num_rows * dims_v;
-    float* tile_v = tile_k + kTile * dims;
-    float* weights = tile_v + kTile * dims_v;
-    float* maxima = weights + num_rows * kTile;
-    float* sums = maxima + num_rows;
-    float* shrink = sums + num_rows;
-    std::memset(out, 0, num_rows * dims_v * 4);
-
-    // Row r is token first + r / group and head kv_head * group + r % group.
-    for (int64_t r = 0; r < num_rows; r++) {
-        load_row(q + r * dims, a.query, a.query_dtype,
-                 (begin + first + r / group) * a.query_stride + (kv_head * group + r % group) * a.query_head_stride,
-                 a.head_size);
-        for (int64_t d = 0; d < dims; d += kLanes) store(q + r * dims + d, load(q + r * dims + d) * splat(*a.scale));
-        sums[r] = 0.0f;
-    }
-    const int64_t* table = step.table + step.table_begin[segment];
-    const Source k_source = {a.k_pool + kv_head * a.k_head_stride * bytes,
-                             a.key + (begin * a.key_stride + kv_head * a.key_head_stride) * bytes,
-                             table, a.k_block_stride * bytes, a.k_row_stride * bytes, a.key_stride * bytes,
-                             step.block_size, start};
-    const Source v_source = {a.v_pool + kv_head * a.v_head_stride * bytes,
-                             a.value + (begin * a.value_stride + kv_head * a.value_head_stride) * bytes,
-                             table, a.v_block_stride * bytes, a.v_row_stride * bytes, a.value_stride * bytes,
-                             step.block_size, start};
-    const char* addresses[kTile];
-    const float *keys[kTile], *values[kTile];
-    const auto fetch = [&](const Source& source, int64_t tile, int64_t size, bool direct, float* buffer,
-                           int64_t stride, int64_t row, const float** to) {
-        source.addresses(tile, size, addresses);
-        for (int64_t i = 0; i < kTile; i++) {
-            if (direct) {
-                to[i] = reinterpret_cast<const float*>(addresses[i]);
-            } else {
-                to[i] = buffer + (i < size ? i : size - 1) * stride;
-                if (i < size) load_row(buffer + i * stride, addresses[i], a.kv_dtype, 0, row);
-            }
-        }
+    const int64_t end = start + first + count;  // after the last row's own position
+    const auto earliest = [&](int64_t position) {
+        return a.window && position >= a.window ? position - a.window + 1 : 0;
     };
 
-    for (int64_t tile = 0; tile < num_keys; tile += kTile) {
-        const int64_t size = num_keys - tile < kTile ? num_keys - tile : kTile;
-        fetch(k_source, tile, size, direct_k, tile_k, dims, a.head_size, keys);
-        fetch(v_source, tile, size, direct_v, tile_v, dims_v, a.head_size_v, values);
-        // The first token that sees a key of this tile.
-        const int64_t token = tile - start - first > 0 ? tile - start - first : 0;
-        const int64_t row0 = token * group;
-        int64_t r = row0;
-        for (; r + 2 <= num_rows; r += 2) score<2>(q + r * dims, dims, keys, size, weights + r * kTile);
-        for (; r < num_rows; r++) score<1>(q + r * dims, dims, keys, size, weights + r * kTile);
-
-        for (r = row0; r < num_rows; r++) {
-            float* w = weights + r * kTile;
-            const int64_t seen = start + first + r / group + 1 - tile;
-            const int64_t visible = seen < kTile ? seen : kTile;
-            float best = tile ? maxima[r] : w[0];
-            int64_t k = 0;
-            if (visible >= kLanes) {
-                vf most = load(w);
-                for (k = kLanes; k + kLanes <= visible; k += kLanes) most = larger(load(w + k), most);
-                const float top = max_lane(most);
-                best = top > best ? top : best;
-            }
-            for (; k < visible; k++) best = w[k] > best ? w[k] : best;
-            shrink[r] = tile ? exp(splat(maxima[r] - best))[0] : 0.0f;
-            maxima[r] = best;
-            for (k = visible; k < padded(visible); k++) w[k] = best;  // whatever: set to nothing below
-            vf total = vf{};
-            for (k = 0; k < padded(visible); k += kLanes) {
-                vf e = exp(load(w + k) - splat(best));
-                if (k + kLanes > visible)
-                    for (int64_t i = visible - k; i < kLanes; i++) e[i] = 0.0f;
-                store(w + k, e);
-                total += e;
-            }
-            for (; k < kTile; k += kLanes) store(w + k, vf{});
-            sums[r] = sums[r] * shrink[r] + sum(total);
+    float* keys = scratch(kTile * (padded(words) + dims_v + 2 * kBlockRows) +
+                          num_heads * num_rows * (words + dims_v + 2) + kLanes);
+    float* values = keys + kTile * padded(words);
+    float* scores = values + kTile * dims_v;
+    float* weights = scores + kBlockRows * kTile;
+    Rows all;  // of the first head; the next head's follow behind
+    all.words = words;
+    all.dims_v = dims_v;
+    all.out = weights + kBlockRows * kTile;
+    all.query = all.out + num_heads * num_rows * dims_v;
+    all.maxima = all.query + num_heads * num_rows * words + kLanes;  // load_row may fill up its last vector
+    all.sums = all.maxima + num_heads * num_rows;
+    const auto rows_of = [&](int64_t h) {
+        return Rows{all.query + h * num_rows * words, all.out + h * num_rows * dims_v, all.maxima + h * num_rows,
+                    all.sums + h * num_rows, words, dims_v};
+    };
+    std::memset(all.out, 0, num_heads * num_rows * dims_v * 4);
+    for (int64_t i = 0; i < num_heads * num_rows; i++) {
+        const int64_t r = i % num_rows, query_head = (head + i / num_rows) * group + r % group;
+        const int64_t place = (begin + first + r / group) * a.query_stride + query_head * a.query_head_stride;
+        float* to = all.query + i * words;
+        if (kKind == Kind::kPairs) {
+            to[words - 1] = 0.0f;
+            std::memcpy(to, static_cast<const uint16_t*>(a.query) + place, a.head_size * 2);
+        } else {
+            load_row(to, a.query, a.query_dtype, place, a.head_size);
         }
-        r = row0;
-        for (; r + 4 <= num_rows; r += 4)
-            gather_rows<4, 2>(out + r * dims_v, dims_v, shrink + r, weights + r * kTile, values, size);
-        for (; r + 2 <= num_rows; r += 2)
-            gather_rows<2, 4>(out + r * dims_v, dims_v, shrink + r, weights + r * kTile, values, size);
-        for (; r < num_rows; r++)
-            gather_rows<1, 4>(out + r * dims_v, dims_v, shrink + r, weights + r * kTile, values, size);
+        all.maxima[i] = -__builtin_inff();
+        all.sums[i] = 0.0f;
     }
-    for (int64_t r = 0; r < num_rows; r++) {
-        float* row = out + r * dims_v;
-        const vf factor = splat(1.0f / sums[r]);
-        for (int64_t d = 0; d < dims_v; d += kLanes) store(row + d, load(row + d) * factor);
-        store_row(a.out, a.query_dtype,
-                  ((begin + first + r / group) * a.heads + kv_head * group + r % group) * a.head_size_v, row,
-                  a.head_size_v);
-    }
-}
-
-struct WriteArgs {
-    const char* key;
-    int64_t key_stride, key_head_stride;
-    const char* value;
-    int64_t value_stride, value_head_stride;
-    char* k_pool;
-    int64_t k_block_stride, k_row_stride, k_head_stride;
-    char* v_pool;
-    int64_t v_block_stride, v_row_stride, v_head_stride;
-    int64_t item, kv_heads, head_size, head_size_v;
-};
-
-struct Rows {
-    const char* from;
-    int64_t row_stride, head_stride;
-    char* pool;
-    int64_t pool_block_stride, pool_row_stride, pool_head_stride, size;
-};
-
-void write_rows(const Rows& r, int64_t item, int64_t heads, const Step& step, int64_t segment) {
-    const int64_t start = step.start[segment], end = start + step.rows(segment);
     const int64_t* table = step.table + step.table_begin[segment];
-    int64_t position = start < step.write_from[segment] ? step.write_from[segment] : start;
-    for (; position < end; position++) {
-        const char* row = r.from + (step.begin[segment] + position - start) * r.row_stride * item;
-        char* to = r.pool + (table[position / step.block_size] * r.pool_block_stride +
-                             position % step.block_size * r.pool_row_stride) * item;
-        for (int64_t h = 0; h < heads; h++)
-            std::memcpy(to + h * r.pool_head_stride * item, row + h * r.head_stride * item, r.size * item);
+    const Source k_source = {a.k_pool, a.key + begin * a.key_stride * bytes, table, a.k_block_stride * bytes,
+                             a.k_row_stride * bytes, a.key_stride * bytes, step.block_size, start};
+    const Source v_source = {a.v_pool, a.value + begin * a.value_stride * bytes, table, a.v_block_stride * bytes,
+                             a.v_row_stride * bytes, a.value_stride * bytes, step.block_size, start};
+    const char *k_rows[2][kTile], *v_rows[2][kTile];  // of this tile and the next, without the head
+    const auto find = [&](int64_t tile, int side) {
+        const int64_t size = end - tile > kTile ? kTile : end - tile > 0 ? end - tile : 0;
+        k_source.addresses(tile, size, k_rows[side]);
+        v_source.addresses(tile, size, v_rows[side]);
+        return size;
+    };
+    const auto place_of = [&](int64_t position, int64_t stride, int64_t pool_stride, int64_t h) {
+        return (position < start ? pool_stride : stride) * (head + h);
+    };
+    const auto ask_for = [&](int64_t tile, int side, int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++)
+            for (int64_t h = 0; h < num_heads; h++) {
+                prefetch_row(k_rows[side][i], a.kv_dtype, place_of(tile + i, a.key_head_stride, a.k_head_stride, h),
+                             a.head_size);
+                prefetch_row(v_rows[side][i], a.kv_dtype, place_of(tile + i, a.value_head_stride, a.v_head_stride, h),
+                             a.head_size_v);
+            }
+    };
+    const float factor = *a.scale * 1.44269504088896341f;
+    int64_t tile = earliest(start + first) / kTile * kTile, size = find(tile, 0);
+    ask_for(tile, 0, 0, size);
+    for (int side = 0; tile < end; tile += kTile, side ^= 1) {
+        const int64_t next = find(tile + kTile, side ^ 1);
+        const auto seen = [&](int64_t r) {
+            const int64_t position = start + first + r / group, low = earliest(position) - tile;
+            const int64_t high = position + 1 - tile;
+            return Range{low > 0 ? low : 0, high < size ? high : size};
+        };
+        for (int64_t h = 0; h < num_heads; h++) {
+            ask_for(tile + kTile, side ^ 1, next * h / num_heads, next * (h + 1) / num_heads);
+            const char *k[kTile], *v[kTile];
+            for (int64_t i = 0; i < size; i++) {
+                k[i] = k_rows[side][i] + bytes * place_of(tile + i, a.key_head_stride, a.k_head_stride, h);
+                v[i] = v_rows[side][i] + bytes * place_of(tile + i, a.value_head_stride, a.v_head_stride, h);
+            }
+            pack_keys<kKind>(k, size, a.kv_dtype, a.head_size, keys);
+            pack_values<kKind>(v, size, a.kv_dtype, a.head_size_v, dims_v, values);
+            const Rows rows = rows_of(h);
+            // The first token that sees a key of this tile.
+            const int64_t token = tile - start - first > 0 ? tile - start - first : 0;
+            int64_t r = token * group;
+            for (; r + kBlockRows <= num_rows; r += kBlockRows)
+                attend_block<kKind, kBlockRows>(rows, r, keys, values, factor, scores, weights, seen);
+            for (; kBlockRows > 4 && r + 4 <= num_rows; r += 4)
+                attend_block<kKind, 4>(rows, r, keys, values, factor, scores, weights, seen);
+            for (; r + 2 <= num_rows; r += 2)
+                attend_block<kKind, 2>(rows, r, keys, values, factor, scores, weights, seen);
+            for (; r < num_rows; r++)
+                attend_block<kKind, 1>(rows, r, keys, values, factor, scores, weights, seen);
+        }
+        size = next;
+    }
+    for (int64_t i = 0; i < num_heads * num_rows; i++) {
+        const int64_t r = i % num_rows, query_head = (head + i / num_rows) * group + r % group;
+        float* row = all.out + i * dims_v;
+        const vf share = splat(1.0f / all.sums[i]);
+        for (int64_t d = 0; d < dims_v; d += kLanes) store(row + d, load(row + d) * share);
+        store_row(a.out, a.query_dtype, ((begin + first + r / group) * a.heads + query_head) * a.head_size_v, row,
+                  a.head_size_v);
     }
 }
 
 }  // namespace
 }  // namespace tandem
-
-extern "C" void tandem_write_kv(const int64_t* words, const int64_t* step_words) {
-    using namespace tandem;
-    const WriteArgs& a = *reinterpret_cast<const WriteArgs*>(words);
-    const Step& step = *reinterpret_cast<const Step*>(step_words);
-    const Rows key = {a.key, a.key_stride, a.key_head_stride, a.k_pool,
-                      a.k_block_stride, a.k_row_stride, a.k_head_stride, a.head_size};
-    const Rows value = {a.value, a.value_stride, a.value_head_stride, a.v_pool,
-                        a.v_block_stride, a.v_row_stride, a.v_head_stride, a.head_size_v};
-    for (int64_t s = 0; s < step.num_segments; s++) {
-        write_rows(key, a.item, a.kv_heads, step, s);
-        write_rows(value, a.item, a.kv_heads, step, s);
-    }
-}
 
 extern "C" void tandem_attention(const int64_t* words, const int64_t* step_words) {
     using namespace tandem;
@@ -265,17 +296,25 @@ extern "C" void tandem_attention(const int64_t* words, const int64_t* step_words
     const int64_t group = a.heads / a.kv_heads;
     const int64_t tokens = group < kQueryRows ? kQueryRows / group : 1;  // of one task
     struct Task {
-        int64_t segment, first;
+        int64_t segment, head, last_head, first;
     };
     std::vector<Task> tasks;
     int64_t work = 0;
     for (int64_t s = 0; s < step.num_segments; s++) {
         work += step.rows(s) * (step.start[s] + step.rows(s)) * a.heads * (a.head_size + a.head_size_v);
-        for (int64_t first = 0; first < step.rows(s); first += tokens) tasks.push_back({s, first});
+        // One token: all heads at once, or as many parts as there are threads when there are few segments.
+        const int64_t parts = step.rows(s) > 1 ? a.kv_heads : step.num_segments < a.num_threads ? a.num_threads : 1;
+        const int64_t heads = (a.kv_heads + parts - 1) / parts;
+        for (int64_t first = 0; first < step.rows(s); first += tokens)
+            for (int64_t h = 0; h < a.kv_heads; h += heads)
+                tasks.push_back({s, h, h + heads < a.kv_heads ? h + heads : a.kv_heads, first});
     }
-    parallel(int64_t(tasks.size()) * a.kv_heads, a.num_threads, work, [&](int64_t i) {
-        const Task& task = tasks[i / a.kv_heads];
+    const bool pairs = kHasPairs && a.kv_dtype == kBFloat16 && a.query_dtype == kBFloat16;
+    const auto run = pairs ? attend<kHasPairs ? Kind::kPairs : Kind::kFloats> : attend<Kind::kFloats>;
+    const int64_t count = int64_t(tasks.size());
+    parallel(count, a.num_threads, work, [&](int64_t i) {
+        const Task& task = tasks[count - 1 - i];  // the later rows of a chunk have more to do: first
         const int64_t left = step.rows(task.segment) - task.first;
-        attend(a, step, task.segment, i % a.kv_heads, task.first, left < tokens ? left : tokens);
+        run(a, step, task.segment, task.head, task.last_head, task.first, left < tokens ? left : tokens);
     });
 }

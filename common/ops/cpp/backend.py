@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.ops.cpp.linear import LinearOps
+from common.ops.cpp.norm import NormOps
 from common.ops.index import StepIndex
 from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
 
@@ -21,17 +23,20 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = tuple(_DTYPES)
 """Activation dtypes that the kernels know."""
 
-_OPS = ("conv1d", "mamba2", "gated_delta", "mamba1", "write_kv", "attention")
+_OPS = ("conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1", "write_kv", "attention")
 
 
 class CppOps(Ops):
     """Scans are the recurrences themselves and attention takes keys in tiles of their position: outputs and states are
-    bitwise the same however a prompt was cut into segments."""
+    bitwise the same however a prompt was cut into segments. ``linears``: the kernels for packed weights;
+    ``norms``: those for norms."""
 
     name = "cpp"
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
+        self.linears = LinearOps(library)
+        self.norms = NormOps(library)
         self._functions: dict[str, Any] = {}
         for name in _OPS:
             function = getattr(library, f"tandem_{name}")
@@ -105,25 +110,45 @@ class CppOps(Ops):
     def gated_delta(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
     ) -> Tensor:
+        _check("gated_delta decay", decay.shape == beta.shape, decay)
+        return self._delta("gated_delta", query, key, value, decay, beta, index, pool)
+
+    def kimi_delta(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+    ) -> Tensor:
+        _check("kimi_delta decay", decay.shape == (*beta.shape, key.shape[-1]), decay)
+        return self._delta("kimi_delta", query, key, value, _adjacent(decay), beta, index, pool)
+
+    def _delta(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        index: StepIndex,
+        pool: Tensor,
+    ) -> Tensor:
         num_tokens, key_heads, key_dim = key.shape
         heads, value_dim = value.shape[1:]
-        _check("gated_delta", num_tokens == index.num_tokens and heads % key_heads == 0, key)
-        _check("gated_delta query", query.shape == key.shape, query)
-        _check("gated_delta value", value.shape[0] == num_tokens, value)
-        _check("gated_delta decay", decay.shape == beta.shape == (num_tokens, heads), decay)
-        _check_pool("gated_delta", pool, (heads, key_dim, value_dim), torch.float32)
+        _check(name, num_tokens == index.num_tokens and heads % key_heads == 0, key)
+        _check(f"{name} query", query.shape == key.shape, query)
+        _check(f"{name} value", value.shape[0] == num_tokens, value)
+        _check(f"{name} beta", beta.shape == (num_tokens, heads), beta)
+        _check_pool(name, pool, (heads, key_dim, value_dim), torch.float32)
         query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
         out = value.new_empty(num_tokens, heads, value_dim)
         words = [
             *_tensor(query)[:4],
             *_tensor(key)[:4],
             *_tensor(value)[:4],
-            *_tensor(decay),
+            *_tensor(decay)[:4],
             *_tensor(beta),
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(key_heads, heads, key_dim, value_dim, torch.get_num_threads()),
         ]
-        self._call("gated_delta", words, index)
+        self._call(name, words, index)
         return out
 
     def mamba1(
@@ -197,7 +222,7 @@ class CppOps(Ops):
             *(key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2]),
             *(k_pool.data_ptr(), *k_pool.stride()[:3], v_pool.data_ptr(), *v_pool.stride()[:3]),
             *(_DTYPES[k_pool.dtype], out.data_ptr(), scales.buffer_info()[0]),
-            *(heads, kv_heads, head_size, head_size_v, torch.get_num_threads()),
+            *(heads, kv_heads, head_size, head_size_v, index.window, torch.get_num_threads()),
         ]
         self._call("attention", words, index)
         return out

@@ -39,7 +39,7 @@ _FLAGS = (
     "-Wno-psabi",
 )
 # Tried in turn: not every compiler has OpenMP, or knows -march=native for its target.
-_MACHINE_FLAGS = (
+MACHINE_FLAGS = (
     ("-march=native", "-fopenmp"),
     ("-march=native",),
     ("-mcpu=native", "-fopenmp"),
@@ -54,8 +54,12 @@ class BuildError(Exception):
     """There is no library; the text says why."""
 
 
-def load_library(cache_dir: Path, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
+def load_library(
+    cache_dir: Path, source_dir: Path = SOURCE_DIR, machine_flags: Sequence[tuple[str, ...]] = MACHINE_FLAGS
+) -> ctypes.CDLL:
     """The compiled ops of ``source_dir``, from ``cache_dir``/ops or compiled into it.
+
+    ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
 
     Raises:
         BuildError: no compiler, no success with it, or nowhere to write.
@@ -63,13 +67,13 @@ def load_library(cache_dir: Path, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
     compiler = _find_compiler()
     folder = cache_dir / "ops"
     sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
-    path = folder / f"{_digest(compiler, sources)}.so"
+    path = folder / f"{_digest(compiler, sources, machine_flags)}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if path.exists() and (library := _try_load(path)) is not None:
                 return library
-            _compile(compiler, sources, path)
+            _compile(compiler, sources, machine_flags, path)
     except OSError as exc:
         raise BuildError(f"cannot use the cache folder {folder}: {exc}") from exc
     if (library := _try_load(path)) is None:
@@ -84,12 +88,12 @@ def _find_compiler() -> str:
     raise BuildError(f"no C++ compiler in PATH (looked for {', '.join(COMPILERS)})")
 
 
-def _digest(compiler: str, sources: Sequence[Path]) -> str:
+def _digest(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         digest.update(f"{source.name}\0".encode())
         digest.update(source.read_bytes())
-    for fact in (compiler, _run([compiler, "--version"]), repr((_FLAGS, _MACHINE_FLAGS)), _cpu()):
+    for fact in (compiler, _run([compiler, "--version"]), repr((_FLAGS, tuple(machine_flags))), _cpu()):
         digest.update(f"\0{fact}".encode())
     return digest.hexdigest()
 
@@ -104,14 +108,14 @@ def _cpu() -> str:
     return "\n".join(facts)
 
 
-def _compile(compiler: str, sources: Sequence[Path], path: Path) -> None:
+def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]], path: Path) -> None:
     begin_s = time.monotonic()
     logger.info("compiling the C++ ops compiler=%s to=%s (once per machine, some seconds)", compiler, path)
     units = [str(source) for source in sources if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
         target = Path(scratch) / path.name
         reasons = []
-        for flags in _MACHINE_FLAGS:
+        for flags in machine_flags:
             try:
                 _run([compiler, *_FLAGS, *flags, *units, "-o", str(target)])
             except BuildError as exc:

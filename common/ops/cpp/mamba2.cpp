@@ -30,9 +30,10 @@ struct Mamba2Args {
     int64_t heads, groups, head_dim, state, num_threads;
 };
 
-// A tile of Rows x (Vectors * kLanes) of the state over `rows` tokens, in registers meanwhile; what it adds to the
-// outputs goes to partial [rows, Rows, kLanes]. decay [rows], scaled [rows, scaled_stride], b, c [rows, key_stride].
-template <int Rows, int Vectors>
+// A tile of Rows x (Vectors * kLanes) of the state over `rows` tokens, in registers meanwhile. What it adds to the
+// output of row i and token t goes to partial + (i * rows + t) * kLanes, after what columns before it added there.
+// decay [rows], scaled [rows, scaled_stride], b, c [rows, key_stride].
+template <int Rows, int Vectors, bool kFirst>
 inline void advance_tile(float* s, int64_t stride, int64_t key_stride, int64_t rows, const float* decay,
                          const float* scaled, int64_t scaled_stride, const float* b, const float* c, float* partial) {
     vf tile[Rows][Vectors];
@@ -43,7 +44,7 @@ inline void advance_tile(float* s, int64_t stride, int64_t key_stride, int64_t r
         vf x[Rows], sums[Rows];
         for (int i = 0; i < Rows; i++) {
             x[i] = splat(scaled[t * scaled_stride + i]);
-            sums[i] = load(partial + (t * Rows + i) * kLanes);
+            sums[i] = kFirst ? vf{} : load(partial + (i * rows + t) * kLanes);
         }
         for (int j = 0; j < Vectors; j++) {
             const vf key = load(b + t * key_stride + j * kLanes), query = load(c + t * key_stride + j * kLanes);
@@ -52,45 +53,52 @@ inline void advance_tile(float* s, int64_t stride, int64_t key_stride, int64_t r
                 sums[i] = fma(tile[i][j], query, sums[i]);
             }
         }
-        for (int i = 0; i < Rows; i++) store(partial + (t * Rows + i) * kLanes, sums[i]);
+        for (int i = 0; i < Rows; i++) store(partial + (i * rows + t) * kLanes, sums[i]);
     }
     for (int i = 0; i < Rows; i++)
         for (int j = 0; j < Vectors; j++) store(s + i * stride + j * kLanes, tile[i][j]);
 }
 
-// Rows [0, Rows) of the state, all columns; y [rows, scaled_stride].
+// Rows [0, Rows) of the state, all columns.
 template <int Rows>
 inline void advance_rows(float* s, int64_t stride, int64_t key_stride, int64_t rows, const float* decay,
-                         const float* scaled, int64_t scaled_stride, const float* b, const float* c, float* partial,
-                         float* y) {
-    for (int64_t i = 0; i < rows * Rows; i++) store(partial + i * kLanes, vf{});
+                         const float* scaled, int64_t scaled_stride, const float* b, const float* c, float* partial) {
+    constexpr int kWide = kLanes == 16 ? 8 : 4;
     int64_t n = 0;
-    for (; n + 4 * kLanes <= stride; n += 4 * kLanes)
-        advance_tile<Rows, 4>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n, partial);
-    for (; n < stride; n += kLanes)
-        advance_tile<Rows, 1>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n, partial);
-    for (int64_t t = 0; t < rows; t++) {
-        const float* first = partial + t * Rows * kLanes;
-        float out[4];
-        sum4(load(first), load(first + (Rows - 1) * kLanes), vf{}, vf{}, out);
-        for (int i = 0; i < Rows; i++) y[t * scaled_stride + i] = out[i];
+    if (kWide * kLanes <= stride) {
+        advance_tile<Rows, kWide, true>(s, stride, key_stride, rows, decay, scaled, scaled_stride, b, c, partial);
+        n = kWide * kLanes;
+    } else {
+        for (int64_t i = 0; i < rows * Rows; i++) store(partial + i * kLanes, vf{});
     }
+    for (; n + kWide * kLanes <= stride; n += kWide * kLanes)
+        advance_tile<Rows, kWide, false>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n,
+                                         partial);
+    for (; n < stride; n += kLanes)
+        advance_tile<Rows, 1, false>(s + n, stride, key_stride, rows, decay, scaled, scaled_stride, b + n, c + n,
+                                     partial);
+}
+
+// The sums of `count` partials; what lies behind them is read as well.
+inline void collect(const float* partial, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i += kLanes) store(out + i, sums(partial + i * kLanes));
 }
 
 void scan_head(const Mamba2Args& a, const Step& step, int64_t segment, int64_t head) {
     const int64_t stride = padded(a.state), dims = padded(a.head_dim);
     const int64_t key_stride = stride + 16;  // rows a power of two apart would share few sets of the cache
     const int64_t group = head / (a.heads / a.groups);
-    float* x = scratch(kRows * (3 * dims + 2 * key_stride + 2 + 2 * kLanes) + a.head_dim * stride);
+    const int64_t most_partials = dims > 2 * kRows ? dims : 2 * kRows;
+    float* x = scratch(kRows * (3 * dims + 2 * key_stride + 2) + most_partials * kLanes + a.head_dim * stride);
     float* scaled = x + kRows * dims;
-    float* y = scaled + kRows * dims;
+    float* y = scaled + kRows * dims;  // [dims, kRows], for one token [dims]
     float* b = y + kRows * dims;
     float* c = b + kRows * key_stride;
     float* decay = c + kRows * key_stride;
     float* size = decay + kRows;
     float* partial = size + kRows;
     HeadState state(a.pool, a.slot_stride, head * a.head_dim * a.state, a.head_dim, a.state, step, segment,
-                    partial + 2 * kRows * kLanes);
+                    partial + most_partials * kLanes);
     const float rate = load_one(a.a, a.a_dtype, head);
     const float bias = a.dt_bias ? load_one(a.dt_bias, a.dt_bias_dtype, head) : 0.0f;
     const vf skip = splat(a.d ? load_one(a.d, a.d_dtype, head) : 0.0f);
@@ -107,6 +115,11 @@ void scan_head(const Mamba2Args& a, const Step& step, int64_t segment, int64_t h
                 store(size + t, d);
                 store(decay + t, exp(d * splat(rate)));
             }
+            for (int64_t t = row + kRows; t < row + 2 * kRows && t < last; t++) {
+                prefetch_row(a.x, a.x_dtype, t * a.x_stride + head * a.x_head_stride, a.head_dim);
+                prefetch_row(a.b, a.b_dtype, t * a.b_stride + group * a.b_group_stride, a.state);
+                prefetch_row(a.c, a.c_dtype, t * a.c_stride + group * a.c_group_stride, a.state);
+            }
             for (int64_t t = 0; t < rows; t++) {
                 load_row(x + t * dims, a.x, a.x_dtype, (row + t) * a.x_stride + head * a.x_head_stride, a.head_dim);
                 load_row(b + t * key_stride, a.b, a.b_dtype,
@@ -116,17 +129,31 @@ void scan_head(const Mamba2Args& a, const Step& step, int64_t segment, int64_t h
                 for (int64_t p = 0; p < dims; p += kLanes)
                     store(scaled + t * dims + p, load(x + t * dims + p) * splat(size[t]));
             }
+            const bool one = rows == 1;  // then the partials of all rows of the state are summed together
             int64_t p = 0;
-            for (; p + 2 <= a.head_dim; p += 2)
+            for (; p + 2 <= a.head_dim; p += 2) {
                 advance_rows<2>(state.data + p * stride, stride, key_stride, rows, decay, scaled + p, dims, b, c,
-                                partial, y + p);
-            for (; p < a.head_dim; p++)
+                                partial + (one ? p * kLanes : 0));
+                if (!one) collect(partial, rows, y + p * kRows), collect(partial + rows * kLanes, rows, y + (p + 1) * kRows);
+            }
+            for (; p < a.head_dim; p++) {
                 advance_rows<1>(state.data + p * stride, stride, key_stride, rows, decay, scaled + p, dims, b, c,
-                                partial, y + p);
-            for (int64_t t = 0; t < rows; t++) {
-                for (int64_t q = 0; q < dims; q += kLanes)
-                    store(y + t * dims + q, fma(skip, load(x + t * dims + q), load(y + t * dims + q)));
-                store_row(a.out, a.x_dtype, ((row + t) * a.heads + head) * a.head_dim, y + t * dims, a.head_dim);
+                                partial + (one ? p * kLanes : 0));
+                if (!one) collect(partial, rows, y + p * kRows);
+            }
+            if (one) collect(partial, a.head_dim, y);
+            float result[kLanes];
+            for (int64_t first = 0; first < a.head_dim; first += kLanes) {
+                const int64_t count = a.head_dim - first < kLanes ? a.head_dim - first : kLanes;
+                for (int64_t t0 = 0; t0 < rows; t0 += kLanes) {
+                    vf outputs[kLanes];
+                    for (int i = 0; i < kLanes; i++) outputs[i] = load(y + (one ? first : (first + i) * kRows + t0));
+                    if (!one) transpose(outputs);
+                    for (int64_t t = t0; t < rows && t < t0 + kLanes; t++) {
+                        store(result, fma(skip, load(x + t * dims + first), outputs[t - t0]));
+                        store_row(a.out, a.x_dtype, ((row + t) * a.heads + head) * a.head_dim + first, result, count);
+                    }
+                }
             }
         }
     };

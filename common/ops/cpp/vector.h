@@ -56,8 +56,71 @@ inline vf fma(vf a, vf b, vf c) {  // a * b + c
 #endif
 }
 
-inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-inline vf larger(vf a, vf b) { return select(a > b, a, b); }
+inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+// Transposes the square of kLanes vectors.
+inline void transpose(vf* v) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < 16; i += 2) {
+        const vf a = v[i], b = v[i + 1];
+        v[i] = _mm512_unpacklo_ps(a, b);
+        v[i + 1] = _mm512_unpackhi_ps(a, b);
+    }
+    for (int i = 0; i < 16; i += 4) {  // now v[i + j], lane 4 q + k: rows i + k of column 4 q + j
+        const __m512d a = _mm512_castps_pd(v[i]), b = _mm512_castps_pd(v[i + 1]);
+        const __m512d c = _mm512_castps_pd(v[i + 2]), d = _mm512_castps_pd(v[i + 3]);
+        v[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+        v[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+        v[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+        v[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+    for (int j = 0; j < 4; j++) {  // a transpose of 4 x 4 quarters
+        const vf a = _mm512_shuffle_f32x4(v[j], v[j + 4], 0x44), b = _mm512_shuffle_f32x4(v[j], v[j + 4], 0xee);
+        const vf c = _mm512_shuffle_f32x4(v[j + 8], v[j + 12], 0x44);
+        const vf d = _mm512_shuffle_f32x4(v[j + 8], v[j + 12], 0xee);
+        v[j] = _mm512_shuffle_f32x4(a, c, 0x88);
+        v[j + 4] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        v[j + 8] = _mm512_shuffle_f32x4(b, d, 0x88);
+        v[j + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+#elif defined(__AVX__)
+    for (int i = 0; i < 8; i += 2) {
+        const vf a = v[i], b = v[i + 1];
+        v[i] = _mm256_unpacklo_ps(a, b);
+        v[i + 1] = _mm256_unpackhi_ps(a, b);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        const vf a = v[i], b = v[i + 1], c = v[i + 2], d = v[i + 3];
+        v[i] = _mm256_shuffle_ps(a, c, 0x44);
+        v[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        v[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        v[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int j = 0; j < 4; j++) {
+        const vf a = v[j], b = v[j + 4];
+        v[j] = _mm256_permute2f128_ps(a, b, 0x20);
+        v[j + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
+#else
+    for (int i = 0; i < kLanes; i++)
+        for (int j = 0; j < i; j++) {
+            const float x = v[i][j];
+            v[i][j] = v[j][i];
+            v[j][i] = x;
+        }
+#endif
+}
+
+// Sums of kLanes vectors, all in the same order of lanes: lane i of the result is the sum of v[i].
+inline vf sums(const float* v) {
+    vf each[kLanes];
+    for (int i = 0; i < kLanes; i++) each[i] = load(v + i * kLanes);
+    transpose(each);
+    for (int n = kLanes / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) each[i] += each[i + n];
+    return each[0];
+}
 
 // Sums of four vectors, each in the same fixed order of its lanes.
 inline void sum4(vf a, vf b, vf c, vf d, float* out) {
@@ -79,23 +142,49 @@ inline void sum4(vf a, vf b, vf c, vf d, float* out) {
 #endif
 }
 inline float sum(vf a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(a);
+#else
     float out[4];
     sum4(a, a, a, a, out);
     return out[0];
+#endif
 }
 inline float max_lane(vf a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(a);
+#else
     float best = a[0];
     for (int i = 1; i < kLanes; i++) best = a[i] > best ? a[i] : best;
     return best;
+#endif
+}
+
+// To the nearest whole number; |x| < 2^22.
+inline vf rounded(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const vf magic = splat(12582912.0f);
+    return x + magic - magic;
+#endif
+}
+// p * 2^n, n whole and -126 <= n <= 128.
+inline vf scaled(vf p, vf n) {
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, n);
+#else
+    const vf half = rounded(n * splat(0.5f));  // 2^128 alone is no number
+    const auto power = [](vf x) { return (vf)((__builtin_convertvector(x, vi) + 127) << 23); };
+    return p * power(half) * power(n - half);
+#endif
 }
 
 // e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, exactly 1 at 0. Cephes' polynomial.
 inline vf exp(vf x) {
     const vi tiny = x < splat(-87.33654f), huge = x > splat(88.72283f);
-    const vf z = select(tiny, splat(-87.33654f), select(huge, splat(88.72283f), x));
-    const vf magic = splat(12582912.0f);  // adding it rounds to a whole number
-    vf n = fma(z, splat(1.44269504088896341f), magic) - magic;
-    n = select(n > splat(127.0f), splat(127.0f), n);
+    const vf z = select(tiny, vf{}, select(huge, splat(88.72283f), x));
+    const vf n = rounded(z * splat(1.44269504088896341f));
     vf r = fma(n, splat(-0.693359375f), z);
     r = fma(n, splat(2.12194440e-4f), r);
     vf p = splat(1.9875691500e-4f);
@@ -105,9 +194,21 @@ inline vf exp(vf x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + splat(1.0f);
-    const vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-    const vf y = p * (vf)power;
-    return select(tiny, vf{}, select(huge, splat(__builtin_inff()), y));
+    return select(tiny, vf{}, select(huge, splat(__builtin_inff()), scaled(p, n)));
+}
+
+// 2^x for x <= 0 within 2 units in the last place, 0 below -126. Cephes' polynomial.
+inline vf exp2_negative(vf x) {
+    const vi tiny = x < splat(-126.0f);
+    const vf z = select(tiny, vf{}, x), n = rounded(z), r = z - n;
+    vf p = splat(1.535336188319500e-4f);
+    p = fma(p, r, splat(1.339887440266574e-3f));
+    p = fma(p, r, splat(9.618437357674640e-3f));
+    p = fma(p, r, splat(5.550332471162809e-2f));
+    p = fma(p, r, splat(2.402264791363012e-1f));
+    p = fma(p, r, splat(6.931472028550421e-1f));
+    p = fma(p, r, splat(1.0f));
+    return select(tiny, vf{}, scaled(p, n));
 }
 
 // Natural logarithm of a normal number >= 1. Cephes' polynomial.
@@ -135,24 +236,36 @@ inline vf log(vf x) {
 
 // log(1 + e^x), and x itself above 20 as in torch.
 inline vf softplus(vf x) {
-    const vf e = exp(x), u = e + splat(1.0f), rounded = u - splat(1.0f);
-    const vi lost = rounded == vf{};  // 1 + e is 1
-    const vf l = log(u) * (e / select(lost, splat(1.0f), rounded));
+    const vf e = exp(x), u = e + splat(1.0f), added = u - splat(1.0f);
+    const vi lost = added == vf{};  // 1 + e is 1
+    const vf l = log(u) * (e / select(lost, splat(1.0f), added));
     return select(x > splat(20.0f), x, select(lost, e, l));
 }
 
 inline vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
 
-inline vf load_bf16(const uint16_t* p) {
+inline vu widen(const uint16_t* p) {
+#if defined(__AVX512F__)  // gcc 12 makes four instructions of the general form
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
     vh h;
     std::memcpy(&h, p, sizeof h);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
+    return __builtin_convertvector(h, vu);
+#endif
 }
-inline void store_bf16(uint16_t* p, vf v) {  // to the nearest, ties to even
+inline vf load_bf16(const uint16_t* p) { return (vf)(widen(p) << 16); }
+inline vh to_bf16(vf v) {  // to the nearest, ties to even
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh(v);
+#else
     const vu u = (vu)v;
-    const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const vu nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     const vu is_nan = (vu)(v != v);
-    const vh h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), vh);
+    return __builtin_convertvector((nearest & ~is_nan) | (0x7fc0u & is_nan), vh);
+#endif
+}
+inline void store_bf16(uint16_t* p, vf v) {
+    const vh h = to_bf16(v);
     std::memcpy(p, &h, sizeof h);
 }
 
@@ -178,6 +291,13 @@ inline void load_row(float* out, const void* base, int64_t dtype, int64_t i, int
         store(out + j, vf{});
         for (; j < n; j++) out[j] = load_one(base, dtype, i + j);
     }
+}
+
+// Asks for n elements from index i on ahead of their use: rows of one head lie pages apart, which no hardware guesses.
+inline void prefetch_row(const void* base, int64_t dtype, int64_t i, int64_t n) {
+    const char* p = static_cast<const char*>(base) + i * item_bytes(dtype);
+    for (int64_t j = 0; j < n * item_bytes(dtype); j += 64) __builtin_prefetch(p + j);
+    asm volatile("" ::"r"(p));  // gcc drops calls of functions that only prefetch: they seem to have no effect
 }
 
 // in[0, padded(n)) -> n elements from index i on.

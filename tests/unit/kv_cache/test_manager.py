@@ -330,12 +330,13 @@ def test_bucket_when_ninth_tail_follows_one_boundary_then_least_recently_used_is
 def test_generation_when_unit_is_allocated_then_bumped_and_owner_appends_leave_it() -> None:
     world = World(make_config(num_blocks=3, num_slots=1))
     generations = world.manager.generations
-    start = list(generations.blocks), list(generations.slots)
-    assert len(set(start[0])) == 4  # random: no two units share one by chance
+    start = [generations.generation("blocks", block_id) for block_id in range(4)]
+    start_slot = generations.generation("slots", 1)
+    assert len(set(start)) == 4  # random: no two units share one by chance
     assert world.admit("a", A[:5])
     table = list(world.manager.sequence("a").block_ids)
     before = [generations.generation("blocks", block_id) for block_id in table]
-    assert before == [start[0][block_id] + 1 for block_id in table]
+    assert before == [start[block_id] + 1 for block_id in table]
     world.step("a", 5)
     world.decode("a", [1, 2])
     assert [generations.generation("blocks", block_id) for block_id in table] == before
@@ -343,5 +344,5 @@ def test_generation_when_unit_is_allocated_then_bumped_and_owner_appends_leave_i
     assert [generations.generation("blocks", block_id) for block_id in table] == before
     assert world.admit("b", [7] * 12)
     assert [generations.generation("blocks", block_id) for block_id in table] == [each + 1 for each in before]
-    assert generations.generation("slots", 1) == start[1][1] + 2
-    assert generations.blocks[0] == generations.slots[0] == generations.epoch
+    assert generations.generation("slots", 1) == start_slot + 2
+    assert generations.generation("blocks", 0) == generations.generation("slots", 0) == generations.epoch

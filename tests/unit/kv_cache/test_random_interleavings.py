@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.generations import content_tag
 from common.kv_cache.planner import MAMBA_CACHE_MODES
 from common.kv_cache.results import LeasedPrefix, PullPlan
 from tests.unit.kv_cache.world import World, make_config
@@ -42,7 +43,7 @@ class Driver:
         self.world, self.random = world, random.Random(seed)
         self.running: list[str] = []
         self.finished: set[str] = set()
-        self.pulling: dict[str, tuple[PullPlan, list[int]]] = {}
+        self.pulling: dict[str, tuple[PullPlan, list[int], bool]] = {}  # plan, prefix, is a part of the prompt
         self.quarantined: list[str] = []
         self.leases: dict[str, tuple[LeasedPrefix, tuple[int, ...]]] = {}
         self.count = 0
@@ -109,7 +110,23 @@ class Driver:
     def lease(self, seq_id: str) -> None:
         lease_id = f"lease-{seq_id}"
         lease = self.world.manager.lease(seq_id, lease_id, self.world.clock.now_s + self.random.randint(1, 9))
+        self.world.run_copies()
         self.leases[lease_id] = (lease, tuple(self.world.tokens[seq_id][: lease.num_tokens]))
+
+    def lease_cached(self) -> None:
+        world, prompt, lease_id = self.world, self.prompt(), self.new_id()
+        deeper_than = self.random.choice([0, 0, len(prompt) // 2])
+        deadline_s = world.clock.now_s + self.random.randint(1, 9)
+        keys = world.keys(prompt)
+        found = world.manager.lookup(keys, len(prompt))
+        lease = world.manager.lease_prefix(keys, len(prompt), lease_id, deadline_s, deeper_than=deeper_than)
+        world.run_copies()
+        if lease is None:
+            return
+        assert deeper_than < lease.num_tokens <= len(prompt)
+        assert lease.num_tokens >= found.num_tokens
+        assert lease.output_row == found.output_row
+        self.leases[lease_id] = (lease, tuple(prompt[: lease.num_tokens]))
 
     def leave(self, seq_id: str) -> None:
         self.running.remove(seq_id)
@@ -120,18 +137,26 @@ class Driver:
             self.leave(self.random.choice(self.running))
 
     def accept(self) -> None:
+        """A whole prompt, or the part of it that a peer has."""
         seq_id, prompt = self.new_id(), self.prompt()
-        plan = self.world.manager.accept_remote(seq_id, self.world.keys(prompt), len(prompt))
+        is_part = self.random.random() < 0.4
+        num_tokens = self.random.randint(1, len(prompt)) if is_part else len(prompt)
+        plan = self.world.manager.accept_remote(seq_id, self.world.keys(prompt), num_tokens)
         if plan is not None:
-            self.world.tokens[seq_id] = prompt
-            self.pulling[seq_id] = (plan, prompt)
+            self.world.tokens[seq_id] = prompt[:num_tokens]
+            self.pulling[seq_id] = (plan, prompt[:num_tokens], is_part)
 
     def settle_pull(self) -> None:
         if not self.pulling:
             return
         seq_id = self.random.choice(list(self.pulling))
-        plan, prompt = self.pulling.pop(seq_id)
-        if self.random.random() < 0.7:
+        plan, prompt, is_part = self.pulling.pop(seq_id)
+        succeeded = self.random.random() < 0.7
+        if succeeded and is_part:
+            self.world.receive(plan, prompt)
+            self.world.manager.commit_remote(seq_id, None, seal=True)
+            self.world.manager.free(seq_id, donate=True)
+        elif succeeded:
             self.world.receive(plan, prompt)
             self.world.manager.commit_remote(seq_id, self.world.row(prompt))
             self.running.append(seq_id)
@@ -174,14 +199,29 @@ class Driver:
                 assert world.slots[lease.slot_id] == tokens
                 assert world.manager.generations.generation("slots", lease.slot_id) == lease.slot_generation
 
+    def check_progress(self) -> None:
+        """What may be shown of running sequences is computed, and tagged as its reader expects."""
+        world, size = self.world, self.world.config.block_size
+        for seq_id in self.running:
+            progress = world.manager.progress(seq_id)
+            keys = world.keys(world.tokens[seq_id])
+            for group, rows, table in zip(world.groups, world.group_rows, progress.tables, strict=True):
+                for index, block_id in enumerate(table):
+                    end = (index + 1) * size
+                    if block_id:
+                        tag = world.manager.generations.tag(group.pool_name, block_id)
+                        assert tag == content_tag(keys.boundary_key(index + 1))
+                        assert rows[block_id][size - 1] == tuple(world.tokens[seq_id][:end])
+
     def play(self, num_operations: int) -> None:
         operations = [self.admit] * 3 + [self.advance] * 10 + [self.leave_any, self.accept, self.settle_pull] * 2
-        operations += [self.end_quarantine, self.pass_time]
+        operations += [self.end_quarantine, self.pass_time, self.lease_cached]
         for _ in range(num_operations):
             self.random.choice(operations)()
             self.world.check()
             self.world.check_published()
             self.check_leases()
+            self.check_progress()
 
     def drain(self) -> None:
         manager = self.world.manager

@@ -52,6 +52,41 @@ def test_copies_when_pairs_swap_then_all_sources_are_read_first() -> None:
     assert not storage.slot_arena.any()
 
 
+def test_digest_when_one_byte_of_the_valid_rows_flips_then_it_differs_and_behind_them_it_does_not() -> None:
+    """The detector's own test: each place of a block and of a slot, one bit at a time."""
+    storage = make_storage()
+    num_bytes = storage.block_arena.shape[1]
+    storage.block_arena[2] = torch.arange(num_bytes) % 251
+    key, value = storage.layout.attention[1]
+    row_bytes = 16
+    for num_valid in (1, 3, 4):
+        sound = storage.digest_block(2, num_valid)
+        assert len(sound) == 16
+        assert sound == storage.digest_block(2, num_valid) != storage.digest_block(3, num_valid)
+        for place in (key, value):
+            for offset in range(4 * row_bytes):
+                storage.block_arena[2, place.offset_bytes + offset] ^= 1
+                is_valid = offset < num_valid * row_bytes
+                assert (storage.digest_block(2, num_valid) != sound) == is_valid, (num_valid, place, offset)
+                storage.block_arena[2, place.offset_bytes + offset] ^= 1
+
+    storage.slot_arena[1] = torch.arange(storage.slot_arena.shape[1]) % 251
+    sound = storage.digest_slot(1)
+    for offset in range(storage.slot_arena.shape[1]):
+        storage.slot_arena[1, offset] ^= 1
+        assert storage.digest_slot(1) != sound
+        storage.slot_arena[1, offset] ^= 1
+    assert storage.digest_slot(1) == sound != storage.digest_slot(2)
+
+
+def test_digest_when_the_same_rows_lie_in_another_block_or_storage_then_it_is_the_same() -> None:
+    here, there = make_storage(), make_storage()
+    here.block_arena[2], there.block_arena[4] = 7, 7
+    here.slot_arena[1], there.slot_arena[2] = 9, 9
+    assert here.digest_block(2, 4) == there.digest_block(4, 4) != here.digest_block(2, 3)
+    assert here.digest_slot(1) == there.digest_slot(2)
+
+
 def test_storage_when_a_kind_is_absent_then_its_arena_is_empty() -> None:
     assert make_storage(state=False).slot_arena.numel() == 0
     assert make_storage(attention=False).block_arena.numel() == 0

@@ -1,0 +1,174 @@
+"""The engine's forward beside stock transformers, in one process: ``python -m benchmarks.engine``.
+
+Models with random weights are made on the spot. Measured are prefills and one decode step at several batch sizes behind
+prompts of 512 tokens: our ops and stock (static batch, its own cache, the same dtype) take turns, so that whatever else
+the machine does hits all alike. Figures are medians in milliseconds; ``of roof`` is our share of what the machine can
+do, measured in the same run: of its matrix product in a prefill, of its read bandwidth in a decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from benchmarks.engine.contestants import Contestant, Engine, Stock
+from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
+from benchmarks.engine.overhead import print_overhead
+from benchmarks.engine.roofline import Machine, decode_bytes, measure_machine, prefill_flops
+from common.kv_cache.spec import ModelGeometry
+from common.models.loader import load_model
+from common.models.quiet import quiet_transformers
+
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def alternate(
+    contestants: Mapping[str, Callable[[], None]], repeat: int, inner: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Median milliseconds of one call; after one round to warm up, ``repeat`` rounds of ``inner`` calls each."""
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeat + 1):
+        for name, call in contestants.items():
+            for _ in range(inner):
+                begin_s = clock()
+                call()
+                if turn:
+                    samples[name].append(1e3 * (clock() - begin_s))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One result per piece of work."""
+    largest = max([*args.batch, *(batch for batch, _ in args.prefill)])
+    contestants: dict[str, Contestant] = {}
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+        path = make_checkpoint(family, size, dtype, Path(folder))
+        for backend in args.ops:
+            loaded = load_model(str(path), ops_backend=backend)
+            contestants[backend] = Engine(loaded, largest)
+        with quiet_transformers():
+            stock = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        contestants["stock"] = Stock(stock)
+    parameters = sum(p.numel() for p in stock.parameters())
+    machine = measure_machine(dtype, CLOCKS[args.clock])
+    for work, prepare, inner, limit_ms in _works(args, machine, parameters, loaded.geometry, dtype):
+        with quiet_transformers():  # it warns of every kernel package that is not installed
+            calls = {name: prepare(each) for name, each in contestants.items()}
+            medians = alternate(calls, args.repeat, inner, CLOCKS[args.clock])
+        ours = medians[args.ops[0]]
+        yield {
+            "family": family,
+            "size": size,
+            "parameters": parameters,
+            "dtype": str(dtype).removeprefix("torch."),
+            "work": work,
+            "gemm_gflops": round(machine.flops / 1e9, 1),
+            "read_gb_per_s": round(machine.bytes_per_s / 1e9, 1),
+            **{f"{name}_ms": round(value, 3) for name, value in medians.items()},
+            "stock_over_ours": round(medians["stock"] / ours, 2),
+            "share_of_roofline": round(limit_ms / ours, 3),
+        }
+
+
+def _works(
+    args: argparse.Namespace, machine: Machine, parameters: int, geometry: ModelGeometry, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[Contestant], Callable[[], None]], int, float]]:
+    """Name, what to do, calls per round, and the milliseconds that the roofline allows."""
+    for batch, num_tokens in args.prefill:
+        limit_ms = 1e3 * prefill_flops(parameters, batch * num_tokens) / machine.flops
+        yield f"prefill {batch}x{num_tokens}", lambda c, b=batch, n=num_tokens: c.prefill(b, n), 1, limit_ms
+    for batch in args.batch:
+        num_bytes = decode_bytes(parameters * dtype.itemsize, geometry, dtype, batch)
+        yield (
+            f"decode batch {batch}",
+            lambda c, b=batch: c.decode(b),
+            args.decode_steps,
+            (1e3 * num_bytes / machine.bytes_per_s),
+        )
+
+
+def main() -> None:
+    args = _parse()
+    torch.set_num_threads(args.threads)
+    if args.overhead:
+        print_overhead(args.family[0], CLOCKS[args.clock])
+        return
+    configuration = {
+        **{name: value for name, value in vars(args).items() if name != "json"},
+        "cpu": _cpu(),
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    print(json.dumps(configuration) if args.json else "\n".join(f"{k}: {v}" for k, v in configuration.items()))
+    names = [*args.ops, "stock"]
+    if not args.json:
+        columns = "".join(f"{name + ' ms':>11}" for name in names)
+        print(f"{'family':<17} size {'dtype':<9}{'work':<17}{columns}  stock/ours  of roof   GF/s   GB/s")
+    for size in args.size:
+        for family in args.family:
+            for dtype in args.dtype:
+                for result in measure(family, size, getattr(torch, dtype), args):
+                    print(json.dumps(result) if args.json else _row(result, names))
+                    sys.stdout.flush()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", nargs="+", choices=tuple(SIZES), default=["S"])
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16"])
+    parser.add_argument("--prefill", nargs="*", type=_batch_and_tokens, default=[(1, 1024), (8, 512)], metavar="BxT")
+    parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32], help="decode batch sizes")
+    parser.add_argument("--ops", nargs="+", choices=("cpp", "torch"), default=["cpp"], help="the first is compared")
+    parser.add_argument("--repeat", type=int, default=5, help="alternating rounds, after one to warm up")
+    parser.add_argument("--decode-steps", type=int, default=4, help="decode steps of one round")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: the process's CPU time, for a busy machine"
+    )
+    parser.add_argument("--overhead", action="store_true", help="only where a decode step of size S goes, batch 1")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def _batch_and_tokens(text: str) -> tuple[int, int]:
+    batch, _, num_tokens = text.partition("x")
+    return int(batch), int(num_tokens)
+
+
+def _row(r: Mapping[str, Any], names: list[str]) -> str:
+    times = "".join(f"{r[name + '_ms']:11.2f}" for name in names)
+    return (
+        f"{r['family']:<17} {r['size']:<4} {r['dtype']:<9}{r['work']:<17}{times} {r['stock_over_ours']:11.2f} "
+        f"{100 * r['share_of_roofline']:7.1f}% {r['gemm_gflops']:6.0f} {r['read_gb_per_s']:6.1f}"
+    )
+
+
+def _cpu() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

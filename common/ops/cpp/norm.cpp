@@ -1,0 +1,72 @@
+// Root mean square norms with their gate, one pass over each row in float32, rounded once.
+#include <algorithm>
+#include <cmath>
+
+#include "step.h"
+
+namespace tandem {
+namespace {
+
+enum Gate : int64_t { kNone = 0, kSiluBefore = 1, kSiluAfter = 2, kSigmoidAfter = 3 };
+
+struct Norm {
+    const void* x;  // [num_rows, size]
+    int64_t x_dtype, x_stride;
+    const void* gate;  // [num_rows, size] or null
+    int64_t gate_dtype, gate_stride;
+    int64_t gate_kind;
+    const void* weight;  // [size]
+    int64_t weight_dtype;
+    void* out;  // [num_rows, size], dense, in x's dtype
+    int64_t num_rows, size;
+    int64_t group;        // channels that are normalised together; divides size
+    const float* params;  // epsilon, what is added to the weight
+    int64_t num_threads;
+};
+
+inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+
+float sum_of_squares(const float* x, int64_t n) {
+    vf total = {};
+    int64_t j = 0;
+    for (; j + kLanes <= n; j += kLanes) total = fma(load(x + j), load(x + j), total);
+    float rest = 0.0f;
+    for (; j < n; j++) rest += x[j] * x[j];
+    return sum(total) + rest;
+}
+
+void norm_row(const Norm& args, int64_t row, float* buffer) {
+    const int64_t size = args.size, width = padded(size);
+    float *x = buffer, *gate = buffer + width, *weight = buffer + 2 * width, *scale = buffer + 3 * width;
+    load_row(x, args.x, args.x_dtype, row * args.x_stride, size);
+    load_row(weight, args.weight, args.weight_dtype, 0, size);
+    if (args.gate_kind != kNone) load_row(gate, args.gate, args.gate_dtype, row * args.gate_stride, size);
+    if (args.gate_kind == kSiluBefore) {
+        for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * silu(load(gate + j)));
+    }
+    for (int64_t begin = 0; begin < size; begin += args.group) {
+        const float mean = sum_of_squares(x + begin, args.group) / float(args.group);
+        const float factor = 1.0f / std::sqrt(mean + args.params[0]);
+        for (int64_t j = begin; j < begin + args.group; j++) scale[j] = factor;
+    }
+    for (int64_t j = 0; j < width; j += kLanes) {
+        vf y = load(x + j) * load(scale + j) * (load(weight + j) + splat(args.params[1]));
+        if (args.gate_kind == kSiluAfter) y = y * silu(load(gate + j));
+        if (args.gate_kind == kSigmoidAfter) y = y * sigmoid(load(gate + j));
+        store(x + j, y);
+    }
+    store_row(args.out, args.x_dtype, row * size, x, size);
+}
+
+}  // namespace
+
+extern "C" void tandem_norm(const Norm* args) {
+    const int64_t rows_per_task = 8, tasks = (args->num_rows + rows_per_task - 1) / rows_per_task;
+    parallel(tasks, args->num_threads, args->num_rows * args->size * 8, [&](int64_t task) {
+        float* buffer = scratch(4 * padded(args->size));
+        const int64_t end = std::min(args->num_rows, (task + 1) * rows_per_task);
+        for (int64_t row = task * rows_per_task; row < end; row++) norm_row(*args, row, buffer);
+    });
+}
+
+}  // namespace tandem

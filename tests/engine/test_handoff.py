@@ -1,0 +1,144 @@
+"""Every family through two engines and the in-process transfer: computed here, generated there, equal to stock.
+
+Cold in a crowd, resumed inside a block, from a shared prefix, repeated, on the second turn; and the controls: with a
+state, a block or an early part of the prompt changed, the same comparison fails, so it would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from common.kv_cache.manager import PullPlan
+from tests.support.models import FAMILIES, tiered
+from tests.support.pair import Answer, Pair
+from tests.support.reference import Mismatch, Reference, random_tokens, reference
+
+NUM_TOKENS = 10
+CHUNK = 48
+"""Tokens a step: longer prompts are cut, and several of them are cut in one step."""
+
+
+@dataclass(frozen=True)
+class Site:
+    pair: Pair
+    reference: Reference
+
+    def mismatch(self, prompt: Sequence[int], answer: Answer) -> Mismatch | None:
+        greedy = self.reference.greedy(prompt, NUM_TOKENS)
+        return greedy.mismatch(answer.token_ids, answer.logprobs, self.reference.tolerance)
+
+    def assert_right(self, prompts: Mapping[str, Sequence[int]]) -> dict[str, Answer]:
+        """Both legs of all prompts at once; every answer is stock's."""
+        answers = self.pair.ask(prompts, NUM_TOKENS)
+        for name, prompt in prompts.items():
+            assert self.mismatch(prompt, answers[name]) is None, name
+        assert self.pair.prefill.held() == self.pair.decode.held() == (0, 0, 0)
+        return answers
+
+    @property
+    def has_state(self) -> bool:
+        return self.pair.decode.model.cache_config.has_state
+
+    @property
+    def has_attention(self) -> bool:
+        return self.pair.decode.model.cache_config.has_attention
+
+    @property
+    def has_windows_only(self) -> bool:
+        groups = self.pair.decode.model.cache_config.geometry.attention_groups
+        return bool(groups) and all(group.window for group in groups)
+
+    def moved(self, num_tokens: int, num_known: int = 0) -> tuple[int, int]:
+        """Blocks (of all attention groups) and states that a prompt takes along when the decode side has the full
+        blocks of its first ``num_known`` tokens and no state: of a sliding window only what a new token sees."""
+        num_blocks = 0
+        for group in self.pair.decode.model.cache_config.geometry.attention_groups:
+            first = max(0, num_tokens - group.window + 1) // 16 if group.window else 0
+            num_blocks += max(0, -(-num_tokens // 16) - max(first, num_known // 16))
+        return num_blocks, int(self.has_state)
+
+
+@pytest.fixture(scope="module", params=tiered(FAMILIES))
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    family = str(request.param)
+    pair = Pair(family, max_num_batched_tokens=CHUNK)
+    yield Site(pair, reference(family))
+    pair.close()
+
+
+def test_answers_when_prompts_come_together_cold_then_equal_stock_and_nothing_moves_twice(site: Site) -> None:
+    prompts = {f"{length}-tokens": random_tokens(length, seed=length) for length in (1, 16, 37, 150)}
+    for name, answer in site.assert_right(prompts).items():
+        assert answer.transferred[1:] == site.moved(len(prompts[name]))
+        assert answer.num_cached_tokens == 0
+    counted = site.pair.decode.model.manager.stats().hit_tokens["joint"]
+    for name, answer in site.assert_right(prompts).items():
+        assert answer.transferred == (0, 0, 0)
+        assert answer.num_cached_tokens == len(prompts[name])
+    assert site.pair.decode.model.manager.stats().hit_tokens["joint"] - counted == sum(map(len, prompts.values()))
+
+
+def test_answers_when_prefixes_are_shared_or_resumed_inside_a_block_then_equal_stock(site: Site) -> None:
+    origin, rest = random_tokens(150, seed=201), random_tokens(60, seed=202)
+    site.assert_right({"origin": origin, "inside": origin[:85]})
+    second = site.assert_right({"goes-on": origin + rest, "goes-on-inside-a-block": origin[:85] + rest})
+    assert [answer.prefill_cached_tokens for answer in second.values()] == [150, 85]
+    site.assert_right({"stops": origin[:96], "parts": origin[:96] + rest, "parts-in-a-block": origin[:103] + rest[:20]})
+
+
+def test_answer_when_it_is_the_second_turn_then_only_what_is_new_moves(site: Site) -> None:
+    first = random_tokens(90, seed=211)
+    answer = site.assert_right({"first": first})["first"]
+    second = [*first, *answer.token_ids, *random_tokens(20, seed=212)]
+    moved = site.assert_right({"second": second})["second"].transferred
+    # The decode side has all full blocks of what it pulled and generated; the prompt's end is a state it lacks.
+    assert moved[1:] == site.moved(len(second), 90 + NUM_TOKENS - 1)
+
+
+def test_control_when_the_moved_state_is_zeroed_then_the_answer_changes_after_the_first_token(site: Site) -> None:
+    if not site.has_state:
+        pytest.skip("a dense model moves no state")
+    prompt = random_tokens(150, seed=221)
+
+    def damage(plan: PullPlan) -> None:
+        site.pair.decode.model.storage.zero_slot(plan.slot_id)
+
+    answer = site.pair.take_in(site.pair.hand_out({"damaged": prompt}), NUM_TOKENS, damage)["damaged"]
+    mismatch = site.mismatch(prompt, answer)
+    assert mismatch is not None
+    assert mismatch.index >= 1
+
+
+def test_control_when_a_moved_block_is_zeroed_then_the_answer_changes_after_the_first_token(site: Site) -> None:
+    if not site.has_attention:
+        pytest.skip("no attention layers, no blocks")
+    prompt = random_tokens(90, seed=222)
+
+    def damage(plan: PullPlan) -> None:
+        site.pair.decode.model.storage.zero_block(plan.block_pairs[min(2, len(plan.block_pairs) - 1)][1])
+
+    answer = site.pair.take_in(site.pair.hand_out({"damaged": prompt}), NUM_TOKENS, damage)["damaged"]
+    mismatch = site.mismatch(prompt, answer)
+    assert mismatch is not None
+    assert mismatch.index >= 1
+
+
+def test_control_when_the_first_tenth_of_the_prompt_is_replaced_then_the_answer_changes(site: Site) -> None:
+    if not site.has_state and site.has_windows_only:
+        pytest.skip("nothing but windows: four of them do not reach back that far")
+    prompt = random_tokens(600, seed=231)
+    other = random_tokens(60, seed=232) + prompt[60:]
+    answer = site.assert_right({"other": other})["other"]
+    mismatch = site.mismatch(prompt, answer)
+    assert mismatch is not None
+
+
+def test_row_when_the_model_is_in_half_precision_with_a_float32_residual_then_is_taken_in() -> None:
+    pair = Pair("mamba2", dtype="bfloat16")
+    answer = pair.ask({"half": random_tokens(40, seed=241)}, NUM_TOKENS)["half"]
+    assert answer.manifest.output_row_dtype == "bfloat16"
+    assert len(answer.token_ids) == NUM_TOKENS
+    pair.close()
