@@ -43,6 +43,13 @@ class InvalidRequestError(TandemError):
     code = "invalid_value"
 
 
+class FingerprintMismatchError(InvalidRequestError):
+    """A peer of another model or layout asked: nothing here is of use to it."""
+
+    status = 409
+    code = "fingerprint_mismatch"
+
+
 class AuthenticationError(TandemError):
     status = 401
     type = "authentication_error"
@@ -86,6 +93,22 @@ class TransferError(TandemError):
 
     status = 502
     code = "transfer_failed"
+
+
+class PrefillLegFailedError(TransferError):
+    """The node that was to compute a prompt says that it will not: nothing of it can be had there."""
+
+    code = "leg_failed"
+
+
+class PrefillLegRejectedError(PrefillLegFailedError):
+    """It will not for a reason that is the client's to hear (4xx): the same answer, whoever computes."""
+
+    def __init__(self, message: str, *, status: int, type: str, code: str, param: str | None, retry_after_s: int = 1):
+        super().__init__(message, param=param, code=code)
+        self.status = status
+        self.type = type
+        self.retry_after_s = retry_after_s
 
 
 class NodeUnavailableError(TandemError):

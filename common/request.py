@@ -72,7 +72,11 @@ class PhaseSeconds:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one engine step produced for one sequence. ``index`` is the fork number, 0 for ``num_forks`` 1."""
+    """What one engine step produced for one sequence. ``index`` is the fork number, 0 for ``num_forks`` 1.
+
+    Of a prompt that is only computed: ``progress`` (``common.kv_cache.results.PrefixProgress``) as its blocks are
+    finished, if asked for; ``handoff`` (``LeasedPrefix``) at the end.
+    """
 
     request_id: str
     index: int
@@ -89,6 +93,7 @@ class RequestOutput:
     transferred_states: int = 0
     seconds: PhaseSeconds | None = None
     handoff: Any = None
+    progress: Any = None
 
 
 @dataclass(slots=True)
@@ -98,8 +103,11 @@ class Request:
     Attributes:
         sampling: None on a prefill-only request: the prompt is computed and handed out (leased), nothing is sampled.
         num_forks: how many continuations are sampled from the one prompt.
-        remote: what a peer promised to hand over (opaque to the engine, given to the node's pull function); None:
-            local.
+        remote: what a peer promised to hand over: the prefix of its first ``num_tokens`` tokens, with key
+            ``prefix_key`` (otherwise opaque to the engine, given to the node's pull function); None: local.
+        is_remote_optional: losing ``remote`` is no failure: the prompt is computed here, whatever the policy.
+        lost_remote: a peer's prefix was promised and could not be had: compute the prompt here if the policy allows.
+        wants_progress: report finished blocks of a handed-out prompt while the rest computes.
         skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every row).
         arrival_s: monotonic seconds.
         semantic_boundaries: positions inside the prompt at which later prompts are likely to part from it, the most
@@ -114,6 +122,9 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     remote: Any = None
+    is_remote_optional: bool = False
+    lost_remote: bool = False
+    wants_progress: bool = False
     arrival_s: float = 0.0
     semantic_boundaries: tuple[int, ...] = ()
 

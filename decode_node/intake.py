@@ -1,24 +1,32 @@
-"""Taking in a prompt that a peer computed: from ``kv_transfer_params`` to something the engine can pull.
+"""Taking in a prompt that a peer computed or is computing: from ``kv_transfer_params`` to something the engine can
+pull.
 
-1 parse and check the manifest, 2 is its holder a peer of this node, 3 hold the lease (renewed from here on), 4 compare
-fingerprints and layout, 5 connect to the holder in the life that made the manifest, 6 the engine pulls, 7 the lease is
-released as soon as the pull has ended, and on every way out. Leaves by: a prefix to pull, ``None`` (recompute), an
-error.
+A manifest: 1 check it, 2 is its holder a peer of this node, 3 hold the lease (renewed from here on), 4 connect to the
+holder in the life that made it. A rendezvous: 1 is it a peer, 2 ask it again and again what is finished, 3 when the
+whole prompt is here already, call its leg off; else wait for the first part, so that a prompt that queues at the
+prefill node holds no memory here. Then the engine pulls; everything is given up as soon as the pull has ended, and on
+every way out. Leaves by: a prefix to pull, nothing (recompute, or all of it is here), an error.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from common.api.handoff import Manifest
-from common.errors import InvalidRequestError, TransferError
+from common.api.handoff import Rendezvous
+from common.api.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
+from common.errors import InvalidRequestError, PrefillLegRejectedError, TransferError
+from common.kv_cache.keys import PrefixKeys
+from common.node.conversation import RemotePrefix
+from common.node.handover import Handover, Taken
 from common.node.node import Node
-from common.node.pulling import RemotePrefix
+from common.node.node_metrics import failure_label
+from common.node.offers import ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
+from common.transfer.backend import TransferCode
+from common.transfer.jobs import PullReason
 
 logger = logging.getLogger(__name__)
 
@@ -28,92 +36,151 @@ class Intake:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-
-    def parse(self, params: Mapping[str, Any]) -> Manifest:
-        """Raises InvalidRequestError naming the key that is missing, malformed or does not fit this node's model."""
-        geometry = self._node.model.cache_config.geometry
-        return Manifest.from_params(
-            params,
-            num_block_groups=1 if geometry.attention_layers else 0,
+        geometry = node.model.cache_config.geometry
+        self._shape = ManifestShape(
+            num_block_groups=len(geometry.attention_groups),
             has_state=bool(geometry.state_layers),
             vocab_size=geometry.vocab_size,
         )
 
-    @contextlib.asynccontextmanager
-    async def remote_prefix(self, manifest: Manifest) -> AsyncIterator[RemotePrefix | None]:
-        """Holds the manifest's lease while the block runs, or until its pull has ended, and connects to its holder.
+    def parse(self, params: Mapping[str, Any]) -> Handover:
+        """Raises InvalidRequestError naming the key that is missing, malformed or does not fit this node's model."""
+        return Rendezvous.from_params(params) or Manifest.from_params(params, self._shape)
 
-        Yields None when the holder cannot be used and the policy is to recompute.
+    @contextlib.asynccontextmanager
+    async def take(self, handover: Handover, token_ids: Sequence[int], cache_salt: str | None) -> AsyncIterator[Taken]:
+        """Holds what the peer has of this prompt while the block runs, or until its pull has ended.
 
         Raises:
-            InvalidRequestError: the holder is not an allowed peer, or is of another model or layout.
+            InvalidRequestError: the holder is not an allowed peer, or a manifest is of another model or layout.
+            PrefillLegRejectedError: the prefill node refuses the prompt for a reason that is the client's to hear.
             TransferError: it cannot be used and the policy is to fail.
         """
-        node = self._node
-        host = f"[{manifest.host}]" if ":" in manifest.host else manifest.host
-        url = f"http://{host}:{manifest.port}"
-        node.peers.check_allowed(url)
-        self._check_compatible(manifest)
-        node.remote_leases.hold(manifest.lease_id, url, manifest.lease_seconds)
+        host = f"[{handover.host}]" if ":" in handover.host else handover.host
+        url = f"http://{host}:{handover.port}"
+        self._node.peers.check_allowed(url)
+        keys = self._node.model.manager.prefix_keys(token_ids, cache_salt)
+        if isinstance(handover, Manifest):
+            self._check_compatible(handover)
+            offers = self._fixed_offers(handover, url)
+            taking = self._take_manifest(handover, url, keys, offers)
+            known_report = handover.prefill
+        else:
+            offers = self._rendezvous_offers(handover, url, keys)
+            taking = self._take_rendezvous(handover, url, keys, offers)
+            known_report = None
         try:
-            prefix: RemotePrefix | None = None
             try:
-                prefix = await self._connect(manifest, url)
+                taken = await taking
+            except PrefillLegRejectedError:
+                raise
             except TransferError as exc:
-                node.metrics.transfer_failed("mismatch" if exc.code.endswith("mismatch") else "failed")
-                logger.warning("handoff unusable request_id=%s: %s", manifest.request_id, exc.message)
-                if node.config.kv_load_failure_policy == "fail":
-                    raise
-                node.remote_leases.release(manifest.lease_id)
-            yield prefix
+                taken = self._lose(exc, known_report)
+                offers.close()
+            yield taken
         finally:
-            node.remote_leases.release(manifest.lease_id)
+            offers.close()
 
-    def _check_compatible(self, manifest: Manifest) -> None:
+    def _lose(self, error: TransferError, known_report: PrefillReport | None) -> Taken:
+        """The prefix cannot be had. Raises TransferError, with one code for all reasons, when the policy is to fail."""
         node = self._node
-        block_size = node.model.cache_config.block_size
+        node.metrics.transfer_failed(failure_label(error.code))
+        logger.warning("handoff unusable: %s", error.message)
+        if node.config.kv_load_failure_policy == "fail":
+            raise TransferError(f"the prompt could not be had from its prefill node: {error.message}") from error
+        return Taken(is_lost=True, known_report=known_report)
+
+    # --- a finished prompt
+
+    def _fixed_offers(self, manifest: Manifest, url: str) -> FixedOffers:
+        """Raises InvalidRequestError when the output row is missing or not one of this model."""
+        node = self._node
+        if manifest.output_row is None:
+            raise InvalidRequestError(f"{ROW_PARAM} is missing", param=ROW_PARAM)
+        offer = Offer.of(manifest, node.model.loaded)
+        node.remote_leases.hold(manifest.lease_id, url, manifest.lease_seconds)
+        return FixedOffers(offer, node.remote_leases, manifest.lease_id)
+
+    async def _take_manifest(self, manifest: Manifest, url: str, keys: PrefixKeys, offers: Offers) -> Taken:
+        await self._node.peers.connect(url, manifest.engine_id, manifest.epoch)
+        prefix = RemotePrefix(
+            url=url,
+            lease_id=manifest.lease_id,
+            prefix_key=manifest.prefix_key,
+            num_tokens=manifest.num_tokens,
+            keys=keys,
+            offers=offers,
+        )
+        return Taken(prefix, known_report=manifest.prefill)
+
+    def _check_compatible(self, manifest: Manifest | PartialManifest) -> None:
+        block_size = self._node.model.cache_config.block_size
         if manifest.block_size != block_size:
             raise InvalidRequestError(
                 f"kv_transfer_params.tandem_block_size {manifest.block_size} differs from this node's --block-size "
                 f"{block_size}",
                 param="kv_transfer_params.tandem_block_size",
             )
-        if manifest.fingerprint != node.backend.fingerprint:
+        if manifest.fingerprint != self._node.backend.fingerprint:
             raise InvalidRequestError(
                 f"kv_transfer_params.tandem_fingerprint {manifest.fingerprint} is of another model or layout than this "
-                f"node's {node.backend.fingerprint}",
+                f"node's {self._node.backend.fingerprint}",
                 param="kv_transfer_params.tandem_fingerprint",
             )
 
-    async def _connect(self, manifest: Manifest, url: str) -> RemotePrefix:
-        peer = await self._node.peers.connect(url, manifest.engine_id, manifest.epoch)
-        return RemotePrefix(
-            url=url,
-            peer=peer,
-            engine_id=manifest.engine_id,
-            epoch=manifest.epoch,
-            lease_id=manifest.lease_id,
-            prefix_key=manifest.prefix_key,
-            num_tokens=manifest.num_tokens,
-            block_ids=manifest.block_ids[0] if manifest.block_ids else (),
-            block_generations=manifest.generations[0] if manifest.generations else (),
-            slot_id=manifest.slot_id,
-            slot_generation=manifest.slot_generation,
-            output_row=self._output_row(manifest),
-        )
+    # --- a prompt that is being computed
 
-    def _output_row(self, manifest: Manifest) -> torch.Tensor:
-        """The prompt's last hidden row, [hidden], on this node's device."""
-        param = "kv_transfer_params.tandem_output_row"
-        if manifest.output_row is None or manifest.output_row_dtype is None:
-            raise InvalidRequestError(f"{param} is missing", param=param)
-        loaded = self._node.model.loaded
-        dtype: torch.dtype = getattr(torch, manifest.output_row_dtype)
-        row = torch.frombuffer(bytearray(manifest.output_row), dtype=dtype)
-        if dtype != loaded.dtype or row.numel() != loaded.geometry.hidden_size:
-            raise InvalidRequestError(
-                f"{param} has {row.numel()} values of {dtype}, this model's rows have {loaded.geometry.hidden_size} of "
-                f"{loaded.dtype}",
-                param=param,
-            )
-        return row.to(loaded.device)
+    def _rendezvous_offers(self, rendezvous: Rendezvous, url: str, keys: PrefixKeys) -> RendezvousOffers:
+        node = self._node
+        prefix_key = keys.key_at(keys.num_tokens)  # hashed here, so that no thread hashes later
+
+        def read(manifest: Manifest | PartialManifest) -> Offer:
+            try:
+                self._check_compatible(manifest)
+            except InvalidRequestError as exc:
+                raise TransferError(f"{url}: {exc.message}", code=TransferCode.FINGERPRINT_MISMATCH) from exc
+            if isinstance(manifest, Manifest) and manifest.prefix_key != prefix_key:
+                raise TransferError(
+                    f"{url} computed another prompt of {manifest.num_tokens} tokens than this one of {keys.num_tokens}",
+                    code=PullReason.WRONG_CONTENT,
+                )
+            if manifest.num_tokens > keys.num_tokens:
+                raise TransferError(
+                    f"{url} has {manifest.num_tokens} tokens of a prompt of {keys.num_tokens}",
+                    code=PullReason.WRONG_CONTENT,
+                )
+            return Offer.of(manifest, node.model.loaded)
+
+        return RendezvousOffers(node.peers, node.remote_leases, url, rendezvous.rendezvous_id, self._shape, read)
+
+    async def _take_rendezvous(
+        self, rendezvous: Rendezvous, url: str, keys: PrefixKeys, offers: RendezvousOffers
+    ) -> Taken:
+        num_tokens = keys.num_tokens
+        first = asyncio.create_task(self._first_offer(url, offers))
+        try:
+            # Costs nothing: the request would wait for the running step anyway, and the poll goes on meanwhile.
+            hit = await self._node.engine.call(lambda: self._node.model.manager.lookup(keys, num_tokens))
+            if hit.num_tokens == num_tokens and hit.output_row is not None:
+                offers.close()
+                return Taken(known_report=PrefillReport("", cached_tokens=num_tokens, computed_tokens=0))
+            await first
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        prefix = RemotePrefix(
+            url=url,
+            lease_id=rendezvous.rendezvous_id,
+            prefix_key=keys.key_at(num_tokens),
+            num_tokens=num_tokens,
+            keys=keys,
+            offers=offers,
+        )
+        return Taken(prefix)
+
+    async def _first_offer(self, url: str, offers: RendezvousOffers) -> None:
+        """Returns when something of the prompt can be read."""
+        await self._node.peers.meet(url)
+        offers.start()
+        offer = await offers.beyond(0)
+        await self._node.peers.connect(url, offer.engine_id, offer.epoch)

@@ -20,11 +20,13 @@ from common.api.handoff import FIELD
 from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
+from common.api.source_hints import SOURCES_KEY
 from common.errors import TandemError
+from proxy.decode_leg import Job
 from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
-from proxy.orchestrator import Job, Orchestrator
+from proxy.orchestrator import Orchestrator
 from proxy.relay import ClientStream, RelayResponse
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,9 @@ class GenerateService:
         arrival_s = time.monotonic()
         with self._metrics.track_parsing(route, arrival_s):
             body = await read_json_object(request)
-            body.pop(FIELD, None)  # only the proxy's own prefill legs may name memory to read
+            # Only the proxy itself may name memory to read.
+            body.pop(FIELD, None)
+            body.pop(SOURCES_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
@@ -63,7 +67,7 @@ class GenerateService:
             body=body,
             headers=forwarded_headers(request),
             request_id=request_id_of(request),
-            prompts=prompts_of(body),
+            prompts=list(prompts_of(body)),
             is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,

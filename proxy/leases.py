@@ -1,9 +1,9 @@
 """Leases on prefill nodes between the two legs.
 
-A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer until the
-decode node has taken over, the proxy owns the lease: every way out in between (client gone, decode node gone, another
-prompt of the request refused) releases it. Releasing is best effort with a deadline; the lease's own deadline is
-behind it.
+A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer (or, when
+both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
+over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
+refused) releases it. Releasing is best effort with a deadline; the lease's own deadline is behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import httpx
 
-from proxy.legs import Prefilled, encode
+from proxy.legs import encode
 from proxy.nodes import Node, describe
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,10 @@ class LeaseGuard:
     """The leases of one request."""
 
     def __init__(self) -> None:
-        self._held: list[Prefilled] = []
+        self._held: list[tuple[Node, str]] = []
 
-    def hold(self, prefilled: Prefilled) -> None:
-        if prefilled.lease_id is not None:
-            self._held.append(prefilled)
+    def hold(self, node: Node, lease_id: str) -> None:
+        self._held.append((node, lease_id))
 
     def hand_over(self) -> None:
         """The decode node owns them from here on."""
@@ -41,8 +40,8 @@ class LeaseGuard:
     def take(self) -> dict[Node, list[str]]:
         """What is still held, by node; held no longer."""
         by_node: dict[Node, list[str]] = {}
-        for prefilled in self._held:
-            by_node.setdefault(prefilled.node, []).append(str(prefilled.lease_id))
+        for node, lease_id in self._held:
+            by_node.setdefault(node, []).append(lease_id)
         self._held.clear()
         return by_node
 
@@ -77,7 +76,8 @@ class LeaseReleaser:
         try:
             answer = await node.client.post(
                 RELEASE_ROUTE,
-                content=encode({"lease_ids": lease_ids}),
+                # A leg whose connection was closed may still be on its way into the node.
+                content=encode({"lease_ids": lease_ids, "may_come": True}),
                 headers=self._headers,
                 timeout=RELEASE_TIMEOUT_S,
             )

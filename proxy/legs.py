@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from common.api.handoff import FIELD, prefill_leg_params
+from common.api.source_hints import SOURCES_KEY
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.nodes import Node, describe
 
@@ -46,20 +47,32 @@ class LegFailedError(NodeUnavailableError):
     """The node refused the connection, broke it, or answered what cannot be used."""
 
 
-def prefill_body(body: Mapping[str, Any], prompt: Any | None) -> bytes:
-    """The prefill leg's body for one prompt (``None``: the body's own, a chat)."""
+def prefill_body(
+    body: Mapping[str, Any],
+    prompt: Any | None,
+    *,
+    rendezvous_id: str | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
+) -> bytes:
+    """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
+    ``sources``: who may have part of it."""
     leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params()}
+    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
     if prompt is not None:
         leg["prompt"] = prompt
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
     return encode(leg)
 
 
-def decode_body(body: Mapping[str, Any], params: object) -> bytes:
-    """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made."""
+def decode_body(body: Mapping[str, Any], params: object, *, sources: Sequence[Mapping[str, Any]] = ()) -> bytes:
+    """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
+    ``sources``: who may have part of the prompt."""
     leg = {key: value for key, value in body.items() if key != FIELD}
     if params is not None:
         leg[FIELD] = params
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
     return encode(leg)
 
 

@@ -25,6 +25,7 @@ POLL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
 KEEP_ALIVE_S = 4.0  # below the 5 s after which a plain uvicorn closes an idle connection
 REASON_LENGTH = 300
+ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - what a node listens on, not where it is reached
 
 
 class NodeRole(enum.Enum):
@@ -34,24 +35,36 @@ class NodeRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says about itself; None where it does not say (nodes of other makes)."""
+    """What a node says about itself; None where it does not say (nodes of other makes).
+
+    ``pull``: it can follow a prompt that a peer still computes, and lets itself be followed. ``host`` and ``port``:
+    where its peers reach it. ``epoch``: its life.
+    """
 
     name: str | None = None
     model: str | None = None
     max_model_len: int | None = None
     fingerprint: str | None = None
+    pull: bool = False
+    host: str | None = None
+    port: int | None = None
+    epoch: str | None = None
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> NodeInfo:
         def text(*keys: str) -> str | None:
             return next((body[key] for key in keys if isinstance(body.get(key), str)), None)
 
-        length = body.get("max_model_len")
+        length, port = body.get("max_model_len"), body.get("port")
         return cls(
             name=text("node_name", "name"),
             model=text("served_model_name", "model"),
             max_model_len=length if isinstance(length, int) else None,
             fingerprint=text("fingerprint"),
+            pull=body.get("pull") is True,
+            host=text("host"),
+            port=port if isinstance(port, int) and 0 < port < 65_536 else None,
+            epoch=text("epoch"),
         )
 
 
@@ -71,6 +84,22 @@ class Node:
     @property
     def name(self) -> str:
         return self.info.name or urllib.parse.urlsplit(self.url).netloc
+
+    @property
+    def transfer_address(self) -> tuple[str, int]:
+        """Host and port at which other nodes reach this one: what it says itself, else as the proxy does."""
+        parts = urllib.parse.urlsplit(self.url)
+        host, port = self.info.host, self.info.port
+        if host is None or host in ANY_ADDRESS:
+            host = parts.hostname or ""
+        return host, port or parts.port or 80
+
+    def source_hint(self) -> dict[str, Any] | None:
+        """This node as a place where part of a prompt may be; None when it cannot be asked."""
+        if not self.info.pull or self.info.epoch is None:
+            return None
+        host, port = self.transfer_address
+        return {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "epoch": self.info.epoch}
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:

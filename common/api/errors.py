@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError
+from common.errors import InvalidRequestError, PrefillLegRejectedError, QueueFullError, RequestAbortedError, TandemError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, RequestAbortedError):
         return Response(status_code=error.status)
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     status = error.status if isinstance(error, TandemError) else TandemError.status
     if status == 401:

@@ -5,9 +5,9 @@ Life cycle: 1 the body is parsed (here, without a tokenizer or a model), 2 the n
 checked. Each violation is an ``InvalidRequestError`` with ``param`` set; unknown fields are ignored; fields that are
 known and not built are refused by name.
 
-A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt`` and ``priority`` only:
-proxies leave the client's sampling and output fields in, and they may contradict the ``max_tokens: 1`` that the proxy
-wrote.
+A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt``, ``priority`` and source hints
+only: proxies leave the client's sampling and output fields in, and they may contradict the ``max_tokens: 1`` that the
+proxy wrote.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from common.api.sampling import (
     parse_sampling,
     refuse_unbuilt,
 )
+from common.api.source_hints import SourceHint, read_source_hints
 from common.errors import InvalidRequestError, ModelNotFoundError
 from common.request import SamplingParams
 
@@ -65,6 +66,7 @@ class CompletionRequest:
     priority: int = 0
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
+    sources: tuple[SourceHint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class ChatRequest:
     priority: int = 0
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
+    sources: tuple[SourceHint, ...] = ()
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -118,6 +121,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
+        sources=read_source_hints(body, kv_transfer_params),
     )
 
 
@@ -161,6 +165,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
+        sources=read_source_hints(body, kv_transfer_params),
     )
 
 

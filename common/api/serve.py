@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,7 +28,18 @@ KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that ends normally on a signal instead of raising the signal again: being stopped is success."""
+    """uvicorn's server that ends normally on a signal instead of raising the signal again: being stopped is success.
+
+    From the signal on ``app.state.is_stopping`` is true: answers without an end have to find one.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: Starlette) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.state.is_stopping = True
+        super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,7 +81,7 @@ def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info", gra
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
     )
-    server = _Server(config)
+    server = _Server(config, app)
     try:
         server.run(sockets=[sock])
     finally:

@@ -7,8 +7,6 @@ two apps can live in one process. The model is loaded before (it may take minute
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -29,11 +27,10 @@ from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.node import Node
-from common.node.runtime import NodeModel
+from common.node.pull_routes import add_pull_routes
+from common.node.runtime import NodeModel, has_test_hooks
 from common.node.serving import Intake, PrefillLeg, Serving
-from common.node.test_hooks import TEST_HOOKS_VARIABLE, add_test_hooks
-
-MAX_LEASES_PER_CALL = 10_000
+from common.node.test_hooks import add_test_hooks
 
 
 def create_node_app(
@@ -74,7 +71,8 @@ def create_node_app(
     app.add_api_route("/v1/chat/completions", serving.chat, methods=["POST"])
     _add_public_routes(app, node, serving)
     _add_internal_routes(app, node)
-    if os.environ.get(TEST_HOOKS_VARIABLE) == "1":
+    add_pull_routes(app, node)
+    if has_test_hooks():
         add_test_hooks(app, node)
     return app
 
@@ -153,6 +151,9 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "name": node.name,
             "engine_id": node.engine_id,
             "epoch": str(manager.generations.epoch),
+            "pull": True,
+            "host": node.advertised_host,
+            "port": node.config.port,
             "model": node.served_model_name,
             "max_model_len": node.model.max_model_len,
             "fingerprint": node.backend.fingerprint,
@@ -162,27 +163,19 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "num_slots": cache.num_slots,
             "block_bytes": node.model.storage.layout.block_bytes,
             "slot_bytes": node.model.storage.layout.slot_bytes,
+            "groups": [
+                {"label": group.label, "window": group.window, "num_blocks": num_blocks, "block_bytes": num_bytes}
+                for group, num_blocks, num_bytes in zip(
+                    cache.geometry.attention_groups,
+                    (cache.num_blocks, *cache.extra_num_blocks),
+                    node.model.storage.layout.group_block_bytes,
+                    strict=False,
+                )
+            ],
             "max_num_seqs": node.config.max_num_seqs,
             "running": node.core.num_running,
             "waiting": node.core.num_waiting,
         }
-
-    @app.get("/internal/v1/transfer")
-    async def transfer() -> Response:
-        return Response(node.backend.metadata(), media_type="application/json")
-
-    @app.post("/internal/v1/leases/renew")
-    async def renew(http: HttpRequest) -> dict[str, Any]:
-        """Extends each lease by a full period from now, never shortens it; names those that are gone."""
-        lease_ids = await _lease_ids(http)
-        deadline_s = time.monotonic() + node.config.kv_lease_seconds
-        return {"unknown": [lease_id for lease_id in lease_ids if not manager.leases.renew(lease_id, deadline_s)]}
-
-    @app.post("/internal/v1/leases/release")
-    async def release(http: HttpRequest) -> dict[str, Any]:
-        lease_ids = await _lease_ids(http)
-        unknown = await node.engine.call(lambda: [each for each in lease_ids if not manager.release_lease(each)])
-        return {"unknown": unknown}
 
     @app.get("/internal/v1/cache/check")
     async def check() -> dict[str, Any]:
@@ -196,16 +189,3 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "leases": stats.leases_active,
             "sequences": stats.num_sequences,
         }
-
-
-async def _lease_ids(http: HttpRequest) -> list[str]:
-    value = (await read_json_object(http)).get("lease_ids")
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise InvalidRequestError(
-            f"lease_ids must be a list of strings, got {json.dumps(value)[:80]}", param="lease_ids"
-        )
-    if len(value) > MAX_LEASES_PER_CALL:
-        raise InvalidRequestError(
-            f"lease_ids must hold at most {MAX_LEASES_PER_CALL} ids, got {len(value)}", param="lease_ids"
-        )
-    return value

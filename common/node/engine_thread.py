@@ -59,7 +59,10 @@ class EngineThread:
         self._commands.put(command)
 
     async def call(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
-        """Runs ``function`` between two steps and returns its result; raises what it raised, or TimeoutError."""
+        """Runs ``function`` between two steps and returns its result; raises what it raised, NodeUnavailableError when
+        the engine has stopped, or TimeoutError."""
+        if not self._thread.is_alive():
+            raise NodeUnavailableError("the engine of this node has stopped")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> None:
@@ -95,6 +98,17 @@ class EngineThread:
             del self._outputs[request.request_id]
             if unfinished:
                 self.post(lambda: self._core.abort(request.request_id))
+
+    def is_in_use(self, request_id: str) -> bool:
+        """Whether somebody waits for outputs of a request of this id. Event loop only."""
+        return request_id in self._outputs
+
+    def interrupt(self, request_id: str, error: TandemError) -> None:
+        """Whoever waits for this request's outputs gets ``error``, on which it is aborted; nobody may. Event loop
+        only."""
+        outputs = self._outputs.get(request_id)
+        if outputs is not None:
+            outputs.put_nowait(RequestOutput(request_id, 0, [], error=error))
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation early (a stop string matched); what it computed stays cached."""

@@ -12,20 +12,31 @@ import logging
 
 from common.config import NodeConfig
 from common.engine.core import EngineCore
-from common.errors import QueueFullError
+from common.errors import QueueFullError, RequestAbortedError
+from common.kv_cache.results import PullPlan
+from common.kv_cache.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
+from common.node.conversation import FinishedPull, RemotePrefix
+from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
-from common.node.node_metrics import cache_samples, record_pull
+from common.node.node_metrics import cache_samples, failure_label, record_pull
+from common.node.offers import Offer
 from common.node.peers import PeerDirectory
-from common.node.pulling import FinishedPull, PullSource, RemotePrefix
+from common.node.pulling import PullSource
+from common.node.quarantine import QuarantineKeeper
 from common.node.remote_leases import RemoteLeases
+from common.node.rendezvous import RendezvousTable
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id, read_cluster_key
+from common.node.sources import PrefixSources
 from common.transfer.backend import TransferBackend
-from common.transfer.puller import Puller, PullOutcome, PullStatus
+from common.transfer.jobs import PullReason
+from common.transfer.puller import Puller
 
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 2.0
+FORGETTABLE = ("failed", "timed_out", "peer_lost")
+"""Failures after which a peer is shaken hands with again before anything else is read from it."""
 
 
 class Node:
@@ -38,33 +49,49 @@ class Node:
         self.metrics = metrics
         self.name = config.node_name or role
         self.engine_id = new_engine_id(config)
+        self.advertised_host = config.advertise_host or config.host
         self.served_model_name = config.served_model_name or config.model
         self.cluster_key = read_cluster_key(config)
+        self.verify = config.kv_transfer_verify
         self.core: EngineCore = create_core(config, model)
+        self.prefix_sources = PrefixSources(self)
         self.backend: TransferBackend
         self.source: PullSource
         self.engine: EngineThread
         self.peers: PeerDirectory
         self.remote_leases: RemoteLeases
+        self.rendezvous: RendezvousTable
         self._puller: Puller
+        self._quarantine_keeper: QuarantineKeeper
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.backend = await asyncio.to_thread(create_backend, self.config, self.model, self.engine_id)
         self._puller = Puller(self.backend)
-        self.source = PullSource(self._puller, self, self.config.kv_transfer_timeout_seconds)
+        self.peers = PeerDirectory(self.backend, self.config.peers, self.cluster_key)
+        self.source = PullSource(
+            self._puller,
+            self.peers,
+            self,
+            self.config.kv_transfer_timeout_seconds,
+            self._find_mismatch if self.verify != VERIFY_OFF else None,
+        )
         self.core.source = self.source
         self.engine = EngineThread(self.core, self._loop)
-        self.peers = PeerDirectory(self.backend, self.config.peers, self.cluster_key)
+        self.rendezvous = RendezvousTable(self._loop, is_in_use=self._is_in_use, call_off=self._call_off)
         self.remote_leases = RemoteLeases(self.peers)
         self.remote_leases.start()
+        self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
+        self._quarantine_keeper.start()
         self.engine.start()
         self.cache_stats = self.model.manager.stats()
         self.metrics.set_source(self._samples)
         logger.info("node ready role=%s name=%s engine_id=%s", self.role, self.name, self.engine_id)
 
     async def close(self) -> None:
+        await self._quarantine_keeper.close()
         await asyncio.to_thread(self.engine.close)
+        await self.source.close()
         await asyncio.to_thread(self._puller.close)
         await self.remote_leases.close()
         await self.peers.close()
@@ -83,22 +110,39 @@ class Node:
                 f"{waiting} requests are waiting on {self.name}, --max-queue is {self.config.max_queue}"
             )
 
-    # --- common.node.pulling.PullListener, on the poll thread (or, for an empty pull, the engine thread)
+    # --- common.node.pulling.PullListener
 
-    def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull, outcome: PullOutcome | None) -> None:
+    def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))
-        self._loop.call_soon_threadsafe(self._after_pull, remote, result, outcome)
+        remote.offers.close()
+        record_pull(self.metrics, result, self.model.storage.layout.slot_bytes)
+        is_failure = not result.ok and result.reason != PullReason.CANCELLED
+        if is_failure and failure_label(result.reason) in FORGETTABLE:
+            self.peers.forget(remote.url)
 
     def on_terminal(self, seq_id: str) -> None:
         self.engine.post(lambda: self.core.end_quarantine(seq_id))
 
-    def _after_pull(self, remote: RemotePrefix, result: FinishedPull, outcome: PullOutcome | None) -> None:
-        self.remote_leases.release(remote.lease_id)
-        if outcome is None:
-            return
-        record_pull(self.metrics, result, outcome, self.model.storage.layout.slot_bytes)
-        if outcome.status in (PullStatus.FAILED, PullStatus.TIMED_OUT):
-            self.peers.forget(remote.url)
+    def _find_mismatch(self, plan: PullPlan, offer: Offer) -> str | None:
+        return find_mismatch(self.model.storage, offer.digests, plan.pairs, plan.num_tokens, plan.slot_id)
+
+    # --- what the quarantine's keeper needs
+
+    async def _read_stats(self) -> CacheStats:
+        return await self.engine.call(self.model.manager.stats, timeout_s=STATS_TIMEOUT_S)
+
+    def _on_recreated(self) -> None:
+        self.metrics.inc("agent_recreations_total")
+        self.peers.forget_all()
+
+    # --- what a rendezvous needs of the cache and the engine
+
+    def _is_in_use(self, request_id: str) -> bool:
+        is_leased = self.model.manager.leases.renew(request_id, 0.0)  # renewing never shortens: a question
+        return is_leased or self.engine.is_in_use(request_id)
+
+    def _call_off(self, request_id: str) -> None:
+        self.engine.interrupt(request_id, RequestAbortedError("its reader does not want the prompt any more"))
 
     def _samples(self) -> Samples:
         core = self.core
@@ -109,4 +153,4 @@ class Node:
     async def refresh_stats(self) -> None:
         """Brings ``cache_stats`` up to date between two steps; keeps the last ones when a step takes too long."""
         with contextlib.suppress(TimeoutError):
-            self.cache_stats = await self.engine.call(self.model.manager.stats, timeout_s=STATS_TIMEOUT_S)
+            self.cache_stats = await self._read_stats()

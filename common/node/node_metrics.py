@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from common.errors import PrefillLegFailedError
 from common.kv_cache.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
-from common.node.pulling import FinishedPull
+from common.node.conversation import FinishedPull
 from common.request import FinishReason, RequestOutput
-from common.transfer.puller import PullOutcome, PullStatus
+from common.transfer.backend import TransferCode
+from common.transfer.jobs import PullReason
 
 
 def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions: int) -> Samples:
@@ -45,20 +47,41 @@ def _pool_states(states: Mapping[str, int]) -> dict[tuple[str, ...], float]:
     return {("used" if state == "held" else state,): value for state, value in states.items()}
 
 
-def record_pull(metrics: Metrics, result: FinishedPull, outcome: PullOutcome, slot_bytes: int) -> None:
-    """Counts one ended pull; a cancelled one was nobody's failure."""
-    if outcome.status is PullStatus.CANCELLED:
-        return
+_FAILURES = {
+    PullReason.STALE_GENERATION: "stale",
+    PullReason.STALE_EPOCH: "stale",
+    PullReason.WRONG_CONTENT: "wrong_content",
+    PullReason.DEADLINE: "timed_out",
+    PullReason.PEER_LOST: "peer_lost",
+    PullReason.DIGEST_MISMATCH: "digest_mismatch",
+    TransferCode.FINGERPRINT_MISMATCH: "mismatch",
+    TransferCode.REGION_MISMATCH: "mismatch",
+    PrefillLegFailedError.code: "leg_failed",
+    "unknown_pull": "unknown_pull",
+}
+
+
+def failure_label(reason: str) -> str:
+    """The label of ``transfer_failures_total`` for a pull's reason; a small fixed set."""
+    return _FAILURES.get(reason, "failed")
+
+
+def record_pull(metrics: Metrics, result: FinishedPull, slot_bytes: int) -> None:
+    """Counts one ended pull; a cancelled one was nobody's failure, an empty one moved nothing."""
     if not result.ok:
-        metrics.transfer_failed(outcome.status.value)
+        if result.reason != PullReason.CANCELLED:
+            metrics.transfer_failed(failure_label(result.reason))
+        return
+    if not result.num_descriptors:
         return
     state_bytes = result.num_states * slot_bytes
     metrics.transfer_finished(
-        seconds=outcome.seconds,
-        num_descriptors=outcome.num_descriptors,
+        seconds=result.seconds,
+        num_descriptors=result.num_descriptors,
         kv_bytes=result.num_bytes - state_bytes,
         state_bytes=state_bytes,
     )
+    metrics.inc("transfer_early_parts_total", result.num_early_parts)
 
 
 class RequestRecord:

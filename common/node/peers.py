@@ -2,7 +2,7 @@
 
 A peer is known by its base URL. Its transfer announcement is fetched once per life of the peer (its epoch) and again
 when the epoch differs or a read said that it is gone. Nothing of an announcement is used before fingerprints were
-compared.
+compared. From the handshake on its liveness is watched.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from common.errors import InvalidRequestError, TransferError
+from common.errors import InvalidRequestError, PrefillLegFailedError, PrefillLegRejectedError, TransferError
+from common.node.liveness import Liveness
 from common.transfer.backend import Peer, TransferBackend
 
 logger = logging.getLogger(__name__)
 
 CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
-HANDSHAKE_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 1.5
+OWN_CODES = ("unknown_pull", "fingerprint_mismatch")
+"""Codes of the pull route itself that are worth telling apart."""
+
+LEG_HEADER = "X-Tandem-Leg"
+"""Says in an error that it is not about the question but about the leg that was asked for: ``failed``."""
 
 
 class PeerDirectory:
@@ -30,14 +36,17 @@ class PeerDirectory:
 
     def __init__(self, backend: TransferBackend, allowed: Sequence[str], cluster_key: str | None) -> None:
         headers = {CLUSTER_KEY_HEADER: cluster_key} if cluster_key else {}
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
+        # No limit on connections: each long poll and each liveness stream keeps one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=HANDSHAKE_TIMEOUT_S, limits=limits, trust_env=False)
+        self.liveness = Liveness(self._http, self.forget)
         self._backend = backend
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def close(self) -> None:
+        await self.liveness.close()
         await self._http.aclose()
 
     def check_allowed(self, url: str) -> None:
@@ -58,12 +67,23 @@ class PeerDirectory:
                 param="kv_transfer_params.remote_host",
             )
 
+    async def meet(self, url: str) -> Peer:
+        """The transfer peer behind ``url`` in whatever life it is; shakes hands when it is not known yet.
+
+        Raises:
+            TransferError: unreachable, silent, or of another model or layout.
+        """
+        self.liveness.check(url)
+        async with self._locks.setdefault(url, asyncio.Lock()):
+            return self._peers.get(url) or await self._shake_hands(url)
+
     async def connect(self, url: str, engine_id: str, epoch: int) -> Peer:
         """The transfer peer behind ``url`` in the life that made a manifest; shakes hands when it is not known yet.
 
         Raises:
-            TransferError: unreachable, another life or engine than the manifest's, another model or layout.
+            TransferError: unreachable, silent, another life or engine than the manifest's, another model or layout.
         """
+        self.liveness.check(url)
         peer = self._peers.get(url)
         if peer is None or (peer.engine_id, peer.epoch) != (engine_id, epoch):
             async with self._locks.setdefault(url, asyncio.Lock()):
@@ -81,6 +101,10 @@ class PeerDirectory:
         """The next ``connect`` shakes hands again."""
         self._peers.pop(url, None)
 
+    def forget_all(self) -> None:
+        """This node's agent is a new one: nobody is connected to it."""
+        self._peers.clear()
+
     async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """POST to an internal route of a peer. Raises TransferError on anything but a JSON object with status 200."""
         try:
@@ -91,6 +115,31 @@ class PeerDirectory:
             raise TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         return answer if isinstance(answer, dict) else {}
 
+    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST a question that may be answered late; once more when the connection broke under it.
+
+        Raises:
+            TransferError: no answer, or another one than a JSON object with status 200.
+            PrefillLegFailedError: the leg that was asked for has failed; PrefillLegRejectedError when its client should
+                hear why.
+        """
+        for attempt in range(2):
+            try:
+                response = await self._http.post(url + path, json=body, timeout=httpx.Timeout(timeout_s, connect=1.5))
+                break
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
+                if attempt:
+                    raise _unreachable(url, path, exc) from exc
+            except httpx.HTTPError as exc:
+                raise _unreachable(url, path, exc) from exc
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if response.status_code == 200 and isinstance(answer, dict):
+            return answer
+        raise _failure(url + path, response, answer)
+
     async def _shake_hands(self, url: str) -> Peer:
         try:
             response = await self._http.get(url + "/internal/v1/transfer")
@@ -99,8 +148,34 @@ class PeerDirectory:
             raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         peer = await asyncio.to_thread(self._backend.add_peer, response.content)
         self._peers[url] = peer
+        self.liveness.watch(url, peer.engine_id, peer.epoch)
         logger.info("peer connected url=%s engine_id=%s epoch=%d", url, peer.engine_id, peer.epoch)
         return peer
+
+
+def _unreachable(url: str, path: str, exc: httpx.HTTPError) -> TransferError:
+    return TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable")
+
+
+def _failure(where: str, response: httpx.Response, answer: object) -> TransferError:
+    """What an answer with another status than 200 means."""
+    status = response.status_code
+    error = answer.get("error") if isinstance(answer, dict) else None
+    error = error if isinstance(error, dict) else {}
+    code, message = str(error.get("code") or ""), f"{where} answers {status} {error.get('message') or ''}".rstrip()
+    if response.headers.get(LEG_HEADER) != "failed":
+        return TransferError(message, code=code if code in OWN_CODES else "transfer_failed")
+    if 400 <= status < 500 and status != 499:
+        param = error.get("param")
+        return PrefillLegRejectedError(
+            str(error.get("message") or message),
+            status=status,
+            type=str(error.get("type")),
+            code=code,
+            param=param if isinstance(param, str) else None,
+            retry_after_s=int(response.headers.get("retry-after", "1")),
+        )
+    return PrefillLegFailedError(message)
 
 
 def _is_loopback(host: str) -> bool:

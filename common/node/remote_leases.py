@@ -13,6 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import TransferError
 from common.node.peers import PeerDirectory
@@ -59,19 +60,29 @@ class RemoteLeases:
         self._held[lease_id] = _Held(url, lease_seconds, time.monotonic() + lease_seconds / RENEWALS_PER_LEASE)
         self._changed.set()
 
-    def release(self, lease_id: str) -> None:
-        """Tells the holder that its memory is free; unknown ids are fine. Does not wait."""
+    def release(self, lease_id: str) -> bool:
+        """Tells the holder that its memory is free. False: not held here. Does not wait."""
         held = self._held.pop(lease_id, None)
-        if held is not None:
-            task = asyncio.create_task(self._release(held.url, lease_id))
-            self._releases.add(task)
-            task.add_done_callback(self._releases.discard)
+        if held is None:
+            return False
+        self._tell(lease_id, held.url, may_come=False)
+        return True
 
-    async def _release(self, url: str, lease_id: str) -> None:
+    def call_off(self, lease_id: str, url: str) -> None:
+        """Tells a peer that nobody wants this prompt: a lease ends, a leg that still computes, or is yet to come, is
+        aborted."""
+        self._tell(lease_id, url, may_come=True)
+
+    def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
+        task = asyncio.create_task(self._release(url, {"lease_ids": [lease_id], "may_come": may_come}))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, url: str, body: dict[str, Any]) -> None:
         try:
-            await self._peers.post(url, "/internal/v1/leases/release", {"lease_ids": [lease_id]}, RELEASE_TIMEOUT_S)
+            await self._peers.post(url, "/internal/v1/leases/release", body, RELEASE_TIMEOUT_S)
         except TransferError as exc:
-            logger.warning("lease not released lease_id=%s: %s; it will expire", lease_id, exc)
+            logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
 
     async def _renew_forever(self) -> None:
         """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.errors import ConfigError
+from common.kv_cache.generations import ENTRY_BYTES
 from common.kv_cache.layout import LAYOUT_VERSION
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import plan_cache
@@ -27,11 +29,14 @@ from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.storage import KVStorage
 from common.models.loader import LoadedModel, load_model
 from common.node.cache_warnings import cache_warnings
-from common.node.pulling import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS
+from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.backend import Region, TransferBackend
+from common.transfer.faulty_backend import FaultyBackend
 from common.transfer.nixl_backend import NixlBackend
 
 logger = logging.getLogger(__name__)
+
+TEST_HOOKS_VARIABLE = "TANDEM_TEST_HOOKS"
 
 
 @dataclass(slots=True)
@@ -109,27 +114,35 @@ def layout_fingerprint(config: KVCacheConfig) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
+def has_test_hooks() -> bool:
+    """Whether this process lets tests damage what it transfers (``common.node.test_hooks``)."""
+    return os.environ.get(TEST_HOOKS_VARIABLE) == "1"
+
+
 def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> TransferBackend:
-    """Step 4: the transfer backend with the node's pools and generation tables registered."""
+    """Step 4: the transfer backend with the node's pools and generation tables registered; with test hooks, one whose
+    reads can be made to fail."""
     generations = model.manager.generations
-    backend = NixlBackend(
+    backend: TransferBackend = NixlBackend(
         engine_id=engine_id,
         epoch=generations.epoch,
         fingerprint=layout_fingerprint(model.cache_config),
         backends=config.nixl_backends,
     )
+    if has_test_hooks():
+        backend = FaultyBackend(backend)
     device = str(model.loaded.device)
     regions = []
-    for name, pool, arena in (
-        (BLOCKS, "blocks", model.storage.block_arena),
-        (SLOTS, "slots", model.storage.slot_arena),
-    ):
+    named = [
+        (block_region(group_id), block_generations_region(group_id), arena)
+        for group_id, arena in enumerate(model.storage.block_arenas)
+    ]
+    for name, table, arena in (*named, (SLOTS, SLOT_GENERATIONS, model.storage.slot_arena)):
         if arena.numel() == 0:
             continue
         num_units, unit_bytes = arena.shape
         regions.append(Region(name, arena.data_ptr(), num_units, unit_bytes, device=device, null_unit=True))
-        table = BLOCK_GENERATIONS if pool == "blocks" else SLOT_GENERATIONS
-        regions.append(Region(table, generations.address(pool), num_units, 8))
+        regions.append(Region(table, generations.address(name), num_units, ENTRY_BYTES))
     backend.register(regions)
     return backend
 
@@ -146,6 +159,7 @@ def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
         max_model_len=model.max_model_len,
         lease_seconds=config.kv_lease_seconds,
         recompute_on_load_failure=config.kv_load_failure_policy == "recompute",
+        local_prefill_limit=config.local_prefill_limit,
     )
 
 

@@ -15,16 +15,17 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.api import responses
-from common.api.handoff import Manifest, TransferMode
+from common.api.handoff import TransferMode, rendezvous_id_of
 from common.api.http import read_json_object, request_id_of, run_until_disconnect, wants_trace
+from common.api.manifest import Manifest
 from common.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -37,9 +38,11 @@ from common.api.protocol import (
 from common.api.tokenizer import TextCodec
 from common.errors import InvalidRequestError, RequestAbortedError, TandemError
 from common.node.choices import Choice, ChoiceDelta
+from common.node.conversation import RemotePrefix
+from common.node.handover import Handover, Taken
 from common.node.node import Node
 from common.node.node_metrics import RequestRecord
-from common.node.pulling import RemotePrefix
+from common.node.rendezvous import refused_rendezvous
 from common.node.tracing import RequestTrace
 from common.request import Request, RequestOutput, SamplingParams
 
@@ -61,29 +64,40 @@ class PrefillLeg(Protocol):
     """How a node hands a computed prompt out."""
 
     async def run(
-        self, request_id: str, prompt: EncodedPrompt, *, cache_salt: str | None, priority: int
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        *,
+        cache_salt: str | None,
+        priority: int,
+        rendezvous_id: str | None,
+        remote: RemotePrefix | None,
     ) -> tuple[Manifest, RequestOutput]: ...
 
 
 class Intake(Protocol):
     """How a node takes a computed prompt in."""
 
-    def parse(self, params: Mapping[str, Any]) -> Manifest: ...
+    def parse(self, params: Mapping[str, Any]) -> Handover: ...
 
-    def remote_prefix(self, manifest: Manifest) -> contextlib.AbstractAsyncContextManager[RemotePrefix | None]: ...
+    def take(
+        self, handover: Handover, token_ids: Sequence[int], cache_salt: str | None
+    ) -> contextlib.AbstractAsyncContextManager[Taken]: ...
 
 
 @dataclass(slots=True)
 class PromptJob:
-    """One prompt of a request on its way through the engine."""
+    """One prompt of a request on its way through the engine. ``taken``: what became of ``handover``, once it was looked
+    at."""
 
     index: int
     request_id: str
     token_ids: list[int]
     semantic_boundaries: tuple[int, ...]
     sampling: SamplingParams
-    manifest: Manifest | None
+    handover: Handover | None
     choices: list[Choice]
+    taken: Taken = field(default_factory=Taken)
 
 
 class Serving:
@@ -101,10 +115,25 @@ class Serving:
         self._uses_boundaries = cache.has_state and cache.caches_states and cache.mamba_cache_mode == "auto"
 
     async def completions(self, http: HttpRequest) -> Response:
-        return await self._serve(http, parse_completion(await read_json_object(http)))
+        body = await read_json_object(http)
+        with self._telling_reader(body):
+            return await self._serve(http, parse_completion(body))
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._serve(http, parse_chat(await read_json_object(http)))
+        body = await read_json_object(http)
+        with self._telling_reader(body):
+            return await self._serve(http, parse_chat(body))
+
+    @contextlib.contextmanager
+    def _telling_reader(self, body: Mapping[str, Any]) -> Iterator[None]:
+        """A prefill leg that is refused before it begins: who waits for it at its rendezvous hears so at once."""
+        try:
+            yield
+        except TandemError as exc:
+            rendezvous_id = refused_rendezvous(body)
+            if rendezvous_id is not None:
+                self._node.rendezvous.refuse(rendezvous_id, exc)
+            raise
 
     @property
     def codec(self) -> TextCodec:
@@ -147,10 +176,15 @@ class Serving:
             )
         token_ids = prompts[0].token_ids
         self._sampling(request, token_ids)
-        request_id = _engine_request_id(http)
-        manifest, output = await self._prefill_leg.run(
-            request_id, prompts[0], cache_salt=request.cache_salt, priority=request.priority
-        )
+        async with self._node.prefix_sources.prefix(token_ids, request.cache_salt, request.sources) as remote:
+            manifest, output = await self._prefill_leg.run(
+                _engine_request_id(http),
+                prompts[0],
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                rendezvous_id=rendezvous_id_of(request.kv_transfer_params[0]),
+                remote=remote,
+            )
         record.prompt_done(len(token_ids), output)
         record.close_finished(output.finish_reason)
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)
@@ -197,10 +231,16 @@ class Serving:
         )
 
     async def _jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
-        manifests: list[Manifest] | None = None
+        handovers: Sequence[Handover] = ()
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
-            manifests = self._manifests(request)
+            handovers = self._handovers(request)
+        manifests = [handover for handover in handovers if isinstance(handover, Manifest)]
+        if manifests and len(manifests) == len(handovers):
             prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
+        elif manifests:
+            raise InvalidRequestError(
+                "kv_transfer_params: all entries must have a tandem_rendezvous, or none", param="kv_transfer_params"
+            )
         else:
             prompts = await self._prompts(request)
         jobs = []
@@ -213,26 +253,26 @@ class Serving:
                     token_ids=prompt.token_ids,
                     semantic_boundaries=prompt.semantic_boundaries,
                     sampling=sampling,
-                    manifest=None if manifests is None or sampling.prompt_logprobs else manifests[index],
+                    handover=handovers[index] if handovers and not sampling.prompt_logprobs else None,
                     choices=self._choices(request, index, prompt.token_ids, sampling),
                 )
             )
         return jobs
 
-    def _manifests(self, request: GenerationRequest) -> list[Manifest]:
+    def _handovers(self, request: GenerationRequest) -> list[Handover]:
         if self._intake is None:
             raise InvalidRequestError(
                 "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
                 param="kv_transfer_params.do_remote_prefill",
             )
-        manifests = [self._intake.parse(params) for params in request.kv_transfer_params]
+        handovers = [self._intake.parse(params) for params in request.kv_transfer_params]
         num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
-        if len(manifests) != num_prompts:
+        if len(handovers) != num_prompts:
             raise InvalidRequestError(
-                f"kv_transfer_params must have one entry per prompt: got {len(manifests)} for {num_prompts} prompts",
+                f"kv_transfer_params must have one entry per prompt: got {len(handovers)} for {num_prompts} prompts",
                 param="kv_transfer_params",
             )
-        return manifests
+        return handovers
 
     def _choices(
         self, request: GenerationRequest, prompt_index: int, token_ids: list[int], sampling: SamplingParams
@@ -262,12 +302,16 @@ class Serving:
     async def outputs(
         self, request: GenerationRequest, job: PromptJob
     ) -> AsyncGenerator[tuple[PromptJob, RequestOutput], None]:
-        """Runs one prompt; the lease of a handed-over one is held meanwhile."""
+        """Runs one prompt; what a peer has of it is held meanwhile."""
         async with contextlib.AsyncExitStack() as stack:
-            remote = None
-            if job.manifest is not None:
+            if job.handover is not None:
                 assert self._intake is not None
-                remote = await stack.enter_async_context(self._intake.remote_prefix(job.manifest))
+                taking = self._intake.take(job.handover, job.token_ids, request.cache_salt)
+                job.taken = await stack.enter_async_context(taking)
+            remote = job.taken.prefix
+            if job.handover is None and not job.sampling.prompt_logprobs:
+                asking = self._node.prefix_sources.prefix(job.token_ids, request.cache_salt, request.sources)
+                remote = await stack.enter_async_context(asking)
             engine_request = Request(
                 request_id=job.request_id,
                 prompt_token_ids=job.token_ids,
@@ -277,6 +321,8 @@ class Serving:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 remote=remote,
+                is_remote_optional=job.handover is None,
+                lost_remote=job.taken.is_lost,
                 arrival_s=time.monotonic(),
                 semantic_boundaries=job.semantic_boundaries,
             )
@@ -416,14 +462,13 @@ class _ResponseBuilder:
         self._record.close_finished(self._jobs[0].choices[0].finish_reason)
 
     def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
-        prefill_computed = 0
-        if job.manifest is not None and job.manifest.prefill is not None:
-            prefill_computed = job.manifest.prefill.computed_tokens
+        report = job.taken.report
+        prefill_computed = report.computed_tokens if report is not None else 0
         computed = prefill_computed + output.num_local_computed_tokens
         self._num_cached_tokens += max(0, len(job.token_ids) - computed)
         self._record.prompt_done(len(job.token_ids), output)
         if self._trace is not None:
-            self._trace.add_prompt(job.manifest, output)
+            self._trace.add_prompt(job.taken, output)
 
     def _usage(self) -> dict[str, Any]:
         num_prompt_tokens = sum(len(job.token_ids) for job in self._jobs)

@@ -1,5 +1,10 @@
 """The ``tandem`` object of a traced response: where a request ran, what was cached, what was moved, where the time
-went."""
+went.
+
+Phases may overlap: a prompt's blocks move while later ones are still computed, so ``transfer`` is what the client waits
+for of it, from the moment the whole prompt is known to be computed until its last bytes are here and checked.
+``prefill_cached_tokens`` of a prompt that is here as a whole are all of its tokens: its prefill leg is called off.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from common.api.handoff import Manifest
 from common.api.responses import trace_block
+from common.node.handover import Taken
 from common.node.node import Node
 from common.request import RequestOutput
 
@@ -46,15 +51,15 @@ class RequestTrace:
         prefill_node = headers.get(PREFILL_NODE_HEADER)
         return cls(node, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
 
-    def add_prompt(self, manifest: Manifest | None, output: RequestOutput) -> None:
-        seconds = output.seconds
-        if manifest is not None:
+    def add_prompt(self, taken: Taken, output: RequestOutput) -> None:
+        seconds, report = output.seconds, taken.report
+        if taken.is_remote:
             self._is_remote = True
-            if manifest.prefill is not None:
-                self._sums["prefill_cached_tokens"] += manifest.prefill.cached_tokens
-                self._prefill_node = self._prefill_node or manifest.prefill.node
-                self._longest("prefill_queue", manifest.prefill.queue_seconds)
-                self._longest("prefill", manifest.prefill.prefill_seconds)
+            if report is not None:
+                self._sums["prefill_cached_tokens"] += report.cached_tokens
+                self._prefill_node = self._prefill_node or report.node
+                self._longest("prefill_queue", report.queue_seconds)
+                self._longest("prefill", report.prefill_seconds)
         elif seconds is not None:
             self._longest("prefill", seconds.prefill)
         self._sums["decode_cached_tokens"] += output.num_cached_tokens

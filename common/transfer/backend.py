@@ -1,13 +1,13 @@
 """The contract of moving bytes between processes: one-sided READs of numbered units out of declared regions.
 
 A *region* is a range of memory cut in units of one size: a pool of KV blocks, a pool of state slots, a table of
-generations (8-byte units). A node registers its regions once, announces them as data (``metadata``), and reads units of
-a peer's regions into its own. Reads only: nobody ever writes into another process's memory.
+generations (16-byte units). A node registers its regions once, announces them as data (``metadata``), and reads units
+of a peer's regions into its own. Reads only: nobody ever writes into another process's memory.
 
 Life of a read: 1 ``post_read`` checks every id and size, merges neighbours and posts; 2 ``poll`` until the status is
 terminal (``DONE`` or ``FAILED``); 3 ``release``. The destination units belong to the transfer from 1 until a terminal
-status, or until ``close`` has destroyed the backend; nothing else (a deadline, removing the peer, dropping the handle)
-makes them safe to use again, because a frozen peer that wakes up may still deliver.
+status, or until ``close`` or ``recreate`` has destroyed the transport's agent; nothing else (a deadline, removing the
+peer, dropping the handle) makes them safe to use again, because a frozen peer that wakes up may still deliver.
 
 What was read is only *bytes from some time between post and done*. Whether they are the bytes that were promised is
 decided by ``Puller``, which reads the holder's generations afterwards.
@@ -20,13 +20,20 @@ import base64
 import binascii
 import enum
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from common.errors import TransferError
 
-METADATA_VERSION = 1
+# 2: generations are 16 bytes, with a content tag.
+METADATA_VERSION = 2
+
+PairArray = np.ndarray[Any, np.dtype[np.int64]]  # [num_pairs, 2]: local unit, remote unit
+RunArray = np.ndarray[Any, np.dtype[np.int64]]  # [num_runs, 3]: first local unit, first remote unit, length
 
 
 class TransferCode:
@@ -44,6 +51,7 @@ class TransferCode:
     BACKEND_UNAVAILABLE = "backend_unavailable"
     TRANSFER_FAILED = "transfer_failed"
     HANDLE_ACTIVE = "handle_active"
+    AGENT_RECREATED = "agent_recreated"
     UNVERIFIED_PULL = "unverified_pull"
     CLOSED = "closed"
 
@@ -226,16 +234,15 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRead:
-    """A ``Read`` whose regions and ids were found good, merged: each run (first local unit, first remote unit, length)
-    is one descriptor."""
+    """A ``Read`` whose regions and ids were found good, merged: each run is one descriptor."""
 
     local: Region
     remote: Region
-    runs: Sequence[tuple[int, int, int]]
+    runs: RunArray
 
     @property
     def num_bytes(self) -> int:
-        return sum(length for _, _, length in self.runs) * self.local.unit_bytes
+        return int(self.runs[:, 2].sum()) * self.local.unit_bytes
 
 
 class ReadStatus(enum.Enum):
@@ -273,19 +280,19 @@ class Handle:
         self.error: TransferError | None = None
 
 
-def merge_pairs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Runs of (first local unit, first remote unit, length) that cover ``pairs``, by ascending remote unit.
+def merge_pairs(pairs: PairArray) -> RunArray:
+    """Runs [num_runs, 3] of (first local unit, first remote unit, length) that cover ``pairs`` [num_pairs, 2], by
+    ascending remote unit.
 
     Two pairs join when they are consecutive on both sides, whatever order they came in.
     """
-    runs: list[tuple[int, int, int]] = []
-    for local, remote in sorted(pairs, key=lambda pair: pair[1]):
-        if runs:
-            first_local, first_remote, length = runs[-1]
-            if local == first_local + length and remote == first_remote + length:
-                runs[-1] = (first_local, first_remote, length + 1)
-                continue
-        runs.append((local, remote, 1))
+    if len(pairs) == 0:
+        return np.empty((0, 3), dtype=np.int64)
+    ordered = pairs[np.argsort(pairs[:, 1], kind="stable")]
+    starts = np.flatnonzero(np.concatenate(([True], (np.diff(ordered, axis=0) != 1).any(axis=1))))
+    runs = np.empty((len(starts), 3), dtype=np.int64)
+    runs[:, :2] = ordered[starts]
+    runs[:, 2] = np.diff(starts, append=len(ordered))
     return runs
 
 
@@ -293,8 +300,9 @@ class TransferBackend(abc.ABC):
     """Moves bytes for one process. Life: create, ``register``, ``metadata``, any number of peers and reads, ``close``.
 
     Threads: ``register``, ``metadata``, ``add_peer``, ``remove_peer`` may be called from any thread, also while another
-    thread posts and polls; ``post_read``, ``poll`` and ``release`` belong to one thread at a time (the puller's). No
-    call waits for a peer, except that ``add_peer`` may take milliseconds (do not call it on an event loop).
+    thread posts and polls; ``post_read``, ``poll``, ``release`` and ``recreate`` belong to one thread at a time (the
+    puller's). No call waits for a peer, except that ``add_peer`` may take milliseconds, and every call waits for a
+    ``recreate`` that runs (do not call them on an event loop).
 
     Every method raises ``TransferError`` with code ``closed`` after ``close``. Nothing here raises a third-party error.
     """
@@ -324,7 +332,8 @@ class TransferBackend(abc.ABC):
 
     @abc.abstractmethod
     def metadata(self) -> bytes:
-        """This process's announcement for ``add_peer`` elsewhere: ``PeerMetadata`` as UTF-8 JSON."""
+        """This process's announcement for ``add_peer`` elsewhere: ``PeerMetadata`` as UTF-8 JSON. Another one after
+        ``recreate``."""
 
     @abc.abstractmethod
     def add_peer(self, metadata: bytes) -> Peer:
@@ -376,6 +385,19 @@ class TransferBackend(abc.ABC):
         """
 
     @abc.abstractmethod
+    def recreate(self) -> None:
+        """Destroy the transport's agent and make a new one, under a new name, with the same regions.
+
+        Reads in flight end: their handles are ``FAILED`` with code ``agent_recreated`` from here on, and when this
+        returns (or raises) their destinations are never written again. All peers have to be added again. Peers that
+        read from here get ``peer_disconnected`` and have to fetch ``metadata`` anew.
+
+        Raises:
+            TransferError: ``backend_unavailable`` or ``registration_failed``: there is no agent now; what needs one
+                raises ``backend_unavailable`` until another call succeeds.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Destroy the transport's agent, reads in flight included; idempotent.
 
@@ -419,9 +441,10 @@ class TransferBackend(abc.ABC):
                     f"no {side} region {name!r}, known: {sorted(known)}", code=TransferCode.UNKNOWN_REGION
                 )
             _check_unit_bytes(peer.engine_id, local, remote)
-            _check_units(local, remote, read.pairs)
-            if read.pairs:
-                checked.append(CheckedRead(local, remote, merge_pairs(read.pairs)))
+            pairs = _pair_array(local, read.pairs)
+            _check_units(local, remote, pairs)
+            if len(pairs):
+                checked.append(CheckedRead(local, remote, merge_pairs(pairs)))
         return checked
 
 
@@ -434,16 +457,28 @@ def _check_unit_bytes(engine_id: str, local: Region, remote: Region) -> None:
         )
 
 
-def _check_units(local: Region, remote: Region, pairs: Sequence[tuple[int, int]]) -> None:
+def _pair_array(local: Region, pairs: Sequence[tuple[int, int]]) -> PairArray:
+    """As an array: checking, sorting and merging 16,384 pairs takes 3 ms, item by item it were 20."""
+    try:
+        return np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
+    except (OverflowError, TypeError, ValueError) as exc:
+        raise TransferError(
+            f"region {local.name!r}: unit numbers that are no numbers of units: {exc}",
+            code=TransferCode.UNIT_OUT_OF_RANGE,
+        ) from exc
+
+
+def _check_units(local: Region, remote: Region, pairs: PairArray) -> None:
     first_local = 1 if local.null_unit else 0
     for side, column, first, region in (("local", 0, first_local, local), ("remote", 1, 0, remote)):
-        wrong = [pair[column] for pair in pairs if not first <= pair[column] < region.num_units]
-        if wrong:
+        units = pairs[:, column]
+        wrong = units[(units < first) | (units >= region.num_units)]
+        if len(wrong):
             raise TransferError(
                 f"{side} unit {wrong[0]} is outside of [{first}, {region.num_units}) of region {region.name!r}",
                 code=TransferCode.UNIT_OUT_OF_RANGE,
             )
-    if len({local_unit for local_unit, _ in pairs}) != len(pairs):
+    if not np.diff(np.sort(pairs[:, 0])).all():
         raise TransferError(
             f"region {local.name!r}: a local unit is the destination of two remote units",
             code=TransferCode.UNIT_OUT_OF_RANGE,

@@ -63,10 +63,11 @@ class InProcessHub:
 
 
 class _InProcessHandle(Handle):
-    __slots__ = ("reads",)
+    __slots__ = ("reader", "reads")
 
-    def __init__(self, peer: Peer, reads: Sequence[CheckedRead]) -> None:
+    def __init__(self, reader: str, peer: Peer, reads: Sequence[CheckedRead]) -> None:
         super().__init__(peer, reads)
+        self.reader = reader
         self.reads = reads
 
 
@@ -78,7 +79,7 @@ class InProcessBackend(TransferBackend):
     def __init__(self, hub: InProcessHub, *, engine_id: str, epoch: int, fingerprint: str = "") -> None:
         super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
         self._hub = hub
-        self.name = f"{engine_id}-{secrets.token_hex(8)}"
+        self.name = self._new_name()
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
         self._peers: dict[str, Peer] = {}
@@ -156,7 +157,7 @@ class InProcessBackend(TransferBackend):
                 raise TransferError(
                     f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
                 )
-            return _InProcessHandle(known, self._checked(known, reads))
+            return _InProcessHandle(self.name, known, self._checked(known, reads))
 
     def poll(self, handle: Handle) -> ReadStatus:
         assert isinstance(handle, _InProcessHandle)
@@ -165,7 +166,12 @@ class InProcessBackend(TransferBackend):
             if handle.status.is_terminal:
                 return handle.status
             name = handle.peer.name
-            if not self._hub.is_alive(name):
+            if handle.reader != self.name:
+                handle.error = TransferError(
+                    f"the agent that read from {name} ended", code=TransferCode.AGENT_RECREATED
+                )
+                handle.status = ReadStatus.FAILED
+            elif not self._hub.is_alive(name):
                 self._disconnected.add(name)
                 handle.error = TransferError(f"peer {name} is gone", code=TransferCode.PEER_DISCONNECTED)
                 handle.status = ReadStatus.FAILED
@@ -184,10 +190,22 @@ class InProcessBackend(TransferBackend):
                     code=TransferCode.HANDLE_ACTIVE,
                 )
 
+    def recreate(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._hub.leave(self.name)
+            self.name = self._new_name()
+            self._hub.join(self.name)
+            self._peers.clear()
+            self._disconnected.clear()
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
         self._hub.leave(self.name)
+
+    def _new_name(self) -> str:
+        return f"{self.engine_id}-{secrets.token_hex(8)}"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -196,7 +214,7 @@ class InProcessBackend(TransferBackend):
 
 def _copy(read: CheckedRead) -> None:
     unit_bytes = read.local.unit_bytes
-    for first_local, first_remote, length in read.runs:
+    for first_local, first_remote, length in read.runs.tolist():
         ctypes.memmove(
             read.local.address + first_local * unit_bytes,
             read.remote.address + first_remote * unit_bytes,

@@ -2,36 +2,39 @@
 
 Life of a pull: 1 ``submit`` (any thread), 2 the poll thread posts the data READ, 3 every data transfer has reported
 done, 4 only then the holder's generations are READ into scratch memory (transports deliver over several lanes that are
-not ordered among each other, so reading them along with the data would prove nothing), 5 they equal the expected ones
-and the epoch is the expected one: ``OK``. Leaves by ``on_done``: OK, STALE, FAILED, TIMED_OUT, CANCELLED.
+not ordered among each other, so reading them along with the data would prove nothing), 5 they and the content tags
+equal the expected ones and the epoch is the expected one: ``OK``. Leaves by ``on_done``: OK, STALE, FAILED, TIMED_OUT,
+CANCELLED.
 
 Who owns the destination units: the pull, from ``submit`` until ``on_done`` with ``terminal=True``. With
-``terminal=False`` (a deadline passed while the transport may still write) they stay the transport's until
-``on_terminal``; the caller keeps them in quarantine. Whatever is not ``OK`` must be discarded.
+``terminal=False`` (a deadline passed, or the peer was lost, while the transport may still write) they stay the
+transport's until ``on_terminal``; the caller keeps them in quarantine. Whatever is not ``OK`` must be discarded.
+
+A transport that never ends such a read is ended itself: ``recreate_backend``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import TransferError
-from common.transfer.backend import Handle, Peer, Read, ReadStatus, Region, TransferBackend, TransferCode
+from common.transfer.backend import Handle, ReadStatus, TransferBackend, TransferCode
+from common.transfer.generation_check import GenerationCheck, ScratchMemory
+from common.transfer.jobs import (
+    DoneCallback,
+    PullJob,
+    PullOutcome,
+    PullReason,
+    PullStatus,
+    TerminalCallback,
+)
 
 logger = logging.getLogger(__name__)
-
-DoneCallback = Callable[["PullOutcome"], None]
-TerminalCallback = Callable[[str], None]
-
-SCRATCH_SEGMENTS = 32
-SEGMENT_ENTRIES = 2048
-GENERATION_BYTES = 8
 
 # Between two polls: a few rounds that only yield (a read over shared memory is done by then), then sleeps that grow to
 # the maximum; a submit or cancel wakes the thread at once. Reads nobody waits for any more are looked at at leisure.
@@ -39,58 +42,7 @@ SPIN_ROUNDS = 16
 MIN_SLEEP_S = 0.0002
 MAX_SLEEP_S = 0.001
 UNTERMINATED_SLEEP_S = 0.02
-
-
-class PullStatus(enum.Enum):
-    OK = "ok"
-    STALE = "stale"
-    FAILED = "failed"
-    TIMED_OUT = "timed_out"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedGeneration:
-    """Entry ``unit`` of the peer's generations region ``region`` must still be ``value`` after the read."""
-
-    region: str
-    unit: int
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class PullJob:
-    """What to read and what must hold afterwards.
-
-    ``epoch`` is compared with entry 0 of each generations region that ``generations`` names. Data reads without any
-    expected generation are refused: they could not be verified. ``deadline_s`` is absolute, on ``time.monotonic``.
-    """
-
-    pull_id: str
-    peer: Peer
-    reads: Sequence[Read]
-    generations: Sequence[ExpectedGeneration]
-    epoch: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PullOutcome:
-    """How a pull ended. ``num_bytes`` and ``num_descriptors`` count the data reads that were posted, not the
-    generations; ``seconds`` from submit to this outcome.
-
-    ``reason``: empty when OK, else one word of a fixed set: ``stale_generation``, ``stale_epoch``, ``deadline``,
-    ``cancelled``, or a ``TransferCode``. ``message`` says the same to people, with numbers.
-    """
-
-    pull_id: str
-    status: PullStatus
-    terminal: bool
-    num_bytes: int
-    num_descriptors: int
-    seconds: float
-    reason: str = ""
-    message: str = ""
+THREAD_CHECK_S = 1.0
 
 
 class _Phase(enum.Enum):
@@ -102,20 +54,22 @@ class _Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A pull without an outcome. ``handle``: the read in flight, of data or of generations by ``phase``. ``checks``:
-    what is still to be verified, one read's worth each; the first is in flight while VERIFYING."""
+    """A pull without an outcome. ``handle``: the read in flight, of data or of generations by ``phase``. ``check``:
+    what is still to be verified; made once the data is in flight, so that it costs no time. ``abandoned``: give up at
+    once, whatever is in flight."""
 
     job: PullJob
     on_done: DoneCallback
     on_terminal: TerminalCallback | None
     submitted_s: float
-    checks: deque[list[ExpectedGeneration]]
     phase: _Phase = _Phase.QUEUED
+    check: GenerationCheck | None = None
     handle: Handle | None = None
     segment: int | None = None
     num_bytes: int = 0
     num_descriptors: int = 0
     cancelled: bool = False
+    abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -124,18 +78,28 @@ class _Unterminated:
 
     pull_id: str
     handle: Handle
+    since_s: float
     on_terminal: TerminalCallback | None = None
     segment: int | None = None
-    holds_destination: bool = field(default=True)
+    holds_destination: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Recreation:
+    """Someone waits for a new agent. ``drain_until_s``: when the reads that are still in flight are ended."""
+
+    drain_until_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+    error: TransferError | None = None
 
 
 class Puller:
     """Runs pulls on one backend. Create after the backend, ``close`` before it.
 
     Callbacks run on the poll thread: they must be short and must not block (hand over to a queue or to
-    ``loop.call_soon_threadsafe``), and must not call ``close``. What they raise is logged and otherwise ignored. Each
-    submitted pull gets ``on_done`` exactly once; a pull whose outcome had ``terminal=False`` gets ``on_terminal`` once,
-    later, unless the puller is closed before.
+    ``loop.call_soon_threadsafe``), and must not call ``close`` or ``recreate_backend``. What they raise is logged and
+    otherwise ignored. Each submitted pull gets ``on_done`` exactly once; a pull whose outcome had ``terminal=False``
+    gets ``on_terminal`` once, later, unless the puller is closed before.
     """
 
     def __init__(self, backend: TransferBackend, *, name: str = "puller") -> None:
@@ -145,27 +109,20 @@ class Puller:
             TransferError: as ``TransferBackend.register``.
         """
         self._backend = backend
-        self._scratch = (ctypes.c_uint64 * (SCRATCH_SEGMENTS * SEGMENT_ENTRIES))()
-        self._scratch_region = Region(
-            name=f"{name}_scratch",
-            address=ctypes.addressof(self._scratch),
-            num_units=len(self._scratch),
-            unit_bytes=GENERATION_BYTES,
-            exported=False,
-            owner=self._scratch,
-        )
-        backend.register([self._scratch_region])
+        self._scratch = ScratchMemory(f"{name}_scratch")
+        backend.register([self._scratch.region])
         self._condition = threading.Condition()
         # Guarded by the condition's lock.
         self._inbox: deque[_Pull] = deque()
         self._open_pulls: dict[str, _Pull] = {}
+        self._recreations: list[_Recreation] = []
         self._woken = False
         self._closing = False
-        self._num_unterminated = 0
+        self._unterminated_since_s: tuple[float, ...] = ()
         # The poll thread's own.
         self._pulls: list[_Pull] = []
         self._unterminated: list[_Unterminated] = []
-        self._free_segments = list(range(SCRATCH_SEGMENTS))
+        self._draining = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -177,15 +134,14 @@ class Puller:
             TransferError: ``closed``, ``unverified_pull`` (data without expected generations), ``transfer_failed`` (the
                 pull id is in use). No callback follows then.
         """
-        if not job.generations and any(read.pairs for read in job.reads):
+        if not job.generations and any(len(read.pairs) for read in job.reads):
             raise TransferError(
                 f"pull {job.pull_id} names no generations, its bytes could not be verified",
                 code=TransferCode.UNVERIFIED_PULL,
             )
-        pull = _Pull(job, on_done, on_terminal, time.monotonic(), deque(_check_chunks(job)))
+        pull = _Pull(job, on_done, on_terminal, time.monotonic())
         with self._condition:
-            if self._closing:
-                raise TransferError("puller is closed", code=TransferCode.CLOSED)
+            self._check_open()
             if job.pull_id in self._open_pulls:
                 raise TransferError(f"pull id {job.pull_id} is in use")
             self._open_pulls[job.pull_id] = pull
@@ -206,6 +162,44 @@ class Puller:
             self._wake()
             return True
 
+    def abandon(self, pull_id: str) -> bool:
+        """Give a pull up now, whatever is in flight: its peer is dead or does not answer. From any thread; False when
+        it is unknown or its outcome was already reported.
+
+        The outcome is TIMED_OUT with reason ``peer_lost`` (CANCELLED when it had been cancelled before), at once,
+        ``terminal`` as it is true.
+        """
+        with self._condition:
+            pull = self._open_pulls.get(pull_id)
+            if pull is None:
+                return False
+            pull.abandoned = True
+            self._wake()
+            return True
+
+    def recreate_backend(self, timeout_s: float) -> None:
+        """End every read that does not end by itself: the one way to get destinations back from a frozen peer.
+
+        1 No pull starts any more (submitted ones wait), 2 the others get up to ``timeout_s`` to end as they would, 3
+        ``TransferBackend.recreate``, 4 what was still in flight ends: pulls FAILED (``agent_recreated``, terminal),
+        reads that outlived their pulls get their ``on_terminal``, 5 waiting pulls start; their peers have to be added
+        again, so most end FAILED (``unknown_peer``). Callable from any thread but the callbacks'; returns after 4.
+
+        Raises:
+            TransferError: ``closed``, or as ``TransferBackend.recreate``; 4 holds in any case, but nothing can be read
+                until another call succeeds.
+        """
+        recreation = _Recreation(time.monotonic() + timeout_s)
+        with self._condition:
+            self._check_open()
+            self._recreations.append(recreation)
+            self._wake()
+        while not recreation.done.wait(THREAD_CHECK_S):
+            if not self._thread.is_alive():
+                raise TransferError("the puller's thread ended", code=TransferCode.CLOSED)
+        if recreation.error is not None:
+            raise recreation.error
+
     @property
     def num_active(self) -> int:
         """Pulls without an outcome."""
@@ -213,10 +207,23 @@ class Puller:
             return len(self._open_pulls)
 
     @property
+    def is_draining(self) -> bool:
+        """Somebody waits in ``recreate_backend``: no pull starts."""
+        with self._condition:
+            return bool(self._recreations)
+
+    @property
     def num_unterminated(self) -> int:
         """Pulls whose outcome had ``terminal=False`` and whose transfer is still not terminal."""
         with self._condition:
-            return self._num_unterminated
+            return len(self._unterminated_since_s)
+
+    @property
+    def oldest_unterminated_s(self) -> float:
+        """Seconds for which the oldest of them has been without a terminal status; 0.0 without any."""
+        with self._condition:
+            since_s = self._unterminated_since_s
+        return time.monotonic() - min(since_s) if since_s else 0.0
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop the thread; pulls without an outcome are reported FAILED (reason ``closed``), ``terminal`` as it is
@@ -231,6 +238,10 @@ class Puller:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _check_open(self) -> None:
+        if self._closing:
+            raise TransferError("puller is closed", code=TransferCode.CLOSED)
+
     def _wake(self) -> None:
         self._woken = True
         self._condition.notify()
@@ -241,23 +252,31 @@ class Puller:
         quiet_rounds = 0
         while self._wait(quiet_rounds):
             moved = self._step()
+            if self._draining:
+                moved = self._maybe_recreate() or moved
             quiet_rounds = 0 if moved else quiet_rounds + 1
         for pull in self._pulls:
             in_flight = pull.handle is not None and pull.phase is _Phase.READING
             self._report(pull, PullStatus.FAILED, TransferCode.CLOSED, "the puller was closed", terminal=not in_flight)
         self._pulls.clear()
+        with self._condition:
+            recreations = self._take_recreations()
+        for recreation in recreations:
+            recreation.error = TransferError("puller is closed", code=TransferCode.CLOSED)
+            recreation.done.set()
 
     def _wait(self, quiet_rounds: int) -> bool:
         """Sleep as long as it makes sense, take in what was submitted. False: closing."""
         with self._condition:
             if not self._woken:
-                if not self._pulls:
+                if not self._pulls and not self._recreations:
                     self._condition.wait(UNTERMINATED_SLEEP_S if self._unterminated else None)
                 elif quiet_rounds >= SPIN_ROUNDS:
                     self._condition.wait(min(MAX_SLEEP_S, MIN_SLEEP_S * (1 + quiet_rounds - SPIN_ROUNDS)))
             self._woken = False
             self._pulls.extend(self._inbox)
             self._inbox.clear()
+            self._draining = bool(self._recreations)
             closing = self._closing
         if quiet_rounds:
             time.sleep(0)
@@ -284,13 +303,13 @@ class Puller:
 
     def _advance(self, pull: _Pull) -> bool:
         """Move a pull on as far as it goes without waiting. True: it has its outcome."""
-        late = time.monotonic() >= pull.job.deadline_s
+        must_end = pull.abandoned or time.monotonic() >= pull.job.deadline_s
         if pull.handle is not None:
             status = self._poll(pull.handle)
             if not status.is_terminal:
                 reading = pull.phase is _Phase.READING
                 # What is in flight while VERIFYING writes scratch memory only: the destination is safe already.
-                if late or (pull.cancelled and not reading):
+                if must_end or (pull.cancelled and not reading):
                     return self._give_up(pull, terminal=not reading)
                 return False
             handle, pull.handle = pull.handle, None
@@ -299,8 +318,8 @@ class Puller:
                 return self._fail(pull, handle.error or TransferError("read failed without a reason"))
             if pull.phase is _Phase.VERIFYING and self._find_stale(pull):
                 return True
-        verified = pull.phase is _Phase.VERIFYING and not pull.checks
-        if (late or pull.cancelled) and not verified:
+        verified = pull.phase is _Phase.VERIFYING and pull.check is not None and pull.check.is_complete
+        if (must_end or pull.cancelled) and not verified:
             return self._give_up(pull, terminal=True)
         try:
             return self._post_next(pull)
@@ -308,50 +327,53 @@ class Puller:
             return self._fail(pull, exc)
 
     def _post_next(self, pull: _Pull) -> bool:
-        """Post what comes next: the data, then the generations chunk by chunk. True: nothing did, the pull is OK."""
+        """Post what comes next: the data, then the generations segment by segment. True: nothing did, the pull is
+        OK."""
         job = pull.job
-        if pull.phase is _Phase.QUEUED and any(read.pairs for read in job.reads):
-            pull.handle = self._backend.post_read(job.peer, job.reads)
-            pull.phase = _Phase.READING
-            pull.num_bytes = pull.handle.num_bytes
-            pull.num_descriptors = pull.handle.num_descriptors
+        if pull.phase is _Phase.QUEUED:
+            if self._draining:
+                return False
+            if any(len(read.pairs) for read in job.reads):
+                pull.handle = self._backend.post_read(job.peer, job.reads)
+                pull.phase = _Phase.READING
+                pull.num_bytes = pull.handle.num_bytes
+                pull.num_descriptors = pull.handle.num_descriptors
+        if pull.check is None:
+            pull.check = GenerationCheck(job)
+        if pull.handle is not None:
             return False
-        if not pull.checks:
+        if pull.check.is_complete:
             self._end(pull, PullStatus.OK)
             return True
         if pull.segment is None:
-            if not self._free_segments:
+            pull.segment = self._scratch.take()
+            if pull.segment is None:
                 pull.phase = _Phase.WAITING_FOR_SCRATCH
                 return False
-            pull.segment = self._free_segments.pop()
-        pairs: dict[str, list[tuple[int, int]]] = {}
-        for unit, check in enumerate(pull.checks[0], start=pull.segment * SEGMENT_ENTRIES):
-            pairs.setdefault(check.region, []).append((unit, check.unit))
-        name = self._scratch_region.name
-        reads = [Read(name, region, region_pairs) for region, region_pairs in pairs.items()]
-        pull.handle = self._backend.post_read(job.peer, reads)
+        pull.handle = self._backend.post_read(job.peer, pull.check.reads(self._scratch, pull.segment))
         pull.phase = _Phase.VERIFYING
         return False
 
     def _find_stale(self, pull: _Pull) -> bool:
-        """Compare the chunk of generations that has arrived. True: one differs, the pull has ended STALE."""
+        """Compare the segment of generations that has arrived. True: one differs, the pull has ended STALE."""
         assert pull.segment is not None
-        for unit, check in enumerate(pull.checks.popleft(), start=pull.segment * SEGMENT_ENTRIES):
-            found = self._scratch[unit]
-            if found != check.value:
-                what, reason = ("epoch", "stale_epoch") if check.unit == 0 else ("generation", "stale_generation")
-                message = f"{what} of {check.region}[{check.unit}] is {found}, promised was {check.value}"
-                self._end(pull, PullStatus.STALE, reason, message)
-                return True
-        return False
+        assert pull.check is not None
+        mismatch = pull.check.compare(self._scratch, pull.segment)
+        if mismatch is not None:
+            self._end(pull, PullStatus.STALE, mismatch.reason, mismatch.message)
+        return mismatch is not None
 
     def _give_up(self, pull: _Pull, *, terminal: bool) -> bool:
         waited_s = time.monotonic() - pull.submitted_s
         if pull.cancelled:
-            self._end(pull, PullStatus.CANCELLED, "cancelled", f"cancelled after {waited_s:.3f} s", terminal=terminal)
+            status, reason, message = PullStatus.CANCELLED, PullReason.CANCELLED, f"cancelled after {waited_s:.3f} s"
+        elif pull.abandoned:
+            status, reason = PullStatus.TIMED_OUT, PullReason.PEER_LOST
+            message = f"peer {pull.job.peer.engine_id} was lost after {waited_s:.3f} s, {pull.phase.value}"
         else:
+            status, reason = PullStatus.TIMED_OUT, PullReason.DEADLINE
             message = f"not finished after {waited_s:.3f} s, {pull.phase.value}"
-            self._end(pull, PullStatus.TIMED_OUT, "deadline", message, terminal=terminal)
+        self._end(pull, status, reason, message, terminal=terminal)
         return True
 
     def _fail(self, pull: _Pull, error: TransferError) -> bool:
@@ -369,6 +391,7 @@ class Puller:
                 _Unterminated(
                     pull.job.pull_id,
                     pull.handle,
+                    time.monotonic(),
                     on_terminal=None if terminal else pull.on_terminal,
                     segment=pull.segment,
                     holds_destination=not terminal,
@@ -376,7 +399,7 @@ class Puller:
             )
             self._count_unterminated()
         elif pull.segment is not None:
-            self._free_segments.append(pull.segment)
+            self._scratch.put_back(pull.segment)
         self._report(pull, status, reason, message, terminal=terminal)
 
     def _report(self, pull: _Pull, status: PullStatus, reason: str, message: str, *, terminal: bool) -> None:
@@ -410,13 +433,37 @@ class Puller:
         for entry in ended:
             self._release(entry.handle)
             if entry.segment is not None:
-                self._free_segments.append(entry.segment)
+                self._scratch.put_back(entry.segment)
             if entry.on_terminal is not None:
                 try:
                     entry.on_terminal(entry.pull_id)
                 except Exception:
                     logger.exception("on_terminal raised pull_id=%s", entry.pull_id)
         return True
+
+    def _maybe_recreate(self) -> bool:
+        """Recreate the backend once nothing but hopeless reads is in flight, or the drain has taken long enough."""
+        with self._condition:
+            until_s = min(recreation.drain_until_s for recreation in self._recreations)
+        if any(pull.phase is not _Phase.QUEUED for pull in self._pulls) and time.monotonic() < until_s:
+            return False
+        error: TransferError | None = None
+        try:
+            self._backend.recreate()
+        except TransferError as exc:
+            error = exc
+        # The old agent's reads are terminal now: this finds them, their pulls end, on_terminal is called.
+        self._step()
+        with self._condition:
+            recreations = self._take_recreations()
+        for recreation in recreations:
+            recreation.error = error
+            recreation.done.set()
+        return True
+
+    def _take_recreations(self) -> list[_Recreation]:
+        recreations, self._recreations = self._recreations, []
+        return recreations
 
     def _poll(self, handle: Handle) -> ReadStatus:
         try:
@@ -433,17 +480,6 @@ class Puller:
             logger.debug("releasing a read from %s: %s", handle.peer.name, exc)
 
     def _count_unterminated(self) -> None:
-        count = sum(entry.holds_destination for entry in self._unterminated)
+        since_s = tuple(entry.since_s for entry in self._unterminated if entry.holds_destination)
         with self._condition:
-            self._num_unterminated = count
-
-
-def _check_chunks(job: PullJob) -> Iterator[list[ExpectedGeneration]]:
-    """What to verify, epochs first in each table, in ascending units (neighbours merge), a scratch segment's worth a
-    time."""
-    by_region: dict[str, list[ExpectedGeneration]] = {}
-    for expected in job.generations:
-        by_region.setdefault(expected.region, [ExpectedGeneration(expected.region, 0, job.epoch)]).append(expected)
-    checks = [check for entries in by_region.values() for check in sorted(entries, key=lambda expected: expected.unit)]
-    for start in range(0, len(checks), SEGMENT_ENTRIES):
-        yield checks[start : start + SEGMENT_ENTRIES]
+            self._unterminated_since_s = since_s

@@ -44,13 +44,13 @@ TIGHT_FLAGS = (
 @pytest.fixture(scope="session")
 def tight_service() -> Iterator[Service]:
     """As ``service`` with hardly more memory than one longest sequence needs, short leases, few sequences at once and a
-    slow prefill (16 tokens a step), so that requests queue, evict and preempt each other.
+    slow prefill (8 tokens a step), so that requests queue, evict and preempt each other.
 
     Reads go over TCP, where the holder's process takes part in each: stopping it keeps a pull in flight.
     """
     with Service(
         checkpoint(FAMILY),
-        prefill_flags=(*TIGHT_FLAGS, "--max-num-batched-tokens", "16", "--kv-cache-memory", "2MiB"),
+        prefill_flags=(*TIGHT_FLAGS, "--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB"),
         decode_flags=(*TIGHT_FLAGS, "--max-num-batched-tokens", "64", "--kv-cache-memory", "1400KiB"),
         environment={"UCX_TLS": "tcp,self"},
     ) as running:

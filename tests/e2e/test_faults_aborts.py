@@ -6,6 +6,7 @@ and after it are answered as if it had never been.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -89,9 +90,12 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
     aborted = num_aborted(tight_service.proxy)
     fresh = 1000 * (1 + SHAPES.index(shape))  # what an aborted prompt had computed stays cached
     if phase == "queued for prefill":
-        with OpenRequest(url, ROUTE, body_of("whole", 1500, 4, seed=352 + fresh)) as other:
+        with OpenRequest(url, ROUTE, body_of("whole", 1500, 400, seed=352 + fresh)) as other:
             wait_until(lambda: is_running(prefill), "the first prompt to be computed")
-            with OpenRequest(url, ROUTE, body_of(shape, 60, 400, seed=360 + fresh)) as request:
+            with contextlib.ExitStack() as stack:
+                with stopped(prefill):  # so that the second one is there long before the first is finished
+                    request = stack.enter_context(OpenRequest(url, ROUTE, body_of(shape, 60, 400, seed=360 + fresh)))
+                    wait_until(lambda: metric(tight_service.proxy, "requests_running") == 2, "its legs to be sent")
                 wait_until(lambda: is_waiting(prefill), "the second prompt to queue")
                 assert not request.has_answer
             wait_until(lambda: not is_waiting(prefill), "the queued prompt to leave")
@@ -99,7 +103,7 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
         wait_until(lambda: num_aborted(tight_service.proxy) == aborted + 2, "two aborts")
         return
     if phase == "prefilling":
-        with OpenRequest(url, ROUTE, body_of(shape, 600, 400, seed=370 + fresh)) as request:
+        with OpenRequest(url, ROUTE, body_of(shape, 1800, 240, seed=370 + fresh)) as request:
             wait_until(lambda: is_running(prefill), "the prompt to be computed")
             assert not request.has_answer
     elif phase == "transferring":
@@ -122,8 +126,8 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
             wait_until(lambda: is_running(decode, 6), "six continuations to run")
             with OpenRequest(url, ROUTE, body_of(shape, 60, 400, seed=392)) as request:
                 wait_until(lambda: is_waiting(decode), "the request to queue")
-                state = prefill.check_cache()
-                assert state["leases"] == (3 if shape == "list" else 1)
+                num_leases = 3 if shape == "list" else 1
+                wait_until(lambda: prefill.check_cache()["leases"] == num_leases, "all its prompts to be leased")
                 assert not request.has_answer
             wait_until(lambda: not is_waiting(decode), "the queued request to leave")
             wait_until(lambda: prefill.check_cache()["leases"] == 0, "its leases to end")

@@ -17,17 +17,28 @@ from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, info, metric, wait_settled
 from tests.support.hangup import OpenRequest, wait_until
-from tests.support.models import checkpoint
+from tests.support.models import DEMO, checkpoint
 from tests.support.reference import Reference, random_tokens
+from tests.support.reference import reference as reference_of
 from tests.support.service import Node, Service, start_node, wait_ready
 
 ROUTE = "/v1/completions"
 
 
+@pytest.fixture(scope="module", params=[FAMILY, pytest.param(DEMO, marks=pytest.mark.full)])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def own_service() -> Iterator[Service]:
+def reference(family: str) -> Reference:
+    return reference_of(family)
+
+
+@pytest.fixture(scope="module")
+def own_service(family: str) -> Iterator[Service]:
     """A service whose nodes may be killed; each test that does so starts them again."""
-    with Service(checkpoint(FAMILY), prefill_flags=NODE_FLAGS, decode_flags=NODE_FLAGS) as running:
+    with Service(checkpoint(family), prefill_flags=NODE_FLAGS, decode_flags=NODE_FLAGS) as running:
         yield running
 
 

@@ -195,6 +195,14 @@ class Service:
     def url(self) -> str:
         return self.proxy.url
 
+    def start_again(self, node: Node) -> None:
+        """A new process for a node that has ended, on the same port with the same flags. Does not wait."""
+        node.process.stop()
+        flags = self.prefill_flags if node.role == "prefill" else self.decode_flags
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+        port = int(node.url.rpartition(":")[2])
+        node.process = start_node(node.role, self.model, folder, *flags, port=port, **self.environment).process
+
     def _stop(self) -> None:
         for node in reversed(list(self.nodes)):
             node.process.stop()

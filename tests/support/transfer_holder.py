@@ -30,7 +30,11 @@ def main() -> None:
         if command["do"] == "write":
             memory.write(command["region"], command["unit"], bytes.fromhex(command["data"]))
         elif command["do"] == "set_generation":
-            memory.set_generation(command["region"], command["unit"], command["value"])
+            memory.set_generation(command["region"], command["unit"], command["value"], command["tag"])
+        elif command["do"] == "recreate":
+            backend.recreate()
+            reply(backend.metadata().decode())
+            continue
         elif command["do"] == "stop":
             break
         reply("ok")

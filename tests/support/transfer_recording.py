@@ -58,5 +58,9 @@ class RecordingBackend(TransferBackend):
     def release(self, handle: Handle) -> None:
         self._inner.release(handle)
 
+    def recreate(self) -> None:
+        self._inner.recreate()
+        self._regions_of.clear()
+
     def close(self) -> None:
         self._inner.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.transfer.backend import Handle, ReadStatus, TransferBackend
+from common.transfer.faulty_backend import FaultyBackend
 from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
 from common.transfer.nixl_backend import NixlBackend, load_bindings
 from tests.support.transfer_memory import EndpointMemory
@@ -44,7 +45,11 @@ class Holder(abc.ABC):
     def write(self, region: str, unit: int, data: bytes) -> None: ...
 
     @abc.abstractmethod
-    def set_generation(self, region: str, unit: int, value: int) -> None: ...
+    def set_generation(self, region: str, unit: int, value: int, tag: int | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def recreate(self) -> None:
+        """Its agent is made again; ``metadata`` is the new one's."""
 
     @abc.abstractmethod
     def freeze(self) -> None: ...
@@ -68,8 +73,12 @@ class InProcessHolder(Holder):
     def write(self, region: str, unit: int, data: bytes) -> None:
         self._memory.write(region, unit, data)
 
-    def set_generation(self, region: str, unit: int, value: int) -> None:
-        self._memory.set_generation(region, unit, value)
+    def set_generation(self, region: str, unit: int, value: int, tag: int | None = None) -> None:
+        self._memory.set_generation(region, unit, value, tag)
+
+    def recreate(self) -> None:
+        self._backend.recreate()
+        self.metadata = self._backend.metadata()
 
     def freeze(self) -> None:
         self._hub.freeze(self._backend.name)
@@ -104,8 +113,11 @@ class ProcessHolder(Holder):
     def write(self, region: str, unit: int, data: bytes) -> None:
         self._ask({"do": "write", "region": region, "unit": unit, "data": data.hex()})
 
-    def set_generation(self, region: str, unit: int, value: int) -> None:
-        self._ask({"do": "set_generation", "region": region, "unit": unit, "value": value})
+    def set_generation(self, region: str, unit: int, value: int, tag: int | None = None) -> None:
+        self._ask({"do": "set_generation", "region": region, "unit": unit, "value": value, "tag": tag})
+
+    def recreate(self) -> None:
+        self.metadata = self._ask({"do": "recreate"}).encode()
 
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -114,6 +126,15 @@ class ProcessHolder(Holder):
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
+
+    def exit_code_after_waking(self, settle_s: float) -> int | None:
+        """After ``thaw``: None once the process has answered and ``settle_s`` have passed, else what it ended with."""
+        try:
+            self._ask({"do": "nothing"})
+        except (BrokenPipeError, json.JSONDecodeError):
+            return self._process.wait(PATIENCE_S)
+        time.sleep(settle_s)
+        return self._process.poll()
 
     def kill(self) -> None:
         self._process.kill()
@@ -151,6 +172,8 @@ class Site:
             if self.kind == "nixl"
             else InProcessBackend(self._hub, engine_id=engine_id, epoch=memory.epoch, fingerprint=fingerprint)
         )
+        if self.kind == "faulty":
+            backend = FaultyBackend(backend)
         self._backends.append(backend)
         backend.register(list(memory.regions.values()))
         return backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
+import numpy as np
 import pytest
 
 from common.errors import TransferError
@@ -15,7 +16,8 @@ from tests.support.transfer_sites import Site, finish
 
 def test_merge_pairs_when_both_sides_are_consecutive_then_one_run() -> None:
     pairs = [(7, 3), (5, 1), (6, 2), (9, 4), (20, 30), (19, 29), (2, 31)]
-    assert merge_pairs(pairs) == [(5, 1, 3), (9, 4, 1), (19, 29, 2), (2, 31, 1)]
+    assert merge_pairs(np.array(pairs)).tolist() == [[5, 1, 3], [9, 4, 1], [19, 29, 2], [2, 31, 1]]
+    assert merge_pairs(np.empty((0, 2), dtype=np.int64)).tolist() == []
 
 
 def test_read_when_done_then_exactly_the_named_units_hold_the_peers_bytes(site: Site, memory: EndpointMemory) -> None:
@@ -50,6 +52,7 @@ WRONG_READS = (
     (Read(BLOCKS, BLOCKS, [(1, 1), (64, 2)]), TransferCode.UNIT_OUT_OF_RANGE, "local unit 64"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (2, 64)]), TransferCode.UNIT_OUT_OF_RANGE, "remote unit 64"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (2, -1)]), TransferCode.UNIT_OUT_OF_RANGE, "remote unit -1"),
+    (Read(BLOCKS, BLOCKS, [(1, 1), (2, 1 << 70)]), TransferCode.UNIT_OUT_OF_RANGE, "unit numbers"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (0, 2)]), TransferCode.UNIT_OUT_OF_RANGE, "local unit 0"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (1, 2)]), TransferCode.UNIT_OUT_OF_RANGE, "two remote units"),
     (Read("pages", BLOCKS, [(1, 1)]), TransferCode.UNKNOWN_REGION, "pages"),
@@ -222,6 +225,61 @@ def test_close_when_a_read_is_in_flight_then_its_destination_is_never_written(
         assert memory.read(BLOCKS, unit) == memory.pattern(1, BLOCKS, unit)
 
 
+def test_recreate_when_a_read_is_in_flight_then_it_failed_and_its_destination_is_never_written(
+    freezable_site: Site, memory: EndpointMemory
+) -> None:
+    holder = freezable_site.holder()
+    witness = freezable_site.holder(engine_id="witness", epoch=78, seed=3)
+    backend = freezable_site.backend(memory)
+    peer = backend.add_peer(holder.metadata)
+    assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 1)])])) is ReadStatus.DONE
+    announced = backend.metadata()
+    holder.freeze()
+    handle = backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(unit, unit) for unit in range(2, 64, 2)])])
+    assert not backend.poll(handle).is_terminal
+
+    backend.recreate()
+
+    assert backend.poll(handle) is ReadStatus.FAILED
+    assert handle.error is not None
+    assert handle.error.code == TransferCode.AGENT_RECREATED
+    backend.release(handle)
+    with pytest.raises(TransferError) as caught:
+        backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 1)])])
+    assert caught.value.code == TransferCode.UNKNOWN_PEER
+    old, new = json.loads(announced), json.loads(backend.metadata())
+    assert (new["engine_id"], new["epoch"], new["regions"]) == (old["engine_id"], old["epoch"], old["regions"])
+    assert new["name"] != old["name"]
+
+    holder.thaw()
+    # The new agent reads from a peer that was never frozen, into memory that was registered before.
+    again = backend.add_peer(witness.metadata)
+    assert finish(backend, backend.post_read(again, [Read(BLOCKS, BLOCKS, [(3, 3)])])) is ReadStatus.DONE
+    assert memory.read(BLOCKS, 3) == witness.pattern(BLOCKS, 3)
+    for unit in range(2, 64, 2):
+        assert memory.read(BLOCKS, unit) == memory.pattern(1, BLOCKS, unit)
+
+
+def test_peer_when_it_recreated_its_agent_then_reads_fail_until_it_is_added_again(
+    site: Site, memory: EndpointMemory
+) -> None:
+    holder = site.holder()
+    backend = site.backend(memory)
+    old = backend.add_peer(holder.metadata)
+    assert finish(backend, backend.post_read(old, [Read(BLOCKS, BLOCKS, [(1, 1)])])) is ReadStatus.DONE
+
+    holder.recreate()
+
+    handle = backend.post_read(old, [Read(BLOCKS, BLOCKS, [(2, 2)])])
+    assert finish(backend, handle) is ReadStatus.FAILED
+    assert handle.error is not None
+    assert handle.error.code == TransferCode.PEER_DISCONNECTED
+    new = backend.add_peer(holder.metadata)
+    assert (new.engine_id, new.epoch) == (old.engine_id, old.epoch)
+    assert finish(backend, backend.post_read(new, [Read(BLOCKS, BLOCKS, [(2, 2)])])) is ReadStatus.DONE
+    assert memory.read(BLOCKS, 2) == holder.pattern(BLOCKS, 2)
+
+
 def test_backend_when_closed_then_every_call_says_so(site: Site, memory: EndpointMemory) -> None:
     holder = site.holder()
     backend = site.backend(memory)
@@ -232,6 +290,7 @@ def test_backend_when_closed_then_every_call_says_so(site: Site, memory: Endpoin
     calls = (
         lambda: backend.register([]),
         backend.metadata,
+        backend.recreate,
         lambda: backend.add_peer(holder.metadata),
         lambda: backend.remove_peer(peer),
         lambda: backend.post_read(peer, []),

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -42,6 +43,30 @@ def test_backend_when_a_plugin_is_unknown_then_the_flag_is_named(backends: list[
     with pytest.raises(TransferError, match="--nixl-backends") as caught:
         NixlBackend(engine_id="reader", epoch=1, backends=backends, bindings=load_bindings(NIXL_PACKAGES))
     assert (caught.value.code, caught.value.param) == (TransferCode.BACKEND_UNAVAILABLE, "nixl_backends")
+
+
+def test_recreate_when_no_agent_starts_then_everything_says_so_until_one_does(memory: EndpointMemory) -> None:
+    # The bindings' own module must stay as it is: others use it.
+    bindings = types.ModuleType("bindings")
+    bindings.__dict__.update(vars(load_bindings(NIXL_PACKAGES)))
+    make_agent = bindings.nixlAgent
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory for an agent")
+
+    backend = NixlBackend(engine_id="reader", epoch=1, bindings=bindings)
+    backend.register(list(memory.regions.values()))
+    try:
+        bindings.nixlAgent = refuse
+        for call in (backend.recreate, backend.metadata, backend.recreate):
+            with pytest.raises(TransferError) as caught:
+                call()
+            assert caught.value.code == TransferCode.BACKEND_UNAVAILABLE
+        bindings.nixlAgent = make_agent
+        backend.recreate()
+        assert {region["name"] for region in json.loads(backend.metadata())["regions"]} == set(memory.regions)
+    finally:
+        backend.close()
 
 
 def test_add_peer_when_the_blob_is_not_nixls_then_refused(memory: EndpointMemory) -> None:

@@ -2,120 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.errors import TransferError
-from common.transfer.backend import Peer, Read, TransferBackend, TransferCode
-from common.transfer.puller import (
-    SCRATCH_SEGMENTS,
-    SEGMENT_ENTRIES,
-    ExpectedGeneration,
-    Puller,
-    PullJob,
-    PullOutcome,
-    PullStatus,
-)
+from common.transfer.backend import Peer, TransferCode
+from common.transfer.faulty_backend import Fault, FaultyBackend
+from common.transfer.generation_check import SCRATCH_SEGMENTS, SEGMENT_ENTRIES
+from common.transfer.jobs import PullJob, PullOutcome, PullStatus
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
-from tests.support.transfer_recording import RecordingBackend
+from tests.support.transfer_rigs import EPOCH, LONG_S, SHORT_S, Rig, Rigs, expected
 from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for
-
-EPOCH = 77
-LONG_S = 60.0
-SHORT_S = 0.2
-
-
-def expected(region: str, units: Sequence[int]) -> list[ExpectedGeneration]:
-    return [ExpectedGeneration(region, unit, EndpointMemory.first_generation(unit)) for unit in units]
-
-
-@dataclass
-class Rig:
-    """A puller with its backend, and what its callbacks said."""
-
-    backend: RecordingBackend
-    puller: Puller
-    outcomes: queue.Queue[PullOutcome] = field(default_factory=queue.Queue)
-    terminals: queue.Queue[str] = field(default_factory=queue.Queue)
-
-    def submit(
-        self,
-        peer: Peer,
-        pairs: Sequence[tuple[int, int]] = (),
-        slots: Sequence[tuple[int, int]] = (),
-        *,
-        pull_id: str = "pull",
-        generations: Sequence[ExpectedGeneration] | None = None,
-        epoch: int = EPOCH,
-        timeout_s: float = LONG_S,
-    ) -> None:
-        if generations is None:
-            generations = [
-                *expected(BLOCK_GENERATIONS, [remote for _, remote in pairs]),
-                *expected(SLOT_GENERATIONS, [remote for _, remote in slots]),
-            ]
-        job = PullJob(
-            pull_id=pull_id,
-            peer=peer,
-            reads=[Read(BLOCKS, BLOCKS, pairs), Read(SLOTS, SLOTS, slots)],
-            generations=generations,
-            epoch=epoch,
-            deadline_s=time.monotonic() + timeout_s,
-        )
-        self.puller.submit(job, self.outcomes.put, self.terminals.put)
-
-    def outcome(self) -> PullOutcome:
-        return self.outcomes.get(timeout=PATIENCE_S)
-
-    def pull(self, peer: Peer, *args: Sequence[tuple[int, int]], **options: object) -> PullOutcome:
-        self.submit(peer, *args, **options)  # type: ignore[arg-type]
-        return self.outcome()
-
-
-class Rigs:
-    def __init__(self) -> None:
-        self._rigs: list[Rig] = []
-
-    def __call__(self, backend: TransferBackend) -> Rig:
-        recording = RecordingBackend(backend)
-        rig = Rig(recording, Puller(recording))
-        self._rigs.append(rig)
-        return rig
-
-    def close(self) -> None:
-        for rig in self._rigs:
-            assert rig.puller.close()
-
-
-@pytest.fixture
-def rigs(site: Site) -> Iterator[Rigs]:
-    """Closed before the site's backends are (fixtures end in reverse order)."""
-    rigs = Rigs()
-    yield rigs
-    rigs.close()
-
-
-@pytest.fixture
-def freezable_rigs(freezable_site: Site) -> Iterator[Rigs]:
-    rigs = Rigs()
-    yield rigs
-    rigs.close()
-
-
-@pytest.fixture
-def holder(site: Site) -> Holder:
-    return site.holder(epoch=EPOCH)
-
-
-@pytest.fixture
-def rig(site: Site, rigs: Rigs, memory: EndpointMemory) -> Rig:
-    return rigs(site.backend(memory))
 
 
 def test_pull_when_everything_holds_then_ok_and_the_bytes_are_the_holders(
@@ -141,6 +43,27 @@ def test_pull_when_a_generation_had_changed_before_then_stale(holder: Holder, ri
     assert (outcome.status, outcome.terminal) == (PullStatus.STALE, True)
     assert outcome.reason == "stale_generation"
     assert "slot_generations[3] is 5, promised was 1003" in outcome.message
+
+
+def test_pull_when_the_content_is_another_ones_then_stale_although_the_generation_holds(
+    holder: Holder, rig: Rig
+) -> None:
+    # Two blocks of a manifest changed places, generations and all: only the reader's own tokens can tell.
+    peer = rig.backend.add_peer(holder.metadata)
+    first, second = expected(BLOCK_GENERATIONS, [20, 21])
+    swapped = [replace(first, tag=second.tag), replace(second, tag=first.tag)]
+    outcome = rig.pull(peer, [(1, 20), (2, 21)], generations=swapped)
+    assert (outcome.status, outcome.terminal, outcome.reason) == (PullStatus.STALE, True, "wrong_content")
+    tags = f"block_generations[20] has tag {first.tag:#018x}, this prompt's is {second.tag:#018x}"
+    assert tags in outcome.message
+    assert rig.pull(peer, [(1, 20), (2, 21)]).status is PullStatus.OK
+
+
+def test_pull_when_a_number_is_no_u64_then_stale_not_an_error(holder: Holder, rig: Rig) -> None:
+    peer = rig.backend.add_peer(holder.metadata)
+    (good,) = expected(BLOCK_GENERATIONS, [20])
+    for wrong in (replace(good, value=1 << 70), replace(good, value=-1), replace(good, tag=-5)):
+        assert rig.pull(peer, [(1, 20)], generations=[wrong]).status is PullStatus.STALE
 
 
 def test_pull_when_a_block_is_reused_while_it_is_read_then_stale(
@@ -303,17 +226,6 @@ def test_puller_when_closed_then_further_submits_are_refused(holder: Holder, rig
 # A frozen holder: its reads stay in flight.
 
 
-@pytest.fixture
-def frozen(freezable_site: Site, freezable_rigs: Rigs, memory: EndpointMemory) -> tuple[Holder, Rig, Peer]:
-    """Connected before it was frozen."""
-    holder = freezable_site.holder(epoch=EPOCH)
-    rig = freezable_rigs(freezable_site.backend(memory))
-    peer = rig.backend.add_peer(holder.metadata)
-    assert rig.pull(peer, [(1, 1)]).status is PullStatus.OK
-    holder.freeze()
-    return holder, rig, peer
-
-
 def test_pull_when_the_holder_is_frozen_then_timed_out_and_terminal_only_once_it_woke(
     frozen: tuple[Holder, Rig, Peer], memory: EndpointMemory
 ) -> None:
@@ -389,6 +301,102 @@ def test_pull_when_submitted_behind_its_deadline_then_timed_out_and_nothing_post
     outcome = rig.pull(peer, [(2, 2)], timeout_s=-1.0)
     assert (outcome.status, outcome.terminal) == (PullStatus.TIMED_OUT, True)
     assert len(rig.backend.events) == num_events
+
+
+def test_abandon_when_the_holder_is_frozen_then_peer_lost_at_once_and_terminal_only_once_it_woke(
+    frozen: tuple[Holder, Rig, Peer],
+) -> None:
+    holder, rig, peer = frozen
+    rig.submit(peer, [(2, 2)])
+    assert wait_for(lambda: len(rig.backend.events) == 5)
+    assert rig.puller.abandon("pull")
+    outcome = rig.outcome()
+    assert (outcome.status, outcome.terminal, outcome.reason) == (PullStatus.TIMED_OUT, False, "peer_lost")
+    assert not rig.puller.abandon("pull")
+    assert not rig.puller.abandon("nobody")
+    assert (rig.puller.num_active, rig.puller.num_unterminated) == (0, 1)
+    assert 0 < rig.puller.oldest_unterminated_s < PATIENCE_S
+    holder.thaw()
+    assert rig.terminals.get(timeout=PATIENCE_S) == "pull"
+    assert (rig.puller.num_unterminated, rig.puller.oldest_unterminated_s) == (0, 0.0)
+
+
+def test_abandon_when_it_was_cancelled_before_then_cancelled_without_waiting_for_the_deadline(
+    frozen: tuple[Holder, Rig, Peer],
+) -> None:
+    _, rig, peer = frozen
+    rig.submit(peer, [(2, 2)])
+    assert wait_for(lambda: len(rig.backend.events) == 5)
+    assert rig.puller.cancel("pull")
+    assert rig.puller.abandon("pull")
+    outcome = rig.outcome()
+    assert (outcome.status, outcome.terminal, outcome.reason) == (PullStatus.CANCELLED, False, "cancelled")
+
+
+def test_recreate_when_reads_of_a_frozen_holder_are_in_flight_then_all_end_and_other_peers_serve(
+    frozen: tuple[Holder, Rig, Peer], freezable_site: Site, memory: EndpointMemory
+) -> None:
+    holder, rig, peer = frozen
+    assert rig.pull(peer, [(2, 2)], pull_id="late", timeout_s=SHORT_S).terminal is False
+    rig.submit(peer, [(3, 3)], pull_id="running")
+    assert wait_for(lambda: len(rig.backend.events) == 6)
+
+    rig.puller.recreate_backend(timeout_s=0.05)
+
+    assert rig.terminals.get(timeout=PATIENCE_S) == "late"
+    outcome = rig.outcome()
+    assert (outcome.pull_id, outcome.status, outcome.terminal) == ("running", PullStatus.FAILED, True)
+    assert outcome.reason == TransferCode.AGENT_RECREATED
+    assert (rig.puller.num_active, rig.puller.num_unterminated) == (0, 0)
+    assert rig.pull(peer, [(4, 4)]).reason == TransferCode.UNKNOWN_PEER
+
+    other = freezable_site.holder(engine_id="other", epoch=EPOCH, seed=6)
+    again = rig.backend.add_peer(other.metadata)
+    for unit in (2, 3):
+        memory.write(BLOCKS, unit, b"new" + bytes(4093))
+    holder.thaw()
+    assert rig.pull(again, [(5, 5)]).status is PullStatus.OK
+    assert memory.read(BLOCKS, 5) == other.pattern(BLOCKS, 5)
+    assert all(memory.read(BLOCKS, unit) == b"new" + bytes(4093) for unit in (2, 3))
+    assert rig.outcomes.empty()
+    assert rig.terminals.empty()
+
+
+def test_recreate_when_nothing_is_in_flight_then_at_once_and_reads_need_the_peer_again(
+    holder: Holder, rig: Rig
+) -> None:
+    peer = rig.backend.add_peer(holder.metadata)
+    assert rig.pull(peer, [(1, 1)]).status is PullStatus.OK
+    rig.puller.recreate_backend(timeout_s=LONG_S)
+    assert rig.pull(peer, [(1, 1)]).reason == TransferCode.UNKNOWN_PEER
+    assert rig.pull(rig.backend.add_peer(holder.metadata), [(1, 1)]).status is PullStatus.OK
+
+
+def test_recreate_when_another_pull_is_still_reading_then_it_may_finish_and_a_new_one_waits(
+    holder: Holder, site: Site, rigs: Rigs, memory: EndpointMemory
+) -> None:
+    faulty = FaultyBackend(site.backend(memory))
+    rig = rigs(faulty)
+    peer = rig.backend.add_peer(holder.metadata)
+    faulty.inject(Fault("hang"))
+    rig.submit(peer, [(1, 1)], pull_id="first")
+    assert wait_for(lambda: len(rig.backend.events) == 1)
+    with ThreadPoolExecutor(1) as pool:
+        recreated = pool.submit(rig.puller.recreate_backend, LONG_S)
+        assert wait_for(lambda: rig.puller.is_draining)
+        rig.submit(peer, [(2, 2)], pull_id="second")
+        faulty.clear()
+        recreated.result(PATIENCE_S)
+    first, second = rig.outcome(), rig.outcome()
+    assert (first.pull_id, first.status) == ("first", PullStatus.OK)
+    assert (second.pull_id, second.reason) == ("second", TransferCode.UNKNOWN_PEER)
+
+
+def test_recreate_when_the_puller_is_closed_then_refused(rig: Rig) -> None:
+    assert rig.puller.close()
+    with pytest.raises(TransferError) as caught:
+        rig.puller.recreate_backend(timeout_s=LONG_S)
+    assert caught.value.code == TransferCode.CLOSED
 
 
 def test_close_when_a_read_is_in_flight_then_its_pull_failed_and_is_not_terminal(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.handoff import Manifest, PrefillReport, TransferMode, prefill_leg_params, transfer_mode
+from common.api.handoff import TransferMode, prefill_leg_params, transfer_mode
+from common.api.manifest import Manifest, ManifestShape, PrefillReport
 from common.errors import InvalidRequestError
 
 U64 = st.integers(0, 2**64 - 1)
@@ -43,15 +44,15 @@ def test_any_manifest_survives_json(epoch: int, generations: list[int], slot: in
 
 def test_dense_and_pure_recurrent_models_have_their_shapes() -> None:
     dense = manifest(slot_id=0, slot_generation=0, output_row=None, output_row_dtype=None, prefill=None)
-    assert Manifest.from_params(dense.to_params(), num_block_groups=1, has_state=False) == dense
+    assert Manifest.from_params(dense.to_params(), ManifestShape(num_block_groups=1, has_state=False)) == dense
     recurrent = manifest(block_ids=(), generations=())
-    assert Manifest.from_params(recurrent.to_params(), num_block_groups=0, has_state=True) == recurrent
+    assert Manifest.from_params(recurrent.to_params(), ManifestShape(num_block_groups=0, has_state=True)) == recurrent
     with pytest.raises(InvalidRequestError, match="tandem_slot_id"):
-        Manifest.from_params(dense.to_params(), has_state=True)
+        Manifest.from_params(dense.to_params(), ManifestShape(has_state=True))
     with pytest.raises(InvalidRequestError, match="tandem_slot_id"):
-        Manifest.from_params(recurrent.to_params(), has_state=False)
+        Manifest.from_params(recurrent.to_params(), ManifestShape(has_state=False))
     with pytest.raises(InvalidRequestError, match="1 groups"):
-        Manifest.from_params(recurrent.to_params(), num_block_groups=1)
+        Manifest.from_params(recurrent.to_params(), ManifestShape(num_block_groups=1))
 
 
 def test_generations_as_json_integers_are_read_too() -> None:
@@ -142,9 +143,9 @@ def test_malformed_key_is_named(key: str, value: Any) -> None:
 
 
 def test_prompt_token_ids_beyond_the_vocabulary_are_refused() -> None:
-    assert Manifest.from_params(manifest().to_params(), vocab_size=6)
+    assert Manifest.from_params(manifest().to_params(), ManifestShape(vocab_size=6))
     with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
-        Manifest.from_params(manifest().to_params(), vocab_size=5)
+        Manifest.from_params(manifest().to_params(), ManifestShape(vocab_size=5))
 
 
 def test_transfer_mode_of_each_leg() -> None:

@@ -46,15 +46,23 @@ StartCluster = Callable[..., Cluster]
 
 @pytest.fixture
 def start_cluster() -> Iterator[StartCluster]:
-    """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to."""
+    """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to.
+
+    ``pull``: nodes that can follow a prompt while it is computed.
+    """
     with contextlib.ExitStack() as stack:
 
-        def start(num_prefill: int = 1, num_decode: int = 1, *, wait: bool = True, **config: Any) -> Cluster:
-            prefill = [FakeNode(f"prefill-{index}") for index in range(num_prefill)]
-            decode = [FakeNode(f"decode-{index}") for index in range(num_decode)]
+        def start(
+            num_prefill: int = 1, num_decode: int = 1, *, wait: bool = True, pull: bool = False, **config: Any
+        ) -> Cluster:
+            prefill = [FakeNode(f"prefill-{index}", pull=pull) for index in range(num_prefill)]
+            decode = [FakeNode(f"decode-{index}", pull=pull) for index in range(num_decode)]
             servers = {}
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())
+                node.port = server.port
+            for node in decode:
+                node.follows = prefill
                 stack.callback(server.stop)
             config.setdefault("health_interval_seconds", FAST_POLL_S)
             proxy = AppServer(

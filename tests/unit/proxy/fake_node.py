@@ -1,4 +1,8 @@
-"""A stand-in for a node at the HTTP level: answers both legs, records what it got, fails on demand."""
+"""A stand-in for a node at the HTTP level: answers both legs, records what it got, fails on demand.
+
+With ``pull`` it says that it can follow a prompt while it is computed: its prefill leg then lasts until the test lets
+it go on (``may_finish``), or the leg is closed or released.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,13 @@ class FakeNode:
     is_ready: bool = True
     model: str = "fake"
     fingerprint: str = "f00d"
+    pull: bool = False
+    code: str = "no"
+    port: int = 0
+    may_finish: bool = True
+    late_status: int = 200
+    num_answered: int = 0
+    follows: list[FakeNode] = field(default_factory=list)
     refused_prompts: list[Any] = field(default_factory=list)
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
@@ -63,12 +74,15 @@ class FakeNode:
 
         @app.get("/internal/v1/info")
         async def info(request: Request) -> dict[str, Any]:
-            return {
+            body = {
                 "node_name": self.name,
                 "served_model_name": self.model,
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.pull:
+                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": "77"}
+            return body
 
         @app.post("/internal/v1/leases/release")
         async def release(request: Request) -> dict[str, Any]:
@@ -98,18 +112,50 @@ class FakeNode:
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
-            return JSONResponse({"error": {"message": f"{self.name} says no", "code": "no"}}, status)
+            return JSONResponse({"error": {"message": f"{self.name} says no", "code": self.code}}, status)
         if self.fault is Fault.HANG or body.get("prompt") in self.hanging_prompts:
             await self._hang(request)
         if (body.get("kv_transfer_params") or {}) and _is_prefill_leg(body):
+            name = body["kv_transfer_params"].get("tandem_rendezvous")
+            if name is not None:
+                is_computed = await self._compute(request, name)
+                self.num_answered += 1
+                if not is_computed or self.late_status != 200:
+                    return Response(status_code=self.late_status if is_computed else 499)
             params = {"do_remote_prefill": True, "remote_host": self.name, "tandem_lease_id": self._lease_id()}
             return JSONResponse({} if self.fault is Fault.NO_PARAMS else {"kv_transfer_params": params})
+        await self._follow(body.get("kv_transfer_params"))
         if body.get("stream"):
             return StreamingResponse(self._events(), media_type="text/event-stream")
         return JSONResponse({"node": self.name, "object": "text_completion"})
 
     def _lease_id(self) -> str:
         return f"{self.name}-lease-{next(self.num_leases)}"
+
+    async def _follow(self, params: Any) -> None:
+        """As a decode node that waits for what it follows: until the prefill legs are there, or a while."""
+        names = {each.get("tandem_rendezvous") for each in (params if isinstance(params, list) else [params or {}])}
+        for _ in range(100):
+            if names <= {None} | {name for node in self.follows for name in node.names}:
+                return
+            await asyncio.sleep(0.01)
+
+    @property
+    def names(self) -> list[Any]:
+        """The rendezvous of the prefill legs that came."""
+        params = [body.get("kv_transfer_params") or {} for body in self.bodies]
+        return [each["tandem_rendezvous"] for each in params if isinstance(each, dict) and "tandem_rendezvous" in each]
+
+    async def _compute(self, request: Request, name: str) -> bool:
+        """Until the test lets it finish; False when the leg was called off."""
+        while not self.may_finish:
+            if name in self.released:
+                return False
+            if await request.is_disconnected():
+                self.num_aborted += 1
+                return False
+            await asyncio.sleep(0.01)
+        return True
 
     async def _hang(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":

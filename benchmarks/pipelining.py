@@ -1,0 +1,125 @@
+"""What a long prompt's first token costs when another process computes it: ``python -m benchmarks.pipelining``.
+
+Starts a prefill node, a decode node and a proxy on loopback, each node on a core of its own where there are two. New
+prompts take turns: *remote*, through the proxy, so that blocks travel while later chunks are computed; *local*, the
+decode node's own prefill. The difference is what the handoff adds. Medians in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from common.demo_model import FOLDER
+
+START_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 600.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(FOLDER), help="checkpoint (default: the built-in model)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=8000, help="prompt length")
+    parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens of the nodes")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    vocab_size = int(json.loads((Path(args.model) / "config.json").read_text())["vocab_size"])
+    with service(args) as (proxy, decode):
+        times: dict[str, list[float]] = {"remote": [], "local": []}
+        trace: dict[str, Any] = {}
+        for round_index in range(args.rounds + 1):
+            for way, url in (("remote", proxy), ("local", decode)):
+                draw = random.Random(f"{round_index} {way}")
+                prompt = [draw.randrange(10, vocab_size) for _ in range(args.tokens)]
+                seconds, answer = first_token(url, prompt)
+                if round_index:  # the first round warms up
+                    times[way].append(seconds * 1000)
+                if way == "remote":
+                    trace = answer["tandem"]
+    medians = {way: statistics.median(values) for way, values in times.items()}
+    configuration = {**vars(args), "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    print(json.dumps({"configuration": configuration}))
+    print(json.dumps({"ttft_ms": {way: [round(value, 1) for value in values] for way, values in times.items()}}))
+    print(json.dumps({"last_trace": trace}))
+    ratio = medians["remote"] / medians["local"]
+    print(f"remote {medians['remote']:.1f} ms, local {medians['local']:.1f} ms, remote / local {ratio:.3f}")
+
+
+def first_token(url: str, prompt: Sequence[int]) -> tuple[float, dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    started_s = time.perf_counter()
+    answer = httpx.post(
+        url + "/v1/completions", json=body, headers={"X-Tandem-Trace": "1"}, timeout=REQUEST_TIMEOUT_S
+    ).raise_for_status()
+    return time.perf_counter() - started_s, answer.json()
+
+
+@contextlib.contextmanager
+def service(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """URLs of the proxy and of the decode node; every process is ended on the way out."""
+    cores = sorted(os.sched_getaffinity(0))
+    node_flags = [
+        *("--model", args.model, "--dtype", args.dtype, "--device", "cpu"),
+        *("--max-model-len", str(args.tokens + 64), "--max-num-batched-tokens", str(args.chunk)),
+        *("--kv-cache-memory", "1GiB", "--log-level", "warning"),
+    ]
+    ports = [free_port() for _ in range(3)]
+    prefill, decode, proxy = (f"http://127.0.0.1:{port}" for port in ports)
+    argvs = [
+        (["prefill_node", "--port", str(ports[0]), *node_flags], {cores[0]}),
+        (["decode_node", "--port", str(ports[1]), *node_flags], {cores[-1]}),
+        (["proxy", "--port", str(ports[2]), "--prefill", prefill, "--decode", decode, "--log-level", "warning"], cores),
+    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile() as log:
+        try:
+            for argv, affinity in argvs:
+                process = subprocess.Popen([sys.executable, "-m", *argv], stdout=log, stderr=subprocess.STDOUT)
+                os.sched_setaffinity(process.pid, affinity)
+                processes.append(process)
+            for url, process in zip((prefill, decode, proxy), processes, strict=True):
+                wait_ready(url, process)
+            yield proxy, decode
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url + "/ready", timeout=2).status_code == 200:
+                return
+        if process.poll() is not None:
+            break
+        time.sleep(0.2)
+    raise SystemExit(f"{url} did not become ready")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What a decode leg brings along, and what became of it: the words between serving and intake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.api.handoff import Rendezvous
+from common.api.manifest import Manifest, PrefillReport
+from common.node.conversation import RemotePrefix
+
+Handover = Manifest | Rendezvous
+"""A finished prompt's manifest (carried by any proxy), or the name under which a peer computes it right now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A handover that was looked at.
+
+    ``prefix``: to be pulled; None: nothing is. ``is_lost``: because it cannot be had, not because all of it is here.
+    ``known_report``: what is known of the prefill leg without pulling.
+    """
+
+    prefix: RemotePrefix | None = None
+    is_lost: bool = False
+    known_report: PrefillReport | None = None
+
+    @property
+    def report(self) -> PrefillReport | None:
+        """What the prefill leg did, as far as it was ever heard."""
+        final = self.prefix.offers.final if self.prefix is not None else None
+        return self.known_report if final is None else final.report
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a prefill leg finished this prompt, or would have had nothing to do."""
+        return self.known_report is not None or (self.prefix is not None and self.prefix.offers.final is not None)

@@ -1,0 +1,110 @@
+"""A real Prometheus that scrapes a running service: what dashboards and rules ask for can be asked, and has data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.support.client import complete, together
+from tests.support.hangup import wait_until
+from tests.support.reference import random_tokens
+from tests.support.service import ROOT, Process, Service, free_port
+
+pytestmark = pytest.mark.full
+
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+# Series that only come into being with the first failure, eviction or preemption.
+EMPTY_WHILE_ALL_IS_WELL = {"Evictions", "Tokens found and computed again"}
+LOAD_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its URL, after it has scraped the three processes under load for a while."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed (Debian package prometheus)")
+    folder = tmp_path_factory.mktemp("prometheus")
+    targets = [node.url.removeprefix("http://") for node in service.nodes]
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(path) for path in RULES]
+    config["scrape_configs"] = [{"job_name": "tandem", "static_configs": [{"targets": targets}]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    argv = [
+        program,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    process = Process(argv, folder / "prometheus.log")
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: is_ready(url), "prometheus to be ready")
+        end_s = time.monotonic() + LOAD_S
+        turn = 0
+        while time.monotonic() < end_s:
+            turn += 1
+            prompts = [random_tokens(100 + 40 * index, seed=240 + (turn + index) % 7) for index in range(4)]
+            together([lambda prompt=prompt: complete(service.url, prompt, 12) for prompt in prompts])  # type: ignore[misc]
+        time.sleep(2.0)
+        yield url
+    finally:
+        process.stop()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/-/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def query(url: str, expression: str) -> list[dict[str, Any]]:
+    answer = httpx.get(url + "/api/v1/query", params={"query": expression}, timeout=30).json()
+    assert answer["status"] == "success", (expression, answer)
+    return list(answer["data"]["result"])
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboard_when_a_service_was_under_load_then_every_panel_has_data(prometheus: str, path: Path) -> None:
+    for panel in json.loads(path.read_text())["panels"]:
+        results = [query(prometheus, target["expr"]) for target in panel.get("targets", ())]
+        if panel["type"] == "row" or panel["title"] in EMPTY_WHILE_ALL_IS_WELL:
+            continue
+        if panel["fieldConfig"]["defaults"]["noValue"] == "none":  # a panel of failures
+            continue
+        assert all(results), (panel["title"], panel["targets"])
+
+
+def test_rules_when_a_service_was_under_load_then_all_are_evaluated_and_no_alert_fires(prometheus: str) -> None:
+    groups = httpx.get(prometheus + "/api/v1/rules", timeout=30).json()["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == sum(
+        len(group["rules"]) for path in RULES for group in yaml.safe_load(path.read_text())["groups"]
+    )
+    for rule in rules:
+        assert rule["health"] == "ok", rule
+        if rule["type"] == "alerting":
+            assert rule["state"] != "firing", rule
+
+
+def test_metrics_when_promtool_lints_them_then_names_and_types_are_in_order(service: Service) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    for node in service.nodes:
+        text = httpx.get(node.url + "/metrics", timeout=30).text
+        result = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        assert result.returncode == 0, (node.role, result.stdout, result.stderr)

@@ -1,0 +1,293 @@
+"""The table of docs/failures.md, cell by cell: a node ends or stands still before, during or after a prefix is read.
+
+Beside the request that is hit runs another one, which must not notice. Whatever happens, the hit request is answered
+right or with a typed error, and afterwards nothing is held anywhere and a new request is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import FAMILY
+from tests.support.chaos import Question, Tally, ask
+from tests.support.client import complete, completion_body, info, metric, wait_settled
+from tests.support.hangup import OpenRequest, wait_until
+from tests.support.models import checkpoint
+from tests.support.reference import Reference, random_tokens
+from tests.support.service import Node, Service, start_proxy, wait_ready
+
+ROUTE = "/v1/completions"
+LEASE_S = 3.0
+NOTICED_S = 2.0
+"""How soon a decode node does something about a lost holder."""
+NUM_TOKENS = 24
+FLAGS = (
+    *("--dtype", "float32"),
+    *("--max-num-batched-tokens", "16"),  # a prompt takes many steps, so that there is a "before" to be hit in
+    *("--max-model-len", "4096"),
+    *("--kv-cache-memory", "64MiB"),
+    *("--kv-lease-seconds", str(LEASE_S)),
+)
+TRANSPORTS: dict[str, dict[str, str]] = {"default": {}, "tcp": {"UCX_TLS": "tcp,self"}}
+PHASES = ("before", "during", "after")
+READ_DELAY_S = 3.0
+
+
+@pytest.fixture(scope="module", params=["default", pytest.param("tcp", marks=pytest.mark.full)])
+def hit_service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with Service(
+        checkpoint(FAMILY), prefill_flags=FLAGS, decode_flags=FLAGS, environment=TRANSPORTS[request.param]
+    ) as running:
+        yield running
+
+
+@dataclass
+class Hit:
+    """One request in one phase, its client on a thread, and the bystander."""
+
+    service: Service
+    question: Question
+    tally: Tally
+    client: threading.Thread
+
+    @property
+    def prefill(self) -> Node:
+        return self.service.prefill[0]
+
+    @property
+    def decode(self) -> Node:
+        return self.service.decode[0]
+
+
+def delay_next_read(decode: Node) -> None:
+    """The next read of data is reported done late."""
+    fault = {"kind": "delay", "seconds": READ_DELAY_S, "count": 1, "on": "data"}
+    httpx.post(decode.url + "/internal/v1/test/transfer-fault", json=fault, timeout=10).raise_for_status()
+
+
+@contextlib.contextmanager
+def request_in(phase: str, service: Service, reference: Reference, seed: int, url: str) -> Iterator[Hit]:
+    """A request through ``url`` that is in ``phase`` while the block runs; its client is waited for at the end."""
+    prefill, decode = service.prefill[0], service.decode[0]
+    prompt = random_tokens(3000 if phase == "before" else 120, seed)
+    num_tokens = 400 if phase == "after" else NUM_TOKENS
+    question = Question(prompt, reference.greedy(prompt, num_tokens))
+    tally = Tally()
+    generated = metric(decode, "generation_tokens_total")
+    if phase == "during":
+        delay_next_read(decode)
+    client = threading.Thread(target=ask, args=(url, question, reference, tally), kwargs={"stream": True})
+    client.start()
+    if phase == "before":
+        wait_until(lambda: int(info(prefill)["running"]) >= 1, "the prompt to be computed")
+    elif phase == "during":
+        wait_until(lambda: int(decode.check_cache()["sequences"]) >= 1, "the pull to start")  # type: ignore[call-overload]
+    else:
+        wait_until(lambda: metric(decode, "generation_tokens_total") > generated + 3, "tokens to come")
+    try:
+        yield Hit(service, question, tally, client)
+    finally:
+        client.join(120)
+        assert not client.is_alive(), "the client waits for ever"
+
+
+@contextlib.contextmanager
+def frozen(node: Node, seconds: float) -> Iterator[None]:
+    os.kill(node.process.pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(node.process.pid, signal.SIGCONT)
+
+
+def prefill_killed(hit: Hit) -> None:
+    hit.prefill.process.kill()
+    hit.client.join(60)
+
+
+def prefill_frozen(hit: Hit) -> None:
+    """Until the hit request has its answer: nothing of it may need the frozen node to move again."""
+    with frozen(hit.prefill, 0.0):
+        hit.client.join(60)
+        assert not hit.client.is_alive(), "the request waits for a frozen node"
+
+
+def prefill_restarted(hit: Hit) -> None:
+    hit.prefill.process.kill()
+    hit.service.start_again(hit.prefill)
+    hit.client.join(60)
+
+
+def decode_killed(hit: Hit) -> None:
+    hit.decode.process.kill()
+    killed_s = time.monotonic()
+    wait_until(lambda: _holds_nothing(hit.prefill), "the prefill node to take back its memory", LEASE_S + 20)
+    # A prompt that was still being computed is finished or aborted first; the lease counts from then on.
+    assert time.monotonic() - killed_s < LEASE_S + 1 + 15
+    hit.client.join(60)
+
+
+def decode_frozen(hit: Hit) -> None:
+    """For longer than its leases last: what it reads after that is late."""
+    with frozen(hit.decode, LEASE_S + 1.5):
+        pass
+    hit.client.join(60)
+
+
+def _holds_nothing(node: Node) -> bool:
+    state: Any = node.check_cache()
+    return not (state["leases"] or state["sequences"])
+
+
+EVENTS: dict[str, Callable[[Hit], None]] = {
+    "prefill killed": prefill_killed,
+    "prefill frozen": prefill_frozen,
+    "prefill restarted": prefill_restarted,
+    "decode killed": decode_killed,
+    "decode frozen": decode_frozen,
+}
+SURVIVES = frozenset({"prefill killed", "prefill frozen", "prefill restarted", "decode frozen"})
+"""Events after which the hit request itself must be answered right."""
+SHORT_TIER = frozenset({("prefill killed", "during")})
+
+
+def tier(*cell: str) -> Any:
+    return () if cell in SHORT_TIER else pytest.mark.full
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(event, phase, id=f"{event}, {phase}", marks=tier(event, phase))
+        for event in EVENTS
+        for phase in PHASES
+    ]
+
+
+def bring_back(service: Service) -> None:
+    """Starts again what has ended, and waits until the proxy uses everything."""
+    for node in (*service.prefill, *service.decode):
+        if node.process.popen.poll() is not None:
+            service.start_again(node)
+        wait_ready(node)
+    wait_until(lambda: metric(service.proxy, "node_up") == 2, "the proxy to see both nodes")
+
+
+@pytest.mark.parametrize(("event", "phase"), cells())
+def test_request_when_a_node_is_hit_then_is_right_or_fails_typed_and_nothing_is_held(
+    hit_service: Service, reference: Reference, event: str, phase: str
+) -> None:
+    seed = 700 + 10 * list(EVENTS).index(event) + PHASES.index(phase)
+    bystander = Question(prompt := random_tokens(60, seed + 100), reference.greedy(prompt, 300))
+    beside = Tally()
+    running = threading.Thread(
+        target=ask, args=(hit_service.url, bystander, reference, beside), kwargs={"stream": True}
+    )
+    decode = hit_service.decode[0]
+    generated = metric(decode, "generation_tokens_total")
+    running.start()
+    wait_until(lambda: metric(decode, "generation_tokens_total") > generated + 3, "the bystander's tokens")
+    with request_in(phase, hit_service, reference, seed, hit_service.url) as hit:
+        EVENTS[event](hit)
+    running.join(60)
+    assert not hit.tally.wrong, hit.tally.wrong
+    assert not hit.tally.hung, hit.tally.hung
+    if event in SURVIVES:
+        assert hit.tally.counts == {"right": 1}, hit.tally
+        assert beside.counts == {"right": 1}, beside
+    assert not beside.wrong, beside.wrong
+    assert not beside.hung, beside.hung
+    bring_back(hit_service)
+    wait_settled(*hit_service.prefill, *hit_service.decode)
+    after = Tally()
+    ask(hit_service.url, bystander, reference, after, stream=False)
+    ask(hit_service.url, hit.question, reference, after, stream=False)
+    assert after.counts == {"right": 2}, after
+    wait_settled(*hit_service.prefill, *hit_service.decode)
+
+
+@pytest.mark.parametrize("phase", [pytest.param(phase, marks=pytest.mark.full) for phase in PHASES])
+def test_request_when_its_proxy_is_killed_then_nodes_give_everything_back(
+    hit_service: Service, reference: Reference, phase: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        doomed = start_proxy(hit_service.prefill, hit_service.decode, Path(folder))
+        try:
+            wait_ready(doomed, 30)
+            seed = 780 + PHASES.index(phase)
+            prompt = random_tokens(3000 if phase == "before" else 120, seed)
+            prefill, decode = hit_service.prefill[0], hit_service.decode[0]
+            if phase == "during":
+                delay_next_read(decode)
+            with OpenRequest(
+                doomed.url, ROUTE, completion_body(prompt, 500 if phase == "before" else 2000, stream=True)
+            ) as request:
+                if phase == "before":
+                    wait_until(lambda: int(info(prefill)["running"]) >= 1, "the prompt to be computed")
+                elif phase == "during":
+                    wait_until(lambda: int(decode.check_cache()["sequences"]) >= 1, "the pull")  # type: ignore[call-overload]
+                else:
+                    request.read_events(3)
+                doomed.process.kill()
+                wait_settled(*hit_service.prefill, *hit_service.decode)
+        finally:
+            doomed.process.stop()
+    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS))
+    tally = Tally()
+    ask(hit_service.url, question, reference, tally, stream=False)
+    assert tally.counts == {"right": 1}, tally
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("event", ["killed", "frozen"])
+def test_waiting_request_when_its_prefill_node_is_lost_then_recompute_begins_within_two_seconds(
+    hit_service: Service, reference: Reference, event: str
+) -> None:
+    """Several requests wait for one node; when the decode node gives the holder up is seen in its own counters."""
+    prefill, decode = hit_service.prefill[0], hit_service.decode[0]
+    first_seed = 790 if event == "killed" else 890  # what one case computed, the other would find cached
+    prompts = [random_tokens(1500, first_seed + index) for index in range(4)]
+    questions = [Question(prompt, reference.greedy(prompt, 8)) for prompt in prompts]
+    complete(hit_service.url, random_tokens(30, first_seed + 9), 2)  # the nodes know each other
+    tally = Tally()
+    failures = metric(decode, "transfer_failures_total")
+    clients = [
+        threading.Thread(target=ask, args=(hit_service.url, each, reference, tally), kwargs={"stream": True})
+        for each in questions
+    ]
+    for client in clients:
+        client.start()
+
+    def num_there() -> int:
+        state = info(prefill)
+        return int(state["running"]) + int(state["waiting"])
+
+    wait_until(lambda: num_there() >= 3, "prompts to be computed and to queue")
+    os.kill(prefill.process.pid, signal.SIGKILL if event == "killed" else signal.SIGSTOP)
+    lost_s = time.monotonic()
+    try:
+        wait_until(lambda: metric(decode, "transfer_failures_total") > failures, "the holder to be given up", 30)
+        noticed_s = time.monotonic() - lost_s
+        for client in clients:
+            client.join(60)
+    finally:
+        if event == "frozen":
+            os.kill(prefill.process.pid, signal.SIGCONT)
+    print(f"begun to recompute after {noticed_s:.2f} s")
+    assert noticed_s < NOTICED_S + 1.0  # the test's own look takes time on a busy machine
+    assert tally.counts == {"right": 4}, tally
+    bring_back(hit_service)
+    wait_settled(*hit_service.prefill, *hit_service.decode)

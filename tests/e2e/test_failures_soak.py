@@ -1,0 +1,94 @@
+"""Two prefill and two decode nodes under mixed load while one node after the other is killed or frozen."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support.chaos import Tally, ask, clients, make_questions, num_open_files, resident_mib, strike
+from tests.support.client import metric, wait_settled
+from tests.support.hangup import wait_until
+from tests.support.models import checkpoint
+from tests.support.reference import Reference
+from tests.support.service import Service
+
+NUM_CLIENTS = 6
+NUM_TOKENS = 16
+FREEZE_S = 4.0
+OPEN_FILES_SLACK = 24
+"""Idle connections that come and go with pools of clients."""
+MEMORY_SLACK_MIB = 64.0
+
+
+def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) -> None:
+    """A node is struck every ``interval_s``, from one start to the next."""
+    questions = make_questions(reference, 32, NUM_TOKENS, seed=600)
+    draw = random.Random(seed)
+    tally = Tally()
+    # A killed decode node's leases end by themselves: soon, so that the end of the test need not wait for them.
+    flags = (*NODE_FLAGS, "--kv-lease-seconds", "5")
+    with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags, num_prefill=2, num_decode=2) as service:
+        nodes = (*service.prefill, *service.decode)
+        for question in questions:  # every connection and every page that stays is there before memory is measured
+            ask(service.url, question, reference, tally, stream=False)
+        wait_settled(*nodes)
+        before = (num_open_files(service.proxy), resident_mib(service.proxy))
+        samples: list[float] = []
+        strikes = 0
+        end_s = time.monotonic() + duration_s
+        with clients(service.url, questions, reference, tally, count=NUM_CLIENTS, seed=seed):
+            next_s = time.monotonic() + interval_s / 2
+            while next_s < end_s:
+                time.sleep(max(0.0, next_s - time.monotonic()))
+                strike(service, draw.choice(nodes), freeze_s=FREEZE_S if draw.random() < 0.3 else 0.0)
+                strikes += 1
+                samples.append(resident_mib(service.proxy))
+                next_s += interval_s
+            time.sleep(max(0.0, end_s - time.monotonic()))
+        wait_until(lambda: metric(service.proxy, "node_up") == 4, "the proxy to see every node")
+        wait_settled(*nodes)
+        # All were started at different times; from here on each of them only answers.
+        marks = {node.url: (num_open_files(node), resident_mib(node)) for node in nodes}
+        for _ in range(3):
+            for question in questions:
+                ask(service.url, question, reference, tally, stream=False)
+        wait_settled(*nodes)
+        after = (num_open_files(service.proxy), resident_mib(service.proxy))
+        report = {
+            "seconds": duration_s,
+            "strikes": strikes,
+            "outcomes": dict(tally.counts),
+            "proxy_open_files": (before[0], after[0]),
+            "proxy_resident_mib": (round(before[1]), *(round(each) for each in samples), round(after[1])),
+            "node_open_files": [(marks[node.url][0], num_open_files(node)) for node in nodes],
+            "node_resident_mib": [(round(marks[node.url][1]), round(resident_mib(node))) for node in nodes],
+        }
+        print(json.dumps(report))
+        assert not tally.wrong, tally.wrong[:5]
+        assert not tally.hung, tally.hung[:5]
+        assert strikes >= 3
+        assert tally.counts["right"] > 2 * duration_s, tally.counts
+        assert tally.counts["left"] > duration_s / 10, tally.counts
+        assert after[0] <= before[0] + OPEN_FILES_SLACK, report
+        assert after[1] <= before[1] + MEMORY_SLACK_MIB, report
+        for node in nodes:
+            assert num_open_files(node) <= marks[node.url][0] + OPEN_FILES_SLACK, report
+            assert resident_mib(node) <= marks[node.url][1] + MEMORY_SLACK_MIB, report
+
+
+def test_service_when_nodes_are_killed_for_a_minute_then_no_answer_is_wrong_and_nothing_leaks(
+    reference: Reference,
+) -> None:
+    soak(reference, 60.0, 12.0, seed=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_service_when_nodes_are_killed_for_ten_minutes_then_no_answer_is_wrong_and_nothing_leaks(
+    reference: Reference,
+) -> None:
+    soak(reference, 600.0, 20.0, seed=2)

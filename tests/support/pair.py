@@ -1,0 +1,324 @@
+"""A prefill engine and a decode engine in one process: the nodes' own handoff and intake over the in-process transfer.
+
+What is left out is HTTP, the engine's thread, liveness and the renewal of leases; manifests and questions go through
+their wire forms. The pair owns the event loop, and both cores are stepped on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from common.api.handoff import Rendezvous
+from common.api.manifest import Manifest
+from common.api.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
+from common.config import NodeConfig
+from common.kv_cache.results import PullPlan
+from common.node import runtime
+from common.node.conversation import FinishedPull, RemotePrefix
+from common.node.handover import Handover
+from common.node.offers import Offer, Offers
+from common.node.pulling import PullSource
+from common.node.rendezvous import RendezvousTable
+from common.node.serving import EncodedPrompt
+from common.request import Request, RequestOutput, SamplingParams
+from common.transfer.backend import Peer, TransferBackend
+from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.transfer.puller import Puller
+from decode_node.intake import Intake
+from prefill_node.handoff import PrefillLeg
+from tests.support.models import checkpoint
+
+PATIENCE_S = 60.0
+HOST, PORT = "127.0.0.1", 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the decode side produced for one request, from what the prefill side handed out; how it was pulled."""
+
+    manifest: Manifest
+    outputs: list[RequestOutput]
+    pull: FinishedPull
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for output in self.outputs for token_id in output.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [entry.logprob for output in self.outputs for entry in output.logprobs or ()]
+
+    @property
+    def prefill_cached_tokens(self) -> int:
+        assert self.manifest.prefill is not None
+        return self.manifest.prefill.cached_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the decode side neither computed nor pulled."""
+        return self.outputs[-1].num_cached_tokens
+
+    @property
+    def transferred(self) -> tuple[int, int, int]:
+        """Bytes, blocks, states."""
+        last = self.outputs[-1]
+        return last.transferred_bytes, last.transferred_blocks, last.transferred_states
+
+
+class Side:
+    """One node's engine, pools and transfer backend; ``common.node.node.Node`` to the handoff and the intake.
+
+    Made on the event loop. ``pace(num_tokens)``: awaited before the step after one that finished blocks.
+    """
+
+    def __init__(self, name: str, hub: InProcessHub, config: NodeConfig) -> None:
+        def in_process(*, engine_id: str, epoch: int, fingerprint: str, backends: Any) -> TransferBackend:
+            return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+
+        def call_off(request_id: str) -> None:
+            raise AssertionError(f"{request_id}: no test here calls a leg off")
+
+        self.name = self.engine_id = name
+        self.advertised_host = HOST
+        self.config = config
+        self.model = runtime.load_node_model(config)
+        self.core = runtime.create_core(config, self.model)
+        with patch.object(runtime, "NixlBackend", in_process):
+            self.backend = runtime.create_backend(config, self.model, name)
+        self.engine = SimpleNamespace(generate=self._generate, call=self._call)
+        loop = asyncio.get_running_loop()
+        self.rendezvous = RendezvousTable(loop, is_in_use=lambda request_id: False, call_off=call_off)
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.pace: Callable[[int], Awaitable[None]] | None = None
+
+    async def _generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """A prefill leg's outputs; legs that start together share the engine's steps."""
+        self.core.add_request(request)
+        await asyncio.sleep(0)
+        while True:
+            while not self.outputs.get(request.request_id):
+                assert self.core.has_work(), f"{request.request_id} never ended"
+                self.step()
+            output = self.outputs[request.request_id].pop(0)
+            yield output
+            if output.handoff is not None:
+                return
+            if self.pace is not None and output.progress is not None:
+                await self.pace(output.progress.num_tokens)
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def step(self) -> None:
+        for output in self.core.step():
+            assert output.error is None, output.error
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def held(self) -> tuple[int, int, int]:
+        """Units that somebody holds in all pools, leases and sequences: all 0 when nothing runs."""
+        assert self.model.manager.check() == []
+        stats = self.model.manager.stats()
+        pools = (stats.blocks, stats.slots)
+        busy = sum(n for pool in pools for state, n in pool.items() if state not in ("free", "cached"))
+        return busy, stats.leases_active, stats.num_sequences
+
+
+class OnlyPeer:
+    """``PeerDirectory`` and ``RemoteLeases`` of the decode side: the prefill side is its one peer, asked directly."""
+
+    def __init__(self, peer: Side, backend: TransferBackend) -> None:
+        self.liveness = SimpleNamespace(subscribe=lambda url, on_lost: lambda: None)
+        self._peer = peer
+        self._backend = backend
+        self._held: set[str] = set()
+
+    def check_allowed(self, url: str) -> None:
+        assert url == f"http://{HOST}:{PORT}"
+
+    async def meet(self, url: str) -> Peer:
+        return self._backend.add_peer(self._peer.backend.metadata())
+
+    async def connect(self, url: str, engine_id: str, epoch: int) -> Peer:
+        peer = await self.meet(url)
+        assert (peer.engine_id, peer.epoch) == (engine_id, epoch)
+        return peer
+
+    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert path == PULL_ROUTE
+        query = parse_query(_over_the_wire(body), vocab_size=self._peer.model.cache_config.geometry.vocab_size)
+        assert isinstance(query, RendezvousQuery)
+        found = await self._peer.rendezvous.wait(query.id, query.after, query.wait_seconds)
+        return _over_the_wire(nothing_new_answer(query.after) if found is None else found.to_params())
+
+    def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
+        self._held.add(lease_id)
+
+    def release(self, lease_id: str) -> bool:
+        if lease_id not in self._held:
+            return False
+        self._held.remove(lease_id)
+        self._peer.rendezvous.release(lease_id)
+        assert self._peer.model.manager.release_lease(lease_id)
+        return True
+
+
+class WatchedOffers(Offers):
+    """Offers whose reader is watched: who asks for more than N tokens has read that many."""
+
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
+        self._num_read = 0
+        self._asked = asyncio.Event()
+
+    @property
+    def final(self) -> Offer | None:
+        return self._offers.final
+
+    async def beyond(self, num_tokens: int) -> Offer:
+        self._num_read = num_tokens
+        self._asked.set()
+        return await self._offers.beyond(num_tokens)
+
+    def close(self) -> None:
+        self._offers.close()
+
+    async def read(self, num_tokens: int) -> None:
+        """Returns when the first ``num_tokens`` tokens are read, as far as anybody wants them."""
+        while self._num_read < num_tokens:
+            self._asked.clear()
+            await self._asked.wait()
+
+
+class Pair:
+    """Owns both sides, the puller of the decode side and the event loop; ``close`` it."""
+
+    def __init__(self, family: str, **flags: Any) -> None:
+        self._hub = InProcessHub()
+        common = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "kv_cache_memory": 16 << 20}
+        self._config = NodeConfig(model=str(checkpoint(family)), host=HOST, port=PORT, **{**common, **flags})
+        self._runner = asyncio.Runner()
+        self._runner.run(self._start())
+
+    async def _start(self) -> None:
+        self.prefill, self.decode = (Side(name, self._hub, self._config) for name in ("prefill", "decode"))
+        peers: Any = OnlyPeer(self.prefill, self.decode.backend)
+        node: Any = self.decode
+        node.peers = node.remote_leases = peers
+        self._intake = Intake(node)
+        self._leg = PrefillLeg(self.prefill)  # type: ignore[arg-type]
+        self._puller = Puller(self.decode.backend)
+        self.decode.core.source = self.source = PullSource(self._puller, peers, self, PATIENCE_S, None)
+        self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
+
+    def close(self) -> None:
+        self._runner.run(self.source.close())
+        self._puller.close()
+        for side in (self.prefill, self.decode):
+            side.backend.close()
+        self._runner.close()
+
+    # --- common.node.pulling.PullListener
+
+    def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
+        remote.offers.close()
+        self._pulls.put_nowait((seq_id, result))
+
+    def on_terminal(self, seq_id: str) -> None:
+        raise AssertionError(f"the pull of {seq_id} was not terminal")
+
+    # --- requests
+
+    def ask(self, prompts: Mapping[str, Sequence[int]], num_tokens: int) -> dict[str, Answer]:
+        """Both legs, one after the other."""
+        return self.take_in(self.hand_out(prompts), num_tokens)
+
+    def hand_out(self, prompts: Mapping[str, Sequence[int]]) -> dict[str, Manifest]:
+        """The prefill legs of all prompts at once: each is computed and leased out."""
+
+        async def run() -> list[Manifest]:
+            return await asyncio.gather(*(self._hand_out(name, prompt) for name, prompt in prompts.items()))
+
+        return {manifest.request_id: manifest for manifest in self._runner.run(run())}
+
+    async def _hand_out(self, name: str, prompt: Sequence[int], rendezvous_id: str | None = None) -> Manifest:
+        encoded = EncodedPrompt(list(prompt))
+        leg = self._leg.run(name, encoded, cache_salt=None, priority=0, rendezvous_id=rendezvous_id)
+        manifest, _ = await leg
+        return manifest
+
+    def take_in(
+        self, manifests: Mapping[str, Manifest], num_tokens: int, damage: Callable[[PullPlan], None] | None = None
+    ) -> dict[str, Answer]:
+        """The decode legs of all manifests at once: pulled one after another, decoded together, greedily.
+
+        ``damage`` is done to what arrived before the engine takes it.
+        """
+        self.source.after_read = damage
+
+        async def run() -> dict[str, FinishedPull]:
+            pulls = {}
+            for name, manifest in manifests.items():
+                handover = self._intake.parse(_over_the_wire(manifest.to_params()))
+                pulls[name] = await self._pull(name, handover, manifest.prompt_token_ids, num_tokens)
+            return pulls
+
+        pulls = self._runner.run(run())
+        return self._decode(manifests, pulls)
+
+    def ask_at_once(self, name: str, prompt: Sequence[int], num_tokens: int) -> Answer:
+        """Both legs together: blocks are pulled as they are finished, each part before the next step."""
+
+        async def run() -> tuple[Manifest, FinishedPull]:
+            reader: asyncio.Future[WatchedOffers] = asyncio.get_running_loop().create_future()
+
+            async def pace(num_tokens: int) -> None:
+                async with asyncio.timeout(PATIENCE_S):
+                    await (await reader).read(num_tokens)
+
+            self.prefill.pace = pace
+            leg = asyncio.create_task(self._hand_out(name, prompt, rendezvous_id=name))
+            pull = await self._pull(name, Rendezvous(HOST, PORT, name), prompt, num_tokens, reader)
+            return await leg, pull
+
+        manifest, pull = self._runner.run(run())
+        self.prefill.pace = None
+        return self._decode({name: manifest}, {name: pull})[name]
+
+    async def _pull(
+        self,
+        name: str,
+        handover: Handover,
+        prompt: Sequence[int],
+        num_tokens: int,
+        reader: asyncio.Future[WatchedOffers] | None = None,
+    ) -> FinishedPull:
+        async with self._intake.take(handover, prompt, None) as taken:
+            assert taken.prefix is not None
+            offers = WatchedOffers(taken.prefix.offers)
+            if reader is not None:
+                reader.set_result(offers)
+            sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+            remote = replace(taken.prefix, offers=offers)
+            self.decode.core.add_request(Request(name, list(prompt), sampling, remote=remote))
+            self.decode.step()
+            async with asyncio.timeout(PATIENCE_S):
+                seq_id, result = await self._pulls.get()
+            assert result.ok, result.reason
+            self.decode.core.finish_pull(seq_id, result)
+            return result
+
+    def _decode(self, manifests: Mapping[str, Manifest], pulls: Mapping[str, FinishedPull]) -> dict[str, Answer]:
+        while self.decode.core.has_work():
+            self.decode.step()
+        return {name: Answer(manifests[name], self.decode.outputs.pop(name), pull) for name, pull in pulls.items()}
+
+
+def _over_the_wire(value: dict[str, Any]) -> dict[str, Any]:
+    """What JSON leaves of it."""
+    return dict(json.loads(json.dumps(value)))

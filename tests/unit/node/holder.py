@@ -1,0 +1,110 @@
+"""A holder as its readers see it: memory behind an in-process transfer backend, and the HTTP routes of a peer, whose
+beats a test can stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from common.api.http import read_json_object
+from common.kv_cache.generations import content_tag
+from common.kv_cache.keys import PrefixKeys
+from common.node.offers import Offer
+from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
+
+ENGINE_ID = "holder"
+BLOCK_SIZE = 4
+SIZES: dict[str, int] = {"num_blocks": 32, "block_bytes": 64, "num_slots": 4, "slot_bytes": 128}
+
+
+class PeerHolder:
+    """``url`` is set by whoever serves ``app()``."""
+
+    def __init__(self, hub: InProcessHub, *, epoch: int = 77) -> None:
+        self.epoch = epoch
+        self.hub = hub
+        self.memory = EndpointMemory(epoch=epoch, seed=2, **SIZES)
+        self.backend = InProcessBackend(hub, engine_id=ENGINE_ID, epoch=epoch)
+        self.backend.register(list(self.memory.regions.values()))
+        self.num_handshakes = 0
+        self.beats = True
+        self.is_over = False
+        self.has_beats_route = True
+        self.released: list[str] = []
+        self.answers: list[Any] = []
+        self.queries: list[dict[str, Any]] = []
+
+    def tag(self, keys: PrefixKeys, num_tokens: int, *, slot_id: int = 1) -> None:
+        """The first blocks, and the slot, hold this prompt."""
+        for index in range(-(-num_tokens // BLOCK_SIZE)):
+            key = keys.key_at(min((index + 1) * BLOCK_SIZE, num_tokens))
+            self.memory.set_generation(BLOCK_GENERATIONS, index + 1, 1000 + index + 1, tag=content_tag(key))
+        self.memory.set_generation(SLOT_GENERATIONS, slot_id, 1000 + slot_id, tag=content_tag(keys.key_at(num_tokens)))
+
+    def offer(self, num_tokens: int, *, is_final: bool = False, known_s: float = 0.0) -> Offer:
+        """The first tokens of the prompt in blocks 1, 2, ..; the state in slot 1."""
+        ids = tuple(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
+        return Offer(
+            engine_id=ENGINE_ID,
+            epoch=self.epoch,
+            num_tokens=num_tokens,
+            block_ids=(ids,),
+            block_generations=(tuple(1000 + each for each in ids),),
+            is_final=is_final,
+            known_s=known_s,
+            slot_id=1 if is_final else 0,
+            slot_generation=1001 if is_final else 0,
+            output_row="row" if is_final else None,
+        )
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/internal/v1/transfer")
+        async def transfer() -> Response:
+            self.num_handshakes += 1
+            return Response(self.backend.metadata())
+
+        @app.get("/internal/v1/liveness")
+        async def liveness() -> Response:
+            if not self.has_beats_route:
+                return Response(status_code=404)
+            return StreamingResponse(self._beat())
+
+        @app.post("/internal/v1/leases/release")
+        async def release(request: Request) -> dict[str, Any]:
+            self.released += (await read_json_object(request))["lease_ids"]
+            return {"unknown": []}
+
+        @app.post("/internal/v1/leases/renew")
+        async def renew() -> dict[str, Any]:
+            return {"unknown": []}
+
+        @app.post("/internal/v1/pull")
+        async def pull(request: Request) -> Response:
+            """Answers what the test has queued: a body, or (status, headers, body); waits while there is nothing."""
+            self.queries.append(await read_json_object(request))
+            while not self.answers:
+                await asyncio.sleep(0.005)
+            answer = self.answers.pop(0)
+            if isinstance(answer, dict):
+                return JSONResponse(answer)
+            status, headers, body = answer
+            return JSONResponse(body, status, headers)
+
+        return app
+
+    async def _beat(self) -> AsyncIterator[str]:
+        while not self.is_over:
+            if self.beats:
+                yield json.dumps({"engine_id": ENGINE_ID, "epoch": str(self.epoch), "beat": 0}) + "\n"
+            await asyncio.sleep(0.02)
+
+
+__all__ = ["BLOCKS", "BLOCK_SIZE", "ENGINE_ID", "SIZES", "SLOTS", "PeerHolder"]

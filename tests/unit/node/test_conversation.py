@@ -1,0 +1,322 @@
+"""A pull in parts: what is read when, what counts as one outcome, and who owns the destinations on each way out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.errors import TransferError
+from common.kv_cache.keys import PrefixKeys, chain_root
+from common.kv_cache.manager import PullPlan
+from common.node.conversation import Conversation, FinishedPull, RemotePrefix
+from common.node.offers import Offer, Offers
+from common.transfer.backend import TransferCode
+from common.transfer.jobs import PullReason
+from tests.unit.node.conftest import Reader, Served
+from tests.unit.node.holder import BLOCK_SIZE, BLOCKS, SLOTS, PeerHolder
+
+pytestmark = pytest.mark.asyncio
+WAIT_S = 20.0
+NUM_TOKENS = 22  # five full blocks and a tail of two tokens
+PLAN = PullPlan(NUM_TOKENS, (tuple((index, 20 + index) for index in range(6)),), slot_id=3, num_cached_blocks=0)
+
+
+class ScriptedOffers(Offers):
+    """Offers that a test makes one by one."""
+
+    def __init__(self) -> None:
+        self._offer: Offer | None = None
+        self._error: TransferError | None = None
+        self._changed = asyncio.Event()
+        self.asked_after: list[int] = []
+        self.is_closed = False
+
+    def give(self, offer: Offer) -> None:
+        self._offer = offer
+        self._changed.set()
+
+    def fail(self, error: TransferError) -> None:
+        self._error = error
+        self._changed.set()
+
+    @property
+    def final(self) -> Offer | None:
+        return self._offer if self._offer is not None and self._offer.is_final else None
+
+    async def beyond(self, num_tokens: int) -> Offer:
+        self.asked_after.append(num_tokens)
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._offer is not None and (self._offer.is_final or self._offer.num_tokens > num_tokens):
+                return self._offer
+            self._changed.clear()
+            await self._changed.wait()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Talk:
+    """One conversation under test."""
+
+    def __init__(self, reader: Reader, served: Served, *, plan: PullPlan = PLAN, timeout_s: float = WAIT_S) -> None:
+        self.reader, self.holder = reader, served.holder
+        self.keys = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(NUM_TOKENS))
+        self.holder.tag(self.keys, NUM_TOKENS)
+        self.offers = ScriptedOffers()
+        remote = RemotePrefix(served.url, "lease", self.keys.key_at(NUM_TOKENS), NUM_TOKENS, self.keys, self.offers)
+        self.checked: list[Offer] = []
+        self.check_error: TransferError | None = None
+        self.num_terminal = 0
+        self.conversation = Conversation(
+            "seq",
+            remote,
+            plan,
+            puller=reader.puller,
+            peers=reader.peers,
+            timeout_s=timeout_s,
+            check=self._check,
+            on_terminal=self._count_terminal,
+        )
+        self.task = asyncio.create_task(self.conversation.run())
+
+    async def _check(self, plan: PullPlan, offer: Offer) -> None:
+        self.checked.append(offer)
+        if self.check_error is not None:
+            raise self.check_error
+
+    def _count_terminal(self) -> None:
+        self.num_terminal += 1
+
+    async def result(self) -> FinishedPull:
+        return await asyncio.wait_for(self.task, WAIT_S)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                assert not self.task.done(), self.task.result()
+                await asyncio.sleep(0.002)
+
+    def has_arrived(self, num_blocks: int) -> bool:
+        """Whether the first blocks, and no others, are here."""
+        here = [self.reader.memory.read(BLOCKS, 20 + i) == self.holder.memory.read(BLOCKS, 1 + i) for i in range(6)]
+        return here == [True] * num_blocks + [False] * (6 - num_blocks)
+
+    def has_state(self) -> bool:
+        return self.reader.memory.read(SLOTS, 3) == self.holder.memory.read(SLOTS, 1)
+
+
+StartTalk = Callable[..., Talk]
+
+
+@pytest_asyncio.fixture
+async def talk(reader: Reader, served: Served) -> AsyncIterator[StartTalk]:
+    talks: list[Talk] = []
+
+    def start(**options: Any) -> Talk:
+        talks.append(Talk(reader, served, **options))
+        return talks[-1]
+
+    yield start
+    for each in talks:
+        each.task.cancel()
+
+
+def thaw(holder: PeerHolder) -> None:
+    holder.hub.thaw(holder.backend.name)
+
+
+async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next_is_known(talk: StartTalk) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    it.offers.give(it.holder.offer(16))
+    await it.until(lambda: it.has_arrived(4))
+    assert not it.has_state()
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True, known_s=12.5))
+    result = await it.result()
+    assert result.ok
+    assert it.has_arrived(6)
+    assert it.has_state()
+    sizes = it.holder.memory.regions
+    assert result.num_bytes == 6 * sizes[BLOCKS].unit_bytes + sizes[SLOTS].unit_bytes
+    assert (result.num_blocks, result.num_states, result.num_early_parts) == (6, 1, 2)
+    assert (result.output_row, result.final_s, result.reason) == ("row", 12.5, "")
+    assert it.offers.asked_after == [0, 8, 16]
+    assert [offer.is_final for offer in it.checked] == [True]
+
+
+async def test_blocks_that_are_here_already_when_pulled_are_neither_asked_for_nor_read(talk: StartTalk) -> None:
+    it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_cached_blocks=4))
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert (result.num_blocks, result.num_states) == (2, 0)
+    assert result.num_bytes == 2 * it.holder.memory.regions[BLOCKS].unit_bytes
+    assert it.offers.asked_after == [12]
+    assert not it.has_state()
+
+
+async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_reads_nothing(talk: StartTalk) -> None:
+    it = talk(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_cached_blocks=6))
+    it.offers.give(it.holder.offer(20))
+    await it.until(lambda: it.offers.asked_after)
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert (result.ok, result.num_bytes, result.num_descriptors, result.output_row) == (True, 0, 0, "row")
+
+
+async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    it.holder.memory.set_generation("block_generations", 4, 4711)
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.STALE_GENERATION)
+    assert result.num_bytes == 0
+
+
+async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(talk: StartTalk) -> None:
+    it = talk()
+    offer = it.holder.offer(NUM_TOKENS, is_final=True)
+    swapped = offer.block_ids[0][1::-1] + offer.block_ids[0][2:]
+    values = tuple(1000 + each for each in swapped)
+    it.offers.give(
+        Offer(**{name: getattr(offer, name) for name in offer.__slots__}
+              | {"block_ids": (swapped,), "block_generations": (values,)})
+    )  # fmt: skip
+    result = await it.result()
+    assert (result.ok, result.reason) == (False, PullReason.WRONG_CONTENT)
+
+
+@pytest.mark.parametrize("num_early", [0, 2])
+async def test_offers_when_they_fail_then_the_pull_fails_with_their_reason(talk: StartTalk, num_early: int) -> None:
+    it = talk()
+    if num_early:
+        it.offers.give(it.holder.offer(num_early * BLOCK_SIZE))
+        await it.until(lambda: it.has_arrived(num_early))
+    it.offers.fail(TransferError("the leg failed", code="leg_failed"))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, "leg_failed")
+    assert it.checked == []
+
+
+async def test_offers_when_none_comes_for_the_timeout_then_deadline(talk: StartTalk) -> None:
+    it = talk(timeout_s=0.05)
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DEADLINE)
+
+
+async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(talk: StartTalk) -> None:
+    it = talk(timeout_s=0.5)
+    for num_tokens in (4, 8, 12, 16):
+        await asyncio.sleep(0.2)
+        it.offers.give(it.holder.offer(num_tokens))
+    await asyncio.sleep(0.2)
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    assert (await it.result()).ok
+
+
+async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(talk: StartTalk) -> None:
+    it = talk()
+    it.check_error = TransferError("block 2 has another digest", code=PullReason.DIGEST_MISMATCH)
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DIGEST_MISMATCH)
+
+
+async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(talk: StartTalk) -> None:
+    it = talk()
+    await it.until(lambda: it.offers.asked_after)
+    it.conversation.cancel()
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.CANCELLED)
+
+
+async def test_cancel_when_a_part_is_in_flight_then_ends_when_its_destination_is_safe(
+    talk: StartTalk, served: Served
+) -> None:
+    it = talk()
+    it.holder.hub.freeze(it.holder.backend.name)
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.reader.puller.num_active)
+    await asyncio.sleep(0.05)  # posted by now
+    it.conversation.cancel()
+    await asyncio.sleep(0.1)
+    assert not it.task.done()
+    thaw(it.holder)
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.CANCELLED)
+
+
+async def test_peer_when_lost_between_parts_then_ends_at_once_and_nothing_is_in_quarantine(
+    talk: StartTalk,
+) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    it.holder.is_over = True  # its liveness stream ends
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.PEER_LOST)
+
+
+async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_only_when_it_is_safe(
+    talk: StartTalk,
+) -> None:
+    it = talk()
+    it.holder.hub.freeze(it.holder.backend.name)
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.reader.puller.num_active)
+    await asyncio.sleep(0.05)  # posted by now
+    it.holder.is_over = True
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, False, PullReason.PEER_LOST)
+    await asyncio.sleep(0.1)
+    assert it.num_terminal == 0
+    thaw(it.holder)
+    async with asyncio.timeout(WAIT_S):
+        while not it.num_terminal:
+            await asyncio.sleep(0.005)
+    assert it.num_terminal == 1
+
+
+async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(talk: StartTalk) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    it.holder.backend.recreate()
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert result.ok, result
+    assert it.has_arrived(6)
+    assert it.holder.num_handshakes == 2
+
+
+async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fails(
+    talk: StartTalk, served: Served
+) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    it.holder.backend.close()
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert not result.ok
+    assert result.terminal
+    assert result.reason in (TransferCode.CLOSED, TransferCode.TRANSFER_FAILED, "peer_unreachable")
+
+
+async def test_epoch_when_it_changes_between_parts_then_nothing_of_the_new_life_is_read(talk: StartTalk) -> None:
+    it = talk()
+    it.offers.give(it.holder.offer(8))
+    await it.until(lambda: it.has_arrived(2))
+    offer = it.holder.offer(NUM_TOKENS, is_final=True)
+    it.offers.give(Offer(**{name: getattr(offer, name) for name in offer.__slots__} | {"epoch": 78}))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, "peer_restarted")
+    assert it.has_arrived(2)

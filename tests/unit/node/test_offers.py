@@ -1,0 +1,161 @@
+"""The poll that follows a rendezvous: what it asks, what ends it, and that the holder hears of every way out once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.api.manifest import Manifest, ManifestShape, PartialManifest
+from common.errors import PrefillLegFailedError, PrefillLegRejectedError, TransferError
+from common.node.offers import Offer, RendezvousOffers
+from tests.unit.node.conftest import Reader, Served
+from tests.unit.node.holder import BLOCK_SIZE, ENGINE_ID
+
+pytestmark = pytest.mark.asyncio
+WAIT_S = 20.0
+SHAPE = ManifestShape(num_block_groups=1, has_state=True)
+
+
+def part(num_tokens: int) -> PartialManifest:
+    ids = (tuple(range(1, num_tokens // BLOCK_SIZE + 1)),)
+    return PartialManifest(ENGINE_ID, 77, "00ff", BLOCK_SIZE, num_tokens, ids, ids, 30.0)
+
+
+def manifest(num_tokens: int) -> Manifest:
+    ids = (tuple(range(1, -(-num_tokens // BLOCK_SIZE) + 1)),)
+    return Manifest(
+        ENGINE_ID, "r", "127.0.0.1", 1, num_tokens, BLOCK_SIZE, ids, ids, 77, "00ff", "r", 30.0, bytes(32), slot_id=1
+    )
+
+
+def read(each: Manifest | PartialManifest) -> Offer:
+    """As ``Offer.of``, without a model."""
+    if each.num_tokens == 13:
+        raise TransferError("another prompt", code="wrong_content")
+    is_final = isinstance(each, Manifest)
+    return Offer(each.engine_id, each.epoch, each.num_tokens, each.block_ids, each.generations, is_final, 0.0)
+
+
+@pytest_asyncio.fixture
+async def offers(reader: Reader, served: Served) -> AsyncIterator[RendezvousOffers]:
+    await reader.peers.meet(served.url)
+    made = RendezvousOffers(reader.peers, reader.leases, served.url, "r", SHAPE, read)
+    made.start()
+    yield made
+    made.close()
+    await asyncio.sleep(0.02)  # the poll that was cancelled closes its connection
+
+
+async def beyond(offers: RendezvousOffers, num_tokens: int) -> Offer:
+    return await asyncio.wait_for(offers.beyond(num_tokens), WAIT_S)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def afters(served: Served) -> list[Any]:
+    return [query["after"] for query in served.holder.queries]
+
+
+async def test_poll_when_parts_come_then_asks_beyond_each_and_ends_with_the_final_one(
+    offers: RendezvousOffers, served: Served
+) -> None:
+    served.holder.answers += [part(8).to_params()]
+    assert (await beyond(offers, 0)).num_tokens == 8
+    assert offers.final is None
+    served.holder.answers += [{"final": False, "remote_num_tokens": 8}, part(16).to_params()]
+    assert (await beyond(offers, 8)).num_tokens == 16
+    served.holder.answers += [manifest(18).to_params()]
+    final = await beyond(offers, 16)
+    assert (final.is_final, final.num_tokens, final.slot_id) == (True, 18, 0)
+    assert offers.final == final
+    assert (await beyond(offers, 100)) == final
+    assert afters(served) == [0, 8, 8, 16]
+    offers.close()
+    offers.close()
+    await until(lambda: served.holder.released)
+    await asyncio.sleep(0.05)
+    assert served.holder.released == ["r"]
+
+
+async def test_close_when_nothing_is_final_then_the_leg_is_called_off(offers: RendezvousOffers, served: Served) -> None:
+    served.holder.answers += [part(8).to_params()]
+    await beyond(offers, 0)
+    offers.close()
+    await until(lambda: served.holder.released == ["r"])
+    with pytest.raises(TransferError) as caught:
+        await beyond(offers, 8)
+    assert caught.value.code == "cancelled"
+
+
+async def test_poll_when_the_leg_failed_then_says_so_and_there_is_nothing_to_call_off(
+    offers: RendezvousOffers, served: Served
+) -> None:
+    served.holder.answers += [(500, {"X-Tandem-Leg": "failed"}, {"error": {"message": "oops", "code": "x"}})]
+    with pytest.raises(PrefillLegFailedError) as caught:
+        await beyond(offers, 0)
+    assert (caught.value.status, caught.value.code) == (502, "leg_failed")
+    offers.close()
+    await asyncio.sleep(0.05)
+    assert served.holder.released == []
+
+
+async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_hear(
+    offers: RendezvousOffers, served: Served
+) -> None:
+    error = {"message": "257 wait", "code": "queue_full", "type": "rate_limit_error", "param": None}
+    served.holder.answers += [(429, {"X-Tandem-Leg": "failed", "Retry-After": "3"}, {"error": error})]
+    with pytest.raises(PrefillLegRejectedError) as caught:
+        await beyond(offers, 0)
+    rejected = caught.value
+    assert (rejected.status, rejected.code, rejected.type, rejected.retry_after_s) == (
+        429,
+        "queue_full",
+        "rate_limit_error",
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ((404, {}, {"error": {"message": "no leg", "code": "unknown_pull"}}), "unknown_pull"),
+        ((499, {"X-Tandem-Leg": "failed"}, {}), "leg_failed"),
+        ((401, {}, {"error": {"message": "key", "code": "invalid_cluster_key"}}), "transfer_failed"),
+        ({"final": False, "remote_num_tokens": 7}, "bad_manifest"),
+        ({"final": True, "remote_num_tokens": 5}, "bad_manifest"),
+        (manifest(13).to_params(), "wrong_content"),
+    ],
+)
+async def test_poll_when_the_answer_is_of_no_use_then_fails_with_a_code(
+    offers: RendezvousOffers, served: Served, answer: Any, code: str
+) -> None:
+    served.holder.answers += [answer]
+    with pytest.raises(TransferError) as caught:
+        await beyond(offers, 0)
+    assert caught.value.code == code
+
+
+async def test_final_manifest_when_it_is_not_usable_then_its_lease_is_released_all_the_same(
+    offers: RendezvousOffers, served: Served
+) -> None:
+    served.holder.answers += [manifest(13).to_params()]
+    with pytest.raises(TransferError):
+        await beyond(offers, 0)
+    offers.close()
+    await until(lambda: served.holder.released == ["r"])
+
+
+async def test_poll_when_the_peer_is_lost_then_ends_at_once(offers: RendezvousOffers, served: Served) -> None:
+    await until(lambda: served.holder.queries)
+    served.holder.is_over = True
+    with pytest.raises(TransferError) as caught:
+        await beyond(offers, 0)
+    assert caught.value.code == "peer_lost"

@@ -1,0 +1,224 @@
+"""Rendezvous: the leg and its reader find each other in every order, and every way out is told to whoever waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from common.api.handoff import prefill_leg_params
+from common.api.manifest import Manifest, PartialManifest
+from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError
+from common.node import rendezvous
+from common.node.rendezvous import RendezvousTable, UnknownPullError, refused_rendezvous
+
+pytestmark = pytest.mark.asyncio
+LONG_S = 30.0
+
+
+def part(num_tokens: int) -> PartialManifest:
+    num_blocks = num_tokens // 4
+    ids = (tuple(range(1, num_blocks + 1)),)
+    return PartialManifest("engine", 7, "00ff", 4, num_tokens, ids, ids, 30.0)
+
+
+def manifest(num_tokens: int = 10) -> Manifest:
+    ids = (tuple(range(1, -(-num_tokens // 4) + 1)),)
+    return Manifest(
+        "engine", "r", "127.0.0.1", 8100, num_tokens, 4, ids, ids, 7, "00ff", "r", 30.0, bytes(32), slot_id=1
+    )
+
+
+class Holder:
+    """A table over a make-believe node: which ids are leased, which legs were called off."""
+
+    def __init__(self, *, leg_wait_s: float = LONG_S) -> None:
+        self.in_use: set[str] = set()
+        self.called_off: list[str] = []
+        self.table = RendezvousTable(
+            asyncio.get_running_loop(),
+            is_in_use=lambda each: each in self.in_use,
+            call_off=self.called_off.append,
+            leg_wait_s=leg_wait_s,
+        )
+
+
+@pytest_asyncio.fixture
+async def holder() -> AsyncIterator[Holder]:
+    yield Holder()
+
+
+async def waiting(table: RendezvousTable, after: int = 0) -> asyncio.Task[Any]:
+    """A reader that waits by now."""
+    task = asyncio.create_task(table.wait("r", after, LONG_S))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def test_reader_when_it_comes_before_the_leg_then_gets_parts_and_the_end(holder: Holder) -> None:
+    reader = await waiting(holder.table)
+    holder.table.open("r")
+    await asyncio.sleep(0)
+    assert not reader.done()
+    holder.table.advance("r", part(4))
+    assert await reader == part(4)
+    reader = await waiting(holder.table, after=4)
+    holder.table.advance("r", part(8))
+    assert await reader == part(8)
+    reader = await waiting(holder.table, after=8)
+    assert holder.table.finish("r", manifest())
+    assert await reader == manifest()
+
+
+async def test_reader_when_it_comes_late_then_is_answered_at_once_as_often_as_it_asks(holder: Holder) -> None:
+    holder.table.open("r")
+    holder.table.advance("r", part(8))
+    assert await holder.table.wait("r", 4, LONG_S) == part(8)
+    holder.table.finish("r", manifest())
+    for after in (0, 8, 100):
+        assert await holder.table.wait("r", after, LONG_S) == manifest()
+
+
+async def test_reader_when_its_time_is_over_then_hears_that_nothing_is_new(holder: Holder) -> None:
+    assert await holder.table.wait("r", 0, 0.0) is None
+    holder.table.open("r")
+    holder.table.advance("r", part(4))
+    assert await holder.table.wait("r", 4, 0.01) is None
+
+
+async def test_reader_when_no_leg_comes_then_404_and_nothing_is_kept() -> None:
+    holder = Holder(leg_wait_s=0.02)
+    with pytest.raises(UnknownPullError) as caught:
+        await holder.table.wait("r", 0, LONG_S)
+    assert (caught.value.status, caught.value.code) == (404, "unknown_pull")
+    assert len(holder.table) == 0
+
+
+async def test_leg_when_it_fails_then_waiting_and_late_readers_get_its_error(holder: Holder) -> None:
+    reader = await waiting(holder.table)
+    holder.table.open("r")
+    error = TandemError("the engine failed")
+    holder.table.fail("r", error)
+    with pytest.raises(TandemError, match="the engine failed"):
+        await reader
+    with pytest.raises(TandemError, match="the engine failed"):
+        await holder.table.wait("r", 0, LONG_S)
+
+
+async def test_leg_when_refused_before_it_began_then_its_reader_hears_at_once(holder: Holder) -> None:
+    reader = await waiting(holder.table)
+    holder.table.refuse("r", QueueFullError("257 requests are waiting"))
+    with pytest.raises(QueueFullError):
+        await reader
+    holder.table.refuse("other", QueueFullError("257 requests are waiting"))
+    with pytest.raises(QueueFullError):
+        await holder.table.wait("other", 0, LONG_S)
+
+
+async def test_refusal_when_the_name_is_another_legs_then_that_one_goes_on(holder: Holder) -> None:
+    holder.table.open("r")
+    reader = await waiting(holder.table)
+    holder.table.refuse("r", QueueFullError("a copy of the leg was refused"))
+    holder.in_use.add("leased")
+    holder.table.refuse("leased", QueueFullError("a copy of the leg was refused"))
+    holder.table.finish("r", manifest())
+    assert await reader == manifest()
+    assert len(holder.table) == 1
+
+
+@pytest.mark.parametrize("state", ["running", "final", "failed", "leased", "awaited and leased"])
+async def test_open_when_the_name_is_in_use_then_400_names_it(holder: Holder, state: str) -> None:
+    if "leased" in state:
+        holder.in_use.add("r")
+    else:
+        holder.table.open("r")
+    if state == "awaited and leased":
+        await holder.table.wait("r", 0, 0.0)
+    if state == "final":
+        holder.table.finish("r", manifest())
+    if state == "failed":
+        holder.table.fail("r", TandemError("no"))
+    with pytest.raises(InvalidRequestError) as caught:
+        holder.table.open("r")
+    assert caught.value.param == "kv_transfer_params.tandem_rendezvous"
+
+
+async def test_release_when_the_leg_runs_then_it_is_called_off_and_its_end_releases_the_lease(holder: Holder) -> None:
+    holder.table.open("r")
+    assert holder.table.release("r")
+    assert holder.called_off == ["r"]
+    assert not holder.table.finish("r", manifest())
+    assert len(holder.table) == 0
+
+
+async def test_release_when_the_leg_is_still_to_come_then_it_does_not_begin(holder: Holder) -> None:
+    await holder.table.wait("r", 0, 0.0)
+    assert holder.table.release("r")
+    with pytest.raises(RequestAbortedError):
+        holder.table.open("r")
+    assert len(holder.table) == 0
+    assert holder.called_off == []
+
+
+async def test_release_when_it_overtakes_leg_and_reader_then_the_leg_does_not_begin() -> None:
+    holder = Holder(leg_wait_s=0.05)
+    assert not holder.table.release("r", may_come=True)
+    with pytest.raises(RequestAbortedError):
+        holder.table.open("r")
+    holder.in_use.add("leased")
+    for name in ("leased", "late"):
+        assert not holder.table.release(name, may_come=True)
+    assert len(holder.table) == 1
+    async with asyncio.timeout(LONG_S):
+        while len(holder.table):
+            await asyncio.sleep(0.005)
+    assert not holder.table.release("plain")
+    assert len(holder.table) == 0
+
+
+async def test_release_when_final_then_nothing_is_kept_and_when_unknown_then_false(holder: Holder) -> None:
+    holder.table.open("r")
+    holder.table.finish("r", manifest())
+    assert holder.table.release("r")
+    assert len(holder.table) == 0
+    assert not holder.table.release("r")
+    assert holder.called_off == []
+
+
+async def test_final_when_its_lease_has_ended_then_is_forgotten(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LEASE_LOOK_S", 0.01)
+    holder.table.open("r")
+    holder.in_use.add("r")
+    holder.table.finish("r", manifest())
+    await asyncio.sleep(0.05)
+    assert len(holder.table) == 1
+    holder.in_use.clear()
+    async with asyncio.timeout(LONG_S):
+        while len(holder.table):
+            await asyncio.sleep(0.005)
+
+
+async def test_table_when_full_then_429_for_readers_and_legs(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_OPEN", 2)
+    holder.table.open("a")
+    await holder.table.wait("b", 0, 0.0)
+    with pytest.raises(QueueFullError, match="limit is 2"):
+        holder.table.open("c")
+    holder.table.refuse("c", TandemError("no"))
+    with pytest.raises(QueueFullError):
+        await holder.table.wait("c", 0, LONG_S)
+    assert len(holder.table) == 2
+
+
+async def test_refused_rendezvous_reads_only_prefill_legs_that_name_one() -> None:
+    assert refused_rendezvous({"kv_transfer_params": prefill_leg_params("abc"), "prompt": 7}) == "abc"
+    decode_leg = {"do_remote_prefill": True, "tandem_rendezvous": "abc"}
+    bad = {"do_remote_decode": True, "tandem_rendezvous": ["abc"]}
+    for params in (None, [], "x", prefill_leg_params(), decode_leg, bad):
+        assert refused_rendezvous({"kv_transfer_params": params}) is None

@@ -1,0 +1,261 @@
+"""Asking other nodes for a prefix by its content: which answers are used, and that nothing else ever matters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.api.manifest import Manifest
+from common.api.pull import ContentQuery, miss_answer, parse_query
+from common.api.source_hints import SourceHint
+from common.errors import FingerprintMismatchError, InvalidRequestError, TransferError
+from common.kv_cache.generations import content_tag
+from common.kv_cache.manager import KVCacheManager
+from common.node.sources import PrefixSources, answer_content
+from tests.unit.kv_cache.turns import run_turn
+from tests.unit.kv_cache.world import make_config
+
+PROMPT = list(range(40))
+FIRST, SECOND = SourceHint("http://127.0.0.1:8201", 11), SourceHint("http://127.0.0.1:8202", 22)
+FINGERPRINT = "ab" * 16
+
+Answerer = Callable[[str, ContentQuery], Coroutine[Any, Any, dict[str, Any]]]
+
+
+@dataclass
+class FakeNode:
+    """A cache manager and nothing else that is real; peers answer as the test says."""
+
+    answer: Answerer | None = None
+    manager: KVCacheManager = field(default_factory=lambda: KVCacheManager(make_config()))
+    asked: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    refused: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.backend = SimpleNamespace(fingerprint=FINGERPRINT)
+        storage = SimpleNamespace()
+        self.model = SimpleNamespace(
+            manager=self.manager, cache_config=self.manager.config, loaded=None, max_model_len=64, storage=storage
+        )
+        self.config = SimpleNamespace(kv_transfer_verify="off", kv_lease_seconds=30.0, port=8200)
+        self.advertised_host, self.engine_id = "127.0.0.1", "engine"
+        self.core = self.engine = self.peers = self.metrics = self
+        self.liveness = SimpleNamespace(check=self.check_allowed)
+        self.remote_leases = SimpleNamespace(
+            hold=lambda lease_id, url, seconds: self.held.append(lease_id),
+            release=lambda lease_id: lease_id in self.held and self.held.remove(lease_id),
+            call_off=lambda lease_id, url: self.given_up.append(url),
+        )
+
+    # --- engine
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def post(self, function: Callable[[], Any]) -> None:
+        function()
+
+    def num_local_tokens(self, keys: Any) -> int:
+        return self.manager.lookup(keys, keys.num_tokens).num_tokens
+
+    def lease_prefix(self, keys: Any, lease_id: str, *, deeper_than: int) -> Any:
+        return self.manager.lease_prefix(keys, keys.num_tokens, lease_id, 1e9, deeper_than=deeper_than)
+
+    # --- peers, metrics
+
+    def check_allowed(self, url: str) -> None:
+        if url in self.refused:
+            raise InvalidRequestError(f"{url} is not a peer")
+
+    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.asked.append(url)
+        assert self.answer is not None
+        query = parse_query(body, vocab_size=100)
+        assert isinstance(query, ContentQuery)
+        return await self.answer(url, query)
+
+    def inc(self, name: str, *, result: str) -> None:
+        assert name == "source_queries_total"
+        self.results.append(result)
+
+
+def manifest(query: ContentQuery, num_tokens: int = 30, **changes: Any) -> dict[str, Any]:
+    """A good answer, but for ``changes``."""
+    keys = KVCacheManager(make_config()).prefix_keys(query.prompt_token_ids, query.cache_salt)
+    num_blocks = -(-num_tokens // 4)
+    fields = {
+        "engine_id": "peer",
+        "request_id": query.id,
+        "host": "127.0.0.1",
+        "port": 8201,
+        "num_tokens": num_tokens,
+        "block_size": 4,
+        "block_ids": (tuple(range(1, num_blocks + 1)),),
+        "generations": ((7,) * num_blocks,),
+        "epoch": FIRST.epoch,
+        "fingerprint": FINGERPRINT,
+        "lease_id": query.id,
+        "lease_seconds": 30.0,
+        "prefix_key": keys.key_at(min(num_tokens, keys.num_tokens)),
+        "slot_id": 3,
+        "slot_generation": 9,
+    }
+    return Manifest(**{**fields, **changes}).to_params()
+
+
+def find(node: FakeNode, hints: Sequence[SourceHint] = (FIRST,), prompt: Sequence[int] = PROMPT) -> Any:
+    """What the block inside ``prefix`` gets; None or (tokens, url)."""
+
+    async def run() -> Any:
+        async with PrefixSources(node).prefix(prompt, None, hints) as found:  # type: ignore[arg-type]
+            if found is None:
+                return None
+            offer = await found.offers.beyond(0)
+            assert (offer.num_tokens, offer.is_final, offer.epoch) == (found.num_tokens, True, FIRST.epoch)
+            assert node.held == [found.lease_id]
+            return found.num_tokens, found.url
+
+    return asyncio.run(run())
+
+
+def test_answer_when_good_then_leased_inside_and_released_after() -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        assert (query.have, query.fingerprint, list(query.prompt_token_ids)) == (0, FINGERPRINT, PROMPT)
+        return manifest(query)
+
+    node = FakeNode(answer)
+    assert find(node) == (30, FIRST.url)
+    assert (node.results, node.held, node.given_up) == (["hit"], [], [])
+
+
+def test_second_source_when_the_first_has_nothing_then_asked() -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        return miss_answer() if url == SECOND.url else manifest(query)
+
+    node = FakeNode(answer)
+    assert find(node, (SECOND, FIRST)) == (30, FIRST.url)
+    assert (node.asked, node.results, node.given_up) == ([SECOND.url, FIRST.url], ["miss", "hit"], [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_tokens": 40, "prefix_key": bytes(32)},
+        {"prefix_key": bytes(32)},
+        {"epoch": 12},
+        {"block_size": 5, "block_ids": ((1,) * 6,), "generations": ((1,) * 6,)},
+        {"fingerprint": "cd" * 16},
+        {"lease_id": "another"},
+        {"slot_id": 0},
+        {"block_ids": (), "generations": ()},
+        {"num_tokens": 44},
+        {"num_tokens": 16},
+    ],
+    ids=str,
+)
+def test_answer_when_it_is_not_what_was_asked_for_then_given_back_and_not_used(changes: dict[str, Any]) -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        return manifest(query, **changes)
+
+    node = FakeNode(answer)
+    run_turn(node.manager, PROMPT[:16], donate=True)  # 16 tokens are here
+    assert find(node) is None
+    assert (node.results, node.held, node.given_up) == (["mismatch"], [], [FIRST.url])
+
+
+def test_source_when_slow_or_broken_then_passed_over_in_time() -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        if url == FIRST.url:
+            await asyncio.sleep(30)
+        raise TransferError("gone")
+
+    node = FakeNode(answer)
+    assert find(node, (FIRST, SECOND)) is None
+    assert node.results == ["timeout", "failed"]
+    assert node.given_up == [FIRST.url, SECOND.url]
+
+
+def test_source_when_not_a_peer_then_never_called() -> None:
+    node = FakeNode(refused=(FIRST.url,))
+    assert find(node) is None
+    assert (node.asked, node.results, node.given_up) == ([], ["refused"], [])
+
+
+@pytest.mark.parametrize("known", [34, 40])
+def test_sources_when_less_than_two_blocks_are_missing_then_nobody_is_asked(known: int) -> None:
+    node = FakeNode()
+    run_turn(node.manager, PROMPT[:known], donate=True)
+    assert find(node) is None
+    assert find(node, prompt=PROMPT[:8]) is None
+    assert find(node, hints=()) is None
+    assert node.results == []
+
+
+@pytest.mark.parametrize("options", [{"caching": False}, {"mode": "none"}])
+def test_sources_when_states_are_not_cached_here_then_nobody_is_asked(options: dict[str, Any]) -> None:
+    node = FakeNode(manager=KVCacheManager(make_config(**options)))
+    assert find(node) is None
+
+
+# --- the holder's side
+
+
+def query_of(node: FakeNode, prompt: Sequence[int] = PROMPT, **changes: Any) -> ContentQuery:
+    keys = node.manager.prefix_keys(prompt)
+    fields = {
+        "id": "content-1",
+        "prompt_token_ids": tuple(prompt),
+        "cache_salt": None,
+        "fingerprint": FINGERPRINT,
+        "prefix_key": keys.key_at(len(prompt)),
+        "have": 0,
+    }
+    return ContentQuery(**{**fields, **changes})
+
+
+def ask(node: FakeNode, query: ContentQuery) -> dict[str, Any]:
+    return asyncio.run(answer_content(node, query))  # type: ignore[arg-type]
+
+
+def test_holder_when_it_has_a_prefix_then_a_manifest_under_the_readers_id() -> None:
+    node = FakeNode()
+    run_turn(node.manager, PROMPT[:22], donate=True)
+    answer = Manifest.from_params(ask(node, query_of(node)), needs_token_ids=False)
+    keys = node.manager.prefix_keys(PROMPT)
+    assert (answer.num_tokens, answer.lease_id, answer.prefix_key) == (22, "content-1", keys.key_at(22))
+    assert answer.epoch == node.manager.generations.epoch
+    assert node.manager.generations.tag("slots", answer.slot_id) == content_tag(answer.prefix_key)
+    assert node.manager.release_lease("content-1")
+    assert ask(node, query_of(node, have=22)) == {"final": True, "remote_num_tokens": 0}
+    assert node.manager.stats().leases_active == 0
+
+
+def test_holder_when_the_question_does_not_fit_then_refused_by_name() -> None:
+    node = FakeNode()
+    with pytest.raises(FingerprintMismatchError, match=f"fingerprint cdcd is of another .* {FINGERPRINT}") as caught:
+        ask(node, query_of(node, fingerprint="cdcd"))
+    assert (caught.value.status, caught.value.code) == (409, "fingerprint_mismatch")
+    for query, param in (
+        (query_of(node, cache_salt="another"), "prefix_key"),
+        (query_of(node, prompt=[1] * 65), "prompt_token_ids"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            ask(node, query)
+        assert refused.value.param == param
+
+
+def test_holder_when_the_answer_cannot_be_made_then_its_lease_ends() -> None:
+    node = FakeNode()
+    run_turn(node.manager, PROMPT[:22], donate=True)
+    node.config.kv_transfer_verify = "all"  # and there are no bytes to digest
+    with pytest.raises(AttributeError):
+        ask(node, query_of(node))
+    assert node.manager.stats().leases_active == 0
