@@ -1,0 +1,218 @@
+"""What is under deploy/ fits the code: metrics exist, flags exist, ports and probes are those of the processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.metrics.table import METRICS, PREFIX, Kind
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy"
+OVERLAYS = sorted(path.parent for path in (DEPLOY / "kubernetes" / "overlays").glob("*/kustomization.yaml"))
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+# Made by the adapter's rules from the metrics that those name.
+ADAPTED = {"tandem_kv_blocks_occupied_ratio", "tandem_request_itl_slow_ratio"}
+# Of the images and of compose, not of the processes.
+NOT_FLAGS = {"TANDEM_TEST_HOOKS"}
+
+
+def exposed_names() -> set[str]:
+    names = set()
+    for spec in METRICS:
+        name = PREFIX + spec.name
+        suffixes = ("_bucket", "_sum", "_count") if spec.kind is Kind.HISTOGRAM else ("",)
+        names |= {name + suffix for suffix in suffixes}
+    return names
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    for path in sorted((DEPLOY / "prometheus" / "rules").glob("*.yml")):
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            yield from group["rules"]
+
+
+def recorded_names() -> set[str]:
+    return {rule["record"] for rule in rules() if "record" in rule}
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics and recording rules that an expression asks for."""
+    recorded = set(re.findall(r"\w+:tandem_\w+:\w+", expression))
+    for name in recorded:
+        expression = expression.replace(name, "")
+    return recorded | set(re.findall(r"\btandem_\w+", expression))
+
+
+def panels(path: Path) -> Iterator[dict[str, Any]]:
+    yield from (panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row")
+
+
+def flag_variables() -> set[str]:
+    flags = set(re.findall(r"^\| `(--[a-z-]+)", (ROOT / "docs" / "flags.md").read_text(), re.MULTILINE))
+    return {"TANDEM_" + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
+
+
+def test_rules_when_read_then_ask_for_metrics_that_exist() -> None:
+    known = exposed_names() | recorded_names()
+    asked = {name for rule in rules() for name in names_in(rule["expr"])}
+    assert asked - known == set()
+    assert len(asked) > 10
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboard_when_read_then_asks_for_metrics_that_exist_and_explains_every_panel(path: Path) -> None:
+    known = exposed_names() | recorded_names()
+    found = list(panels(path))
+    assert len(found) >= 6
+    for panel in found:
+        assert len(panel["description"]) > 10, panel["title"]
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            names = names_in(target["expr"])
+            assert names, target["expr"]
+            assert names <= known, (panel["title"], names - known)
+
+
+def test_metrics_when_exposed_then_each_is_on_a_dashboard_or_in_a_rule() -> None:
+    shown = {
+        name for path in DASHBOARDS for panel in panels(path) for t in panel["targets"] for name in names_in(t["expr"])
+    }
+    shown |= {name for rule in rules() for name in names_in(rule["expr"])}
+    missing = [
+        spec.name
+        for spec in METRICS
+        if not any(PREFIX + spec.name + suffix in shown for suffix in ("", "_bucket", "_sum", "_count"))
+    ]
+    assert missing == []
+
+
+def test_dashboards_when_built_again_then_are_the_files() -> None:
+    build = runpy.run_path(str(DEPLOY / "grafana" / "build.py"))
+    assert {path.stem for path in DASHBOARDS} == set(build["DASHBOARDS"])
+    for path in DASHBOARDS:
+        assert path.read_text() == build["render"](path.stem), "run `python deploy/grafana/build.py`"
+
+
+def test_alerts_when_listed_then_each_has_its_runbook_entry_and_its_rule_test() -> None:
+    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    tested = (DEPLOY / "prometheus" / "tests" / "alerts_test.yml").read_text()
+    assert set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE)) == set(alerts)
+    for name, rule in alerts.items():
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{name.lower()}"
+        assert f"alertname: {name}\n" in tested
+
+
+def test_environment_names_when_set_in_deploy_files_then_are_flags() -> None:
+    known = flag_variables() | NOT_FLAGS
+    files = [
+        DEPLOY / "compose.yaml",
+        DEPLOY / ".env.example",
+        DEPLOY / "docker" / "Dockerfile",
+        *(DEPLOY / "kubernetes").rglob("*.yaml"),
+    ]
+    for path in files:
+        names = set(re.findall(r"\bTANDEM_[A-Z_]+", path.read_text()))
+        assert names <= known, (path, names - known)
+
+
+def test_compose_variables_when_used_then_are_explained_in_the_example() -> None:
+    used = set(re.findall(r"\$\{([A-Z_]+)", (DEPLOY / "compose.yaml").read_text()))
+    explained = set(re.findall(r"^#? ?([A-Z_]+)=", (DEPLOY / ".env.example").read_text(), re.MULTILINE))
+    assert used == explained
+
+
+def test_compose_when_read_then_ports_commands_and_addresses_fit_together() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert services["proxy"]["environment"]["TANDEM_PREFILL"] == "http://prefill:8100"
+    assert services["proxy"]["environment"]["TANDEM_DECODE"] == "http://decode:8200"
+    for name, port in (("prefill", "8100"), ("decode", "8200")):
+        for variant in (name, name + "-gpu"):
+            assert services[variant]["command"] == [name]
+            assert services[variant]["environment"]["TANDEM_PORT"] == port
+            assert services[variant]["environment"]["TANDEM_ADVERTISE_HOST"] == name
+    for service in services.values():
+        for published in service.get("ports", ()):
+            assert published.startswith("127.0.0.1:"), published
+    [scrape, _] = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert scrape["static_configs"] == [{"targets": ["proxy:8000", "prefill:8100", "decode:8200"]}]
+
+
+def test_kubernetes_workloads_when_read_then_probes_ports_and_roles_are_those_of_the_processes() -> None:
+    for name, port in (("proxy", 8000), ("prefill", 8100), ("decode", 8200)):
+        documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / f"{name}.yaml").read_text()))
+        [workload] = [each for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
+        pod = workload["spec"]["template"]
+        assert pod["metadata"]["labels"]["tandem.role"] == name
+        [container] = pod["spec"]["containers"]
+        assert container["args"] == [name]
+        assert container["ports"] == [{"name": "http", "containerPort": port}]
+        paths = {
+            probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        }
+        assert paths == {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def run_tool(*command: str, cwd: Path = ROOT) -> str:
+    """Output of a tool that is not ours; the test is skipped where it is not installed."""
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_prometheus_when_it_reads_the_rules_then_accepts_them_and_their_tests_pass() -> None:
+    folder = DEPLOY / "prometheus"
+    run_tool("promtool", "check", "rules", *(str(path) for path in sorted((folder / "rules").glob("*.yml"))))
+    run_tool("promtool", "check", "config", str(folder / "prometheus.yml"))
+    run_tool("promtool", "test", "rules", "alerts_test.yml", cwd=folder / "tests")
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_when_the_tool_reads_it_then_is_accepted(profile: str, tmp_path: Path) -> None:
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed")
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    (tmp_path / "deploy" / "secrets").mkdir()
+    (tmp_path / "deploy" / "secrets" / "cluster_key").write_text("key\n")
+    folder = tmp_path / "deploy"
+    run_tool("docker-compose", "--env-file", ".env.example", "--profile", profile, "config", "--quiet", cwd=folder)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_overlay_when_built_then_its_parts_refer_to_each_other(overlay: Path) -> None:
+    documents = [each for each in yaml.safe_load_all(run_tool("kubectl", "kustomize", str(overlay))) if each]
+    names = {(each["kind"], each["metadata"]["name"]) for each in documents}
+    topology = next(each["data"] for each in documents if each["metadata"]["name"] == "tandem-topology")
+    scalers = {
+        each["spec"]["scaleTargetRef"]["name"]: each["spec"]
+        for each in documents
+        if "scaleTargetRef" in each.get("spec", {})
+    }
+    for each in documents:
+        if each["kind"] != "StatefulSet":
+            continue
+        role = each["metadata"]["name"].removeprefix("tandem-")
+        urls = topology[f"TANDEM_{role.upper()}"].strip().split(",")
+        count = scalers[each["metadata"]["name"]]["maxReplicas"] if scalers else each["spec"]["replicas"]
+        port = {"prefill": 8100, "decode": 8200}[role]
+        assert urls == [f"http://tandem-{role}-{index}.tandem-{role}:{port}" for index in range(count)]
+        assert ("Service", each["spec"]["serviceName"]) in names
+        for source in each["spec"]["template"]["spec"]["containers"][0]["envFrom"]:
+            assert ("ConfigMap", source["configMapRef"]["name"]) in names
+    for spec in scalers.values():
+        for entry in spec["metrics"]:
+            name = entry["pods"]["metric"]["name"]
+            assert name in exposed_names() | ADAPTED
