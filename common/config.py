@@ -260,8 +260,24 @@ class NodeConfig:
     kv_load_failure_policy: str = choice_flag(
         "recompute", "when a prefix could not be pulled: compute it here, or fail the request", "recompute", "fail"
     )
+    local_prefill_limit: int | None = int_flag(
+        None,
+        "recompute: fail the request instead when more tokens than this would have to be computed here (default: "
+        "no limit)",
+        0,
+    )
     kv_lease_seconds: float = seconds_flag(30.0, "how long a finished prompt is held for its reader", 0.05)
-    kv_transfer_timeout_seconds: float = seconds_flag(30.0, "longest wait for one pull", 0.05)
+    kv_transfer_timeout_seconds: float = seconds_flag(
+        30.0, "longest time without progress of a pull that was begun", 0.05
+    )
+    kv_transfer_verify: str = choice_flag(
+        "off",
+        "digests of the content, made by its holder and compared by its reader: of a sixteenth of the blocks and the "
+        "state, or of all",
+        "off",
+        "sample",
+        "all",
+    )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
@@ -277,6 +293,13 @@ class NodeConfig:
         if interval is not None and interval % self.block_size:
             option = "--prefix-cache-retention-interval"
             raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
+        if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
+            option = "--local-prefill-limit"
+            raise ConfigError(
+                f"{option} {self.local_prefill_limit} bounds what is computed here, but --kv-load-failure-policy is "
+                f"{self.kv_load_failure_policy}",
+                param=option,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """``tandem up``: a whole service on this machine.
 
-1 read the flags, 2 check that every port is free, 3 without ``--model`` let a short child process make the built-in
-one, 4 start nodes and proxy under the supervisor, each with its effective flags in argv and nothing of ours in its
-environment, 5 print the URL and a curl example, 6 run until SIGINT, SIGTERM or SIGHUP.
+1 read the flags, 2 check that every port is free, 3 start nodes and proxy under the supervisor (with the built-in model
+when none is given), each with its effective flags in argv and nothing of ours in its environment, 4 print the URL and
+a curl example, 5 run until SIGINT, SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from common import demo_model
 from common.cli.flags import UpConfig, parse_up
-from common.cli.supervisor import ChildSpec, Supervisor, check_port_free, describe_status
+from common.cli.supervisor import ChildSpec, Supervisor, check_port_free
 from common.config import NodeConfig, ProxyConfig, to_argv
-from common.errors import ConfigError
 
-# In a process of its own, because it imports torch: the supervisor must stay small and quick to start.
-BUILTIN_PROGRAM = """
-import sys
-from common.models.builtin import ensure_builtin_checkpoint
-sys.stdout.write(f"{ensure_builtin_checkpoint()}\\n")
-"""
 ENVIRONMENT_PREFIX = "TANDEM_"
 
 
@@ -59,11 +52,10 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
     child_environ = {name: value for name, value in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     model = config.model
     if model is None:
-        model = await _builtin_model(child_environ, stop)
-        if model is None:
-            return 0
-        # Its folder in somebody's cache is no name to show to clients.
-        config = dataclasses.replace(config, node={"served_model_name": Path(model).name, **config.node})
+        model = str(demo_model.FOLDER)
+        _print(f"no --model given: using the built-in model in {model}")
+        # Where this package is installed is no name to show to clients.
+        config = dataclasses.replace(config, node={"served_model_name": demo_model.FOLDER.name, **config.node})
     supervisor = Supervisor(
         child_specs(config, model),
         environ=child_environ,
@@ -83,7 +75,9 @@ def child_specs(config: UpConfig, model: str) -> list[ChildSpec]:
 
 def welcome(config: ProxyConfig) -> str:
     """What to print when everything is ready: the URL and a command to try."""
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True})
+    question = "The code word of the mill is amber falcon. What is the code word of the mill?"
+    messages = [{"role": "user", "content": question}]
+    body = json.dumps({"messages": messages, "max_tokens": 32, "temperature": 0, "stream": True})
     key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
     url = _url(config.host, config.port)
     return (
@@ -100,41 +94,6 @@ def _spec(module: str, name: str, config: NodeConfig | ProxyConfig, is_restarted
 def _url(host: str, port: int) -> str:
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
     return f"http://{shown}:{port}"
-
-
-async def _builtin_model(environ: Mapping[str, str], stop: asyncio.Event) -> str | None:
-    """The folder of the built-in model, made when it is not there yet; None when told to stop meanwhile."""
-    _print("no --model given: preparing the built-in model")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        BUILTIN_PROGRAM,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(environ),
-        start_new_session=True,
-    )
-    output = asyncio.create_task(process.communicate())
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({output, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not output.done():
-            return None
-        stdout, stderr = output.result()
-    finally:
-        stopped.cancel()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await asyncio.gather(output, stopped, return_exceptions=True)
-    lines = stdout.decode(errors="replace").split("\n")
-    path = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    if process.returncode != 0 or not path or not Path(path).is_dir():  # noqa: ASYNC240 - nothing runs yet
-        tail = "\n".join(stderr.decode(errors="replace").splitlines()[-8:])
-        raise ConfigError(f"making the built-in model: {describe_status(process.returncode or 0)}\n{tail}".rstrip())
-    _print(f"using the built-in model in {path}")
-    return path
 
 
 def _print(text: str) -> None:

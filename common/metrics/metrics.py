@@ -113,7 +113,8 @@ class Metrics:
         self.inc("transfer_bytes_total", state_bytes, direction=direction, kind="state")
 
     def transfer_failed(self, reason: str) -> None:
-        """A pull gave nothing. ``reason``: stale, failed, timed_out, mismatch. A stale one is a late read rejected."""
+        """A pull gave nothing. ``reason``: stale, wrong_content, failed, timed_out, peer_lost, mismatch,
+        digest_mismatch, leg_failed, unknown_pull. A stale one is a late read rejected."""
         self.inc("transfer_failures_total", reason=reason)
         if reason == "stale":
             self.inc("late_reads_rejected_total")

@@ -119,7 +119,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("transfer_bytes_total", "Payload moved between nodes.", "direction", "kind", roles=NODES),
     _histogram("transfer_seconds", "Time of one pull, validation included.", roles=NODES),
     _histogram("transfer_descriptors", "Memory ranges in one pull.", buckets=DESCRIPTORS, roles=NODES),
+    _counter("transfer_early_parts_total", "Parts of prompts read while later ones were still computed.", roles=NODES),
     _counter("transfer_failures_total", "Pulls that gave nothing, by reason.", "reason", roles=NODES),
+    _counter(
+        "source_queries_total", "Questions to other nodes for a prefix by content, by result.", "result", roles=NODES
+    ),
+    _counter("agent_recreations_total", "New transfer agents, made to end reads that did not end.", roles=NODES),
     _gauge("leases", "Leases, by state.", "state", roles=NODES),
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),

@@ -55,10 +55,27 @@ def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
     assert (config.port, config.block_size, config.kv_cache_memory) == (8100, 16, 2 << 30)
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_queue) == (2048, 64, 256)
     assert (config.kv_lease_seconds, config.kv_transfer_timeout_seconds) == (30.0, 30.0)
+    assert (config.local_prefill_limit, config.kv_transfer_verify) == (None, "off")
     assert config.max_body_bytes == 16 << 20
     assert config.node_name == "prefill-8100"
     assert config.enable_prefix_caching
     assert config.peers == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--local-prefill-limit", "-1"], "--local-prefill-limit -1 is below its minimum of 0"),
+        (
+            ["--local-prefill-limit", "512", "--kv-load-failure-policy", "fail"],
+            "--local-prefill-limit 512 bounds what is computed here, but --kv-load-failure-policy is fail",
+        ),
+        (["--kv-transfer-verify", "some"], "--kv-transfer-verify some is not one of off, sample, all"),
+    ],
+)
+def test_transfer_flags_when_out_of_bounds_then_error_names_flag_and_value(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        node(*argv)
 
 
 def test_environment_when_flag_is_given_too_then_the_flag_wins() -> None:

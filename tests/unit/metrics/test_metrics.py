@@ -18,6 +18,8 @@ transfer_bytes_total{direction,kind} transfer_seconds transfer_descriptors trans
 leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,placement} node_up{node}
 """
 
+BEYOND_INTERFACE = "transfer_early_parts_total agent_recreations_total source_queries_total{result}"
+
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     text = metrics.render()[0].decode()
@@ -32,10 +34,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[PREFIX + name, frozenset({"role": metrics.role.value, **labels}.items())]
 
 
-def test_table_has_exactly_the_names_and_labels_of_the_interface() -> None:
+def test_table_has_the_names_and_labels_of_the_interface_and_of_ours() -> None:
     expected = {
         name: tuple(labels.split(",")) if labels else ()
-        for name, labels in re.findall(r"([a-z0-9_]+)(?:\{([a-z_,]+)\})?", INTERFACE)
+        for name, labels in re.findall(r"([a-z0-9_]+)(?:\{([a-z_,]+)\})?", INTERFACE + BEYOND_INTERFACE)
     }
     table = {spec.name: spec.labels for spec in METRICS}
     assert table.pop("build_info") == ("version", "torch", "transformers", "nixl")

@@ -1,0 +1,39 @@
+"""Asks the process of this container whether it is well: ``python -m common.cli.probe /health`` (or ``/ready``).
+
+For container health checks, where neither curl nor the flags of the process are at hand: address and port are those of
+``TANDEM_HOST`` and ``TANDEM_PORT``. Status 0 on a 200, else 1 with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+
+TIMEOUT_S = 2.0
+ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a process that binds to all is
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    if len(argv) != 1 or not argv[0].startswith("/"):
+        sys.stderr.write("usage: python -m common.cli.probe /PATH\n")
+        return 2
+    port = environment.get("TANDEM_PORT")
+    if port is None:
+        sys.stderr.write("TANDEM_PORT is not set: the port of this process is not known\n")
+        return 2
+    host = environment.get("TANDEM_HOST", "")
+    url = f"http://{ANY_ADDRESS.get(host, host)}:{port}{argv[0]}"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            answer.read()
+    except (urllib.error.URLError, OSError, ValueError) as exc:
+        sys.stderr.write(f"{url}: {exc}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,55 @@
+"""The health check of containers."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from common.cli.probe import main
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield str(server.server_address[1])
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", ""])
+def test_probe_when_process_is_well_then_status_0(port: str, host: str) -> None:
+    assert main(["/health"], {"TANDEM_HOST": host, "TANDEM_PORT": port}) == 0
+
+
+def test_probe_when_process_is_not_ready_then_status_1_and_the_reason(
+    port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["/ready"], {"TANDEM_PORT": port}) == 1
+    assert "503" in capsys.readouterr().err
+
+
+def test_probe_when_nobody_listens_then_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/health"], {"TANDEM_PORT": "9"}) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_probe_when_called_wrong_then_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], {"TANDEM_PORT": "9"}) == 2
+    assert main(["health"], {"TANDEM_PORT": "9"}) == 2
+    assert main(["/health"], {}) == 2
+    assert "TANDEM_PORT" in capsys.readouterr().err
