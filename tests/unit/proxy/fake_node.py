@@ -45,6 +45,9 @@ class FakeNode:
     fault: Fault = Fault.NONE
     status: int = 500
     is_ready: bool = True
+    is_draining: bool = False
+    role: str | None = None
+    epoch: str = "77"
     model: str = "fake"
     fingerprint: str = "f00d"
     pull: bool = False
@@ -70,6 +73,8 @@ class FakeNode:
 
         @app.get("/ready")
         async def ready() -> Response:
+            if self.is_draining:
+                return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
 
         @app.get("/internal/v1/info")
@@ -80,8 +85,10 @@ class FakeNode:
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.role is not None:
+                body["role"] = self.role
             if self.pull:
-                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": "77"}
+                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
             return body
 
         @app.post("/internal/v1/leases/release")
