@@ -206,6 +206,7 @@ def urls_flag(help: str) -> Any:
     return flag((), help, parse=parse_url, many=True, metavar="URL")
 
 
+DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
 
@@ -280,6 +281,7 @@ class NodeConfig:
     )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
@@ -314,12 +316,23 @@ class ProxyConfig:
     decode_policy: str | None = choice_flag(
         None, "how a decode node is chosen (default: as --policy)", *PLACEMENT_POLICIES
     )
-    max_concurrency: int = int_flag(1024, "requests in flight beyond which the answer is 429", 1, 100_000)
+    max_concurrency: int = int_flag(1024, "requests in flight beyond which others wait", 1, 100_000)
+    max_queue_size: int = int_flag(
+        1024, "waiting requests beyond which the answer is 429 (0: nobody waits)", 0, 100_000
+    )
+    max_queue_seconds: float = seconds_flag(60.0, "longest wait of a request for its turn", 0.05)
+    queue_aging_seconds: float = seconds_flag(
+        30.0, "waiting for so long counts as one level of priority (0: priorities are absolute)", 0.0
+    )
+    api_key_limits_file: str | None = flag(
+        None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
+    )
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
     connect_timeout_seconds: float = seconds_flag(2.0, "longest wait for a node to accept a connection", 0.05)
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)

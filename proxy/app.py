@@ -15,12 +15,15 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from common.api import drain as draining
 from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from proxy.admission import Admission
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
+from proxy.key_limits import KeyLimits, read_key_limits
 from proxy.leases import LeaseReleaser
 from proxy.nodes import KEEP_ALIVE_S, NodePool
 from proxy.observe import ProxyMetrics
@@ -35,6 +38,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    drain: draining.Drain
     node_headers: Mapping[str, str]
 
 
@@ -43,6 +47,12 @@ def create_app(config: ProxyConfig) -> FastAPI:
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     cluster_keys = read_key_file(config.cluster_key_file, "--cluster-key-file") if config.cluster_key_file else ()
     node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
+    key_limits = read_key_limits(config.api_key_limits_file, api_keys) if config.api_key_limits_file else KeyLimits()
+    drain = draining.Drain(
+        "the proxy",
+        config.drain_timeout_seconds,
+        cut_off=lambda error: app.state.service.generate.cut_off(error),
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,14 +63,25 @@ def create_app(config: ProxyConfig) -> FastAPI:
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
         )
-        metrics = ProxyMetrics(pool, config.max_concurrency)
+        metrics = ProxyMetrics(pool)
+        admission = Admission(
+            max_running=config.max_concurrency,
+            max_waiting=config.max_queue_size,
+            max_wait_s=config.max_queue_seconds,
+            aging_s=config.queue_aging_seconds,
+            limits=KeyLimits(key_limits.default, key_limits.by_key),
+            on_drop=metrics.count_drop,
+        )
+        metrics.watch(admission)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
+        generate = GenerateService(pool, orchestrator, metrics, admission, drain)
+        app.state.service = Service(pool, metrics, generate, drain, node_headers)
         pool.start()
         try:
             yield
         finally:
+            admission.close()
             await releaser.close()
             await pool.close()
 
@@ -72,6 +93,7 @@ def create_app(config: ProxyConfig) -> FastAPI:
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
     )
+    draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
     return app
@@ -108,7 +130,10 @@ def _add_operator_routes(app: FastAPI) -> None:
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
-        reasons = _service(request).pool.reasons()
+        service = _service(request)
+        reasons = service.pool.reasons()
+        if service.drain.is_draining:
+            return JSONResponse({"status": draining.STATUS, "reasons": [draining.STATUS]}, status_code=503)
         if reasons:
             return JSONResponse({"status": "not_ready", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ready"})

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from common.errors import DeadlineExceededError, TransferError
+from common.errors import DeadlineExceededError, DrainingError, TransferError
 from proxy.leases import LeaseGuard
-from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
+from proxy.legs import LegFailedError, RelayedAnswer, check_draining, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.relay import ClientStream
@@ -63,6 +63,7 @@ class DecodeLegs:
 
         Raises:
             TransferFailedError: the node says 502 before the first byte.
+            NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout) as answer:
@@ -70,6 +71,9 @@ class DecodeLegs:
                 leases.hand_over()
             if answer.status_code == TransferError.status:
                 raise TransferFailedError(node, RelayedAnswer(answer.status_code, answer.headers, await answer.aread()))
+            if answer.status_code == DrainingError.status:
+                await answer.aread()
+                check_draining(node, answer)
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await client.send_whole(answer.status_code, answer.headers, await answer.aread())
                 return

@@ -18,6 +18,7 @@ import httpx
 from common.api.handoff import FIELD, prefill_leg_params
 from common.api.source_hints import SOURCES_KEY
 from common.errors import DeadlineExceededError, NodeUnavailableError
+from proxy.node_pool import is_draining_answer
 from proxy.nodes import Node, describe
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
@@ -45,6 +46,17 @@ class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's o
 
 class LegFailedError(NodeUnavailableError):
     """The node refused the connection, broke it, or answered what cannot be used."""
+
+
+class NodeDrainingError(LegFailedError):
+    """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
+
+
+def check_draining(node: Node, answer: httpx.Response) -> None:
+    """Raises NodeDrainingError when a whole answer says that the node drains; the pool learns of it at once."""
+    if is_draining_answer(answer):
+        node.mark_draining("it refused a request: it is draining")
+        raise NodeDrainingError(f"{node.role.value} node {node.name} is draining")
 
 
 def prefill_body(
@@ -85,6 +97,7 @@ async def send_prefill_leg(
 ) -> Prefilled:
     """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
     answer = await call(node, "POST", route, content, headers, timeout)
+    check_draining(node, answer)
     if 400 <= answer.status_code < 500:
         raise RelayedAnswer(answer.status_code, answer.headers, answer.content)
     if answer.status_code != 200:

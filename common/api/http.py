@@ -95,6 +95,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    return getattr(request.state, "api_key_digest", None)
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -115,13 +120,14 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._check(str(scope["path"]), Headers(scope=scope))
+            error = self._check(scope)
             if error is not None:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> AuthenticationError | None:
+    def _check(self, scope: Scope) -> AuthenticationError | None:
+        path, headers = str(scope["path"]), Headers(scope=scope)
         if path in OPEN_PATHS:
             return None
         is_peer = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
@@ -133,6 +139,8 @@ class KeyMiddleware:
             return None
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_api_key(key.strip()):
+            # Who it is, for limits per key; the key itself goes no further.
+            scope.setdefault("state", {})["api_key_digest"] = _digest(key.strip().encode("latin-1")).hex()
             return None
         return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 

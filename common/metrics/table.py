@@ -129,6 +129,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
     _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
+    _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
     _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )

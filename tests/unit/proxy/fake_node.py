@@ -46,6 +46,8 @@ class FakeNode:
     status: int = 500
     is_ready: bool = True
     is_draining: bool = False
+    refuses_as_draining: bool = False
+    num_refused: int = 0
     role: str | None = None
     epoch: str = "77"
     model: str = "fake"
@@ -116,6 +118,9 @@ class FakeNode:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
+        if self.refuses_as_draining:
+            self.num_refused += 1
+            return JSONResponse({"error": {"message": "draining", "code": "draining"}}, 503)
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
