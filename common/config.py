@@ -99,6 +99,22 @@ def parse_url(text: str) -> str:
     return url
 
 
+DNS_PREFIX = "dns+"
+
+
+def parse_node_url(text: str) -> str:
+    """A base URL, or ``dns+http://name:port``: a node at each address of the name. Raises ValueError."""
+    text = text.strip()
+    if not text.startswith(DNS_PREFIX):
+        return parse_url(text)
+    url = parse_url(text.removeprefix(DNS_PREFIX))
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or parts.path:
+        # Certificates are for names, and here addresses are called.
+        raise ValueError(f"not a name to resolve such as {DNS_PREFIX}http://tandem-decode:8200")
+    return DNS_PREFIX + url
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """How one configuration field is written, read and bounded.
@@ -202,8 +218,8 @@ def choice_flag(default: str | None, help: str, *choices: str) -> Any:
     return flag(default, help, choices=choices, metavar="|".join(choices))
 
 
-def urls_flag(help: str) -> Any:
-    return flag((), help, parse=parse_url, many=True, metavar="URL")
+def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
+    return flag((), help, parse=parse, many=True, metavar="URL")
 
 
 DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
@@ -310,8 +326,11 @@ class ProxyConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8000, "port to listen on (0: any free one)", 0, 65_535)
-    prefill: tuple[str, ...] = urls_flag("base URLs of the prefill nodes")
-    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes")
+    prefill: tuple[str, ...] = urls_flag(
+        "base URLs of the prefill nodes; dns+http://name:port is a node at each address of the name", parse_node_url
+    )
+    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes, or dns+http://name:port", parse_node_url)
+    dns_interval_seconds: float = seconds_flag(5.0, "time between two resolutions of a dns+http name", 0.01)
     policy: str = choice_flag("round_robin", "how a prefill node is chosen", *PLACEMENT_POLICIES)
     decode_policy: str | None = choice_flag(
         None, "how a decode node is chosen (default: as --policy)", *PLACEMENT_POLICIES

@@ -73,6 +73,12 @@ class ModelNotFoundError(TandemError):
     code = "model_not_found"
 
 
+class NodeNotFoundError(TandemError):
+    status = 404
+    type = "not_found_error"
+    code = "node_not_found"
+
+
 class BodyTooLargeError(TandemError):
     status = 413
     type = "invalid_request_error"

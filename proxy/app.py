@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -20,12 +19,16 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from proxy.admin import add_node_routes
 from proxy.admission import Admission
+from proxy.discovery import Discovery, Resolver, split_urls
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.key_limits import KeyLimits, read_key_limits
 from proxy.leases import LeaseReleaser
-from proxy.nodes import KEEP_ALIVE_S, NodePool
+from proxy.node import NodeRole
+from proxy.node_client import NodeClient
+from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
@@ -42,8 +45,9 @@ class Service:
     node_headers: Mapping[str, str]
 
 
-def create_app(config: ProxyConfig) -> FastAPI:
-    """The proxy for ``config``. Raises ConfigError for key files that cannot be read."""
+def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastAPI:
+    """The proxy for ``config``. Raises ConfigError for files that cannot be read. ``resolve``: instead of the system's
+    resolver."""
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     cluster_keys = read_key_file(config.cluster_key_file, "--cluster-key-file") if config.cluster_key_file else ()
     node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
@@ -56,12 +60,17 @@ def create_app(config: ProxyConfig) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        prefill_urls, prefill_names = split_urls(config.prefill, NodeRole.PREFILL)
+        decode_urls, decode_names = split_urls(config.decode, NodeRole.DECODE)
         pool = NodePool(
-            config.prefill,
-            config.decode,
-            create_client=lambda url: _create_client(url, config),
+            prefill_urls,
+            decode_urls,
+            create_client=lambda url: NodeClient(url, connect_timeout_s=config.connect_timeout_seconds),
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
+        )
+        discovery = Discovery(
+            pool, [*prefill_names, *decode_names], interval_s=config.dns_interval_seconds, resolve=resolve
         )
         metrics = ProxyMetrics(pool)
         admission = Admission(
@@ -78,10 +87,12 @@ def create_app(config: ProxyConfig) -> FastAPI:
         generate = GenerateService(pool, orchestrator, metrics, admission, drain)
         app.state.service = Service(pool, metrics, generate, drain, node_headers)
         pool.start()
+        discovery.start()
         try:
             yield
         finally:
             admission.close()
+            await discovery.close()
             await releaser.close()
             await pool.close()
 
@@ -94,6 +105,7 @@ def create_app(config: ProxyConfig) -> FastAPI:
         cluster_key=cluster_keys[0] if cluster_keys else None,
     )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
+    add_node_routes(app, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
     return app
@@ -157,14 +169,3 @@ async def _forward(request: Request) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-def _create_client(url: str, config: ProxyConfig) -> httpx.AsyncClient:
-    # No limit on connections: admission bounds them, and a request must never wait for the pool.
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=config.max_concurrency, keepalive_expiry=KEEP_ALIVE_S
-    )
-    timeout = httpx.Timeout(config.prefill_timeout_seconds, connect=config.connect_timeout_seconds)
-    # Bytes pass through as the node made them, so it must not compress.
-    headers = {"accept-encoding": "identity", "user-agent": "tandem-proxy"}
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=headers, trust_env=False)

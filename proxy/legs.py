@@ -1,4 +1,4 @@
-"""The HTTP of the two legs of one request, with httpx's failures translated into this project's.
+"""The HTTP of the two legs of one request, with the client's failures translated into this project's.
 
 A leg ends in one of four ways: an answer to use, an answer to hand to the client as it is (``RelayedAnswer``), a node
 that could not be talked to or broke (``LegFailedError``: another node may be tried), or silence beyond the deadline
@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from common.api.handoff import FIELD, prefill_leg_params
 from common.api.source_hints import SOURCES_KEY
 from common.errors import DeadlineExceededError, NodeUnavailableError
+from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
 from proxy.node_pool import is_draining_answer
 from proxy.nodes import Node, describe
 
@@ -52,9 +51,9 @@ class NodeDrainingError(LegFailedError):
     """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
 
 
-def check_draining(node: Node, answer: httpx.Response) -> None:
-    """Raises NodeDrainingError when a whole answer says that the node drains; the pool learns of it at once."""
-    if is_draining_answer(answer):
+def check_draining(node: Node, status: int, body: bytes) -> None:
+    """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
+    if is_draining_answer(status, body):
         node.mark_draining("it refused a request: it is draining")
         raise NodeDrainingError(f"{node.role.value} node {node.name} is draining")
 
@@ -93,15 +92,15 @@ def encode(value: object) -> bytes:
 
 
 async def send_prefill_leg(
-    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
 ) -> Prefilled:
     """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
-    answer = await call(node, "POST", route, content, headers, timeout)
-    check_draining(node, answer)
-    if 400 <= answer.status_code < 500:
-        raise RelayedAnswer(answer.status_code, answer.headers, answer.content)
-    if answer.status_code != 200:
-        raise LegFailedError(f"prefill node {node.name} answers {answer.status_code}")
+    answer = await call(node, "POST", route, content, headers, timeout_s)
+    check_draining(node, answer.status, answer.body)
+    if 400 <= answer.status < 500:
+        raise RelayedAnswer(answer.status, answer.headers, answer.body)
+    if answer.status != 200:
+        raise LegFailedError(f"prefill node {node.name} answers {answer.status}")
     try:
         params = answer.json()[FIELD]
     except (ValueError, KeyError, TypeError) as exc:
@@ -112,26 +111,28 @@ async def send_prefill_leg(
 
 
 async def call(
-    node: Node, method: str, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
-) -> httpx.Response:
-    """One whole answer of ``node``, whatever its status. Raises LegFailedError and DeadlineExceededError."""
+    node: Node, method: str, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> NodeAnswer:
+    """One whole answer of ``node`` within ``timeout_s``, whatever its status. Raises LegFailedError and
+    DeadlineExceededError."""
     with node.in_flight():
         async with _translated(node):
-            return await node.client.request(method, route, content=content, headers=dict(headers), timeout=timeout)
+            return await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
 
 
 @contextlib.asynccontextmanager
 async def open_decode_leg(
-    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
-) -> AsyncIterator[httpx.Response]:
-    """The decode node's answer, its body not yet read. Leaving closes the connection, on which the node aborts.
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> AsyncIterator[NodeStream]:
+    """The decode node's answer, its head within ``timeout_s``, its body not yet read. Leaving closes the connection, on
+    which the node aborts.
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
     with node.in_flight():
         async with (
             _translated(node),
-            node.client.stream("POST", route, content=content, headers=dict(headers), timeout=timeout) as answer,
+            node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer,
         ):
             yield answer
 
@@ -140,14 +141,14 @@ async def open_decode_leg(
 async def _translated(node: Node) -> AsyncIterator[None]:
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+    except NodeRefusedError as exc:
         node.suspect(describe(exc), down=True)
         raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}") from exc
-    except httpx.TimeoutException as exc:
+    except NodeTimeoutError as exc:
         node.suspect(describe(exc), down=False)
         raise DeadlineExceededError(
             f"{node.role.value} node {node.name} did not answer in time ({describe(exc)})"
         ) from exc
-    except (httpx.HTTPError, httpx.StreamError) as exc:
+    except NodeClientError as exc:
         node.suspect(describe(exc), down=False)
         raise LegFailedError(f"{node.role.value} node {node.name} broke the connection: {describe(exc)}") from exc

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+from proxy.node_client import NodeClient
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Node:
 
     url: str
     role: NodeRole
-    client: httpx.AsyncClient
+    client: NodeClient
     origin: str = "flag"
     info: NodeInfo = field(default_factory=NodeInfo)
     state: NodeState = NodeState.NEW
@@ -194,5 +194,5 @@ class Node:
 
 
 def describe(exc: Exception) -> str:
-    """One line about a failed call; httpx leaves some messages empty."""
+    """One line about a failed call."""
     return f"{type(exc).__name__}: {exc}".rstrip(": ")[:REASON_LENGTH]

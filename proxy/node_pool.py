@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
-
-import httpx
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
 from proxy.node import REASON_LENGTH, Node, NodeInfo, NodeRole, NodeState, describe
+from proxy.node_client import NodeAnswer, NodeClient, NodeClientError
 
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
-KEEP_ALIVE_S = 4.0  # below the 5 s after which a plain uvicorn closes an idle connection
 MODEL_HOLD_S = 10.0
 """How long a node that fell silent still says which model the pool serves: a hiccup must not let another one in."""
 FAREWELL_S = 5.0
@@ -48,7 +47,7 @@ class NodePool:
         prefill_urls: Sequence[str],
         decode_urls: Sequence[str],
         *,
-        create_client: Callable[[str], httpx.AsyncClient],
+        create_client: Callable[[str], NodeClient],
         poll_interval_s: float,
         headers: Mapping[str, str],
     ) -> None:
@@ -56,8 +55,8 @@ class NodePool:
         self._poll_interval_s = poll_interval_s
         self._headers = dict(headers)
         self._nodes: dict[str, Node] = {}
-        self._pollers: dict[Node, asyncio.Task[None]] = {}
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: set[Node] = set()  # gone, their connections still open
         self._listeners: list[NodeListener] = []
         self._announced: dict[Node, str | None] = {}
         self._is_started = False
@@ -73,12 +72,11 @@ class NodePool:
             self._start_polling(node)
 
     async def close(self) -> None:
-        tasks = [*self._pollers.values(), *self._farewells]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for node in self.nodes:
-            await node.client.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for node in (*self.nodes, *self._leaving):
+            await node.client.close()
 
     # --- who may be asked
 
@@ -175,7 +173,12 @@ class NodePool:
     # --- looking at them
 
     def _start_polling(self, node: Node) -> None:
-        self._pollers[node] = asyncio.create_task(self._poll_forever(node), name=f"poll {node.url}")
+        self._start_task(self._poll_forever(node), f"poll {node.url}")
+
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _poll_forever(self, node: Node) -> None:
         num_failures = 0
@@ -193,15 +196,15 @@ class NodePool:
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
         try:
-            answer = await node.client.get("/ready", timeout=POLL_TIMEOUT_S)
-            if answer.status_code != 200:
-                if is_draining_answer(answer):
+            answer = await node.client.request("GET", "/ready", timeout_s=POLL_TIMEOUT_S)
+            if answer.status != 200:
+                if is_draining_answer(answer.status, answer.body):
                     node.mark_draining("it says that it is draining")
                 else:
                     node.mark_suspect(_not_ready_reason(answer))
                 return
             info = await self._read_info(node)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
+        except (NodeClientError, ValueError) as exc:
             node.mark_suspect(describe(exc))
             return
         if (refusal := self._refusal(node, info)) is not None:
@@ -212,14 +215,14 @@ class NodePool:
             self._announce(node)
 
     async def _read_info(self, node: Node) -> NodeInfo:
-        answer = await node.client.get("/internal/v1/info", headers=self._headers, timeout=POLL_TIMEOUT_S)
-        if answer.status_code == 200:
+        answer = await node.client.request("GET", "/internal/v1/info", headers=self._headers, timeout_s=POLL_TIMEOUT_S)
+        if answer.status == 200:
             body = answer.json()
             if not isinstance(body, dict):
                 raise ValueError("/internal/v1/info is not a JSON object")
             return NodeInfo.from_json(body)
-        if answer.status_code != 404:
-            raise ValueError(f"/internal/v1/info answers {answer.status_code}")
+        if answer.status != 404:
+            raise ValueError(f"/internal/v1/info answers {answer.status}")
         return NodeInfo()
 
     def _refusal(self, node: Node, info: NodeInfo) -> str | None:
@@ -246,33 +249,29 @@ class NodePool:
         del self._nodes[node.url]
         node.mark_gone()
         node.poll_now.set()  # its poller sees that it is gone, and ends
-        self._pollers.pop(node, None)
         self._tell_all_gone(node)
-        task = asyncio.create_task(self._say_farewell(node))
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        self._leaving.add(node)
+        self._start_task(self._say_farewell(node), f"farewell {node.url}")
 
-    @staticmethod
-    async def _say_farewell(node: Node) -> None:
-        try:
-            await asyncio.sleep(FAREWELL_S)
-        finally:
-            await node.client.aclose()
+    async def _say_farewell(self, node: Node) -> None:
+        await asyncio.sleep(FAREWELL_S)
+        self._leaving.discard(node)
+        await node.client.close()
 
 
-def is_draining_answer(answer: httpx.Response) -> bool:
+def is_draining_answer(status: int, body: bytes) -> bool:
     """Whether a 503 says that the node drains: of ``/ready`` (``status``) or of a request (``error.code``)."""
-    if answer.status_code != 503:
+    if status != 503:
         return False
     try:
-        body = answer.json()
+        answer = json.loads(body)
     except ValueError:
         return False
-    if not isinstance(body, dict):
+    if not isinstance(answer, dict):
         return False
-    error = body.get("error")
-    return body.get("status") == "draining" or (isinstance(error, dict) and error.get("code") == "draining")
+    error = answer.get("error")
+    return answer.get("status") == "draining" or (isinstance(error, dict) and error.get("code") == "draining")
 
 
-def _not_ready_reason(answer: httpx.Response) -> str:
-    return f"/ready answers {answer.status_code} {answer.text[:REASON_LENGTH]}".rstrip()
+def _not_ready_reason(answer: NodeAnswer) -> str:
+    return f"/ready answers {answer.status} {answer.body[:REASON_LENGTH].decode(errors='replace')}".rstrip()

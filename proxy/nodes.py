@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from proxy.node import Node, NodeInfo, NodeRole, NodeState, describe
-from proxy.node_pool import KEEP_ALIVE_S, NodeListener, NodePool
+from proxy.node_pool import NodeListener, NodePool
 
 __all__ = [
-    "KEEP_ALIVE_S",
     "Node",
     "NodeInfo",
     "NodeListener",

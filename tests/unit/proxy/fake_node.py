@@ -10,6 +10,7 @@ import asyncio
 import enum
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,10 @@ class FakeNode:
     released: list[str] = field(default_factory=list)
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
+    may_answer: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     @property
     def bodies(self) -> list[Any]:
@@ -137,6 +142,8 @@ class FakeNode:
             params = {"do_remote_prefill": True, "remote_host": self.name, "tandem_lease_id": self._lease_id()}
             return JSONResponse({} if self.fault is Fault.NO_PARAMS else {"kv_transfer_params": params})
         await self._follow(body.get("kv_transfer_params"))
+        while not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
         if body.get("stream"):
             return StreamingResponse(self._events(), media_type="text/event-stream")
         return JSONResponse({"node": self.name, "object": "text_completion"})

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-import httpx
 import pytest
 
 from common.errors import InvalidRequestError
 from proxy.node import Node, NodeRole, NodeState
+from proxy.node_client import NodeClient
 from proxy.node_pool import NodePool
 from tests.support.http_server import AppServer, serving
 from tests.unit.proxy.fake_node import FakeNode
@@ -45,7 +45,7 @@ async def pool_of(*decode: str, prefill: tuple[str, ...] = ()) -> AsyncIterator[
     pool = NodePool(
         prefill,
         decode,
-        create_client=lambda url: httpx.AsyncClient(base_url=url, trust_env=False),
+        create_client=lambda url: NodeClient(url, connect_timeout_s=2.0),
         poll_interval_s=FAST_S,
         headers={},
     )
