@@ -100,6 +100,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    return getattr(request.state, "api_key_digest", None)
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -120,16 +125,16 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            has_key = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
+            has_key = self._is_cluster_key(Headers(scope=scope).get(CLUSTER_KEY_HEADER))
             scope.setdefault("state", {})["is_peer"] = has_key or self._cluster_digest is None
-            error = self._check(str(scope["path"]), headers, has_key=has_key)
+            error = self._check(scope, has_key=has_key)
             if error is not None:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers, *, has_key: bool) -> AuthenticationError | None:
+    def _check(self, scope: Scope, *, has_key: bool) -> AuthenticationError | None:
+        path, headers = str(scope["path"]), Headers(scope=scope)
         if path in OPEN_PATHS:
             return None
         if path.startswith(INTERNAL_PREFIX):
@@ -140,6 +145,8 @@ class KeyMiddleware:
             return None
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_api_key(key.strip()):
+            # Who it is, for limits per key; the key itself goes no further.
+            scope.setdefault("state", {})["api_key_digest"] = _digest(key.strip().encode("latin-1")).hex()
             return None
         return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 

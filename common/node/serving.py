@@ -319,7 +319,8 @@ class Serving:
             if job.handover is not None:
                 assert self._intake is not None
                 taking = self._intake.take(job.handover, job.token_ids, request.cache_salt)
-                job.taken = await stack.enter_async_context(taking)
+                with self._node.in_intake():
+                    job.taken = await stack.enter_async_context(taking)
             remote = job.taken.prefix
             if job.handover is None and not job.sampling.prompt_logprobs:
                 asking = self._node.prefix_sources.prefix(job.token_ids, request.cache_salt, request.sources)
