@@ -178,9 +178,7 @@ async def test_feed_when_a_node_answers_nonsense_or_not_at_all_then_it_is_asked_
     node.trouble = [
         Response(status_code=500),
         Response("no json"),
-        JSONResponse([]),
         JSONResponse({"epoch": "1", "last": -1, "block_size": 4}),
-        JSONResponse({"epoch": "1", "last": 1, "block_size": 4, "changes": [["?", "attention", "00"]]}),
         JSONResponse({"epoch": "1", "last": 1, "block_size": 4, "changes": [["+", "attention", "0011"]]}),
     ]
     run_turn(node.manager, A)
