@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,15 +60,22 @@ StartCluster = Callable[..., Cluster]
 def start_cluster() -> Iterator[StartCluster]:
     """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to.
 
-    ``pull``: nodes that can follow a prompt while it is computed.
+    ``pull``: nodes that can follow a prompt while it is computed. ``documents``: internal routes that they all have.
     """
     with contextlib.ExitStack() as stack:
 
         def start(
-            num_prefill: int = 1, num_decode: int = 1, *, wait: bool = True, pull: bool = False, **config: Any
+            num_prefill: int = 1,
+            num_decode: int = 1,
+            *,
+            wait: bool = True,
+            pull: bool = False,
+            documents: Mapping[str, Any] | None = None,
+            **config: Any,
         ) -> Cluster:
-            prefill = [FakeNode(f"prefill-{index}", pull=pull) for index in range(num_prefill)]
-            decode = [FakeNode(f"decode-{index}", pull=pull) for index in range(num_decode)]
+            common = {"pull": pull, "documents": dict(documents or {})}
+            prefill = [FakeNode(f"prefill-{index}", **common) for index in range(num_prefill)]
+            decode = [FakeNode(f"decode-{index}", **common) for index in range(num_decode)]
             servers = {}
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())
