@@ -22,6 +22,7 @@ from common.config import ProxyConfig, read_key_file
 from proxy.admin import add_node_routes
 from proxy.admission import Admission
 from proxy.discovery import Discovery, Resolver, split_urls
+from proxy.event_feed import EventFeeds
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.key_limits import KeyLimits, read_key_limits
@@ -32,6 +33,8 @@ from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
+from proxy.prefix_index import PrefixIndex
+from proxy.tokenise import Tokenisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    index: PrefixIndex
     drain: draining.Drain
     node_headers: Mapping[str, str]
 
@@ -69,10 +73,11 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
         )
+        index = PrefixIndex(config.prefix_index_entries)
         discovery = Discovery(
             pool, [*prefill_names, *decode_names], interval_s=config.dns_interval_seconds, resolve=resolve
         )
-        metrics = ProxyMetrics(pool)
+        metrics = ProxyMetrics(pool, index)
         admission = Admission(
             max_running=config.max_concurrency,
             max_waiting=config.max_queue_size,
@@ -82,17 +87,23 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         metrics.watch(admission)
+        feeds = EventFeeds(pool, index, metrics, node_headers)
+        tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        generate = GenerateService(pool, orchestrator, metrics, admission, drain)
-        app.state.service = Service(pool, metrics, generate, drain, node_headers)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain)
+        app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
         pool.start()
+        feeds.start()
+        tokenisation.start()
         discovery.start()
         try:
             yield
         finally:
             admission.close()
             await discovery.close()
+            await tokenisation.close()
+            await feeds.close()
             await releaser.close()
             await pool.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,14 @@ from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, check_draining, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt)."""
+    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt); so has
+    ``prompt_keys``, with None for prompts that the proxy could not tokenise, or it is empty."""
 
     route: str
     body: Mapping[str, Any]
@@ -27,6 +29,7 @@ class Job:
     is_local: bool
     is_stream: bool
     arrival_s: float
+    prompt_keys: Sequence[PromptKeys | None] = ()
 
 
 class TransferFailedError(LegFailedError):

@@ -1,14 +1,15 @@
 """The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
 event.
 
-The body is parsed here only to refuse it early, before a prefill node has spent anything on it, and to learn its
-prompts; what the nodes get are the client's own values.
+The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
+(``proxy.tokenise``); everything else that the nodes get are the client's own values.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from common.api.drain import Drain
 from common.api.errors import error_response
 from common.api.handoff import FIELD
 from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.api.prompt_ids import PROMPT_IDS_KEY
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
 from common.api.source_hints import SOURCES_KEY
@@ -33,6 +35,7 @@ from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
 from proxy.relay import ClientStream, RelayResponse
+from proxy.tokenise import Tokenisation
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +44,16 @@ class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
     def __init__(
-        self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics, admission: Admission, drain: Drain
+        self,
+        pool: NodePool,
+        tokenisation: Tokenisation,
+        orchestrator: Orchestrator,
+        metrics: ProxyMetrics,
+        admission: Admission,
+        drain: Drain,
     ) -> None:
         self._pool = pool
+        self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
         self._admission = admission
@@ -78,6 +88,7 @@ class GenerateService:
             # Only the proxy itself may name memory to read.
             body.pop(FIELD, None)
             body.pop(SOURCES_KEY, None)
+            body.pop(PROMPT_IDS_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
@@ -92,9 +103,9 @@ class GenerateService:
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
         )
-        return RelayResponse(lambda client: self._run(job, ask, route, client))
+        return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 
-    async def _run(self, job: Job, ask: Ask, route: str, client: ClientStream) -> None:
+    async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
             with self._metrics.track(route, job.arrival_s) as record:
                 # Until proved otherwise; a cancelled request leaves without passing another line of this.
@@ -102,7 +113,7 @@ class GenerateService:
                 try:
                     async with self._admission.admitted(ask), self._bounded(ask):
                         self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
-                        await self._run_admitted(job, client, record)
+                        await self._run_admitted(job, request, client, record)
                 except RequestDroppedError:
                     record.outcome = "rejected"
                     raise
@@ -116,8 +127,12 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
-    async def _run_admitted(self, job: Job, client: ClientStream, record: RequestRecord) -> None:
+    async def _run_admitted(
+        self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
+    ) -> None:
         try:
+            done = await self._tokenisation.tokenise(request, job.body, job.prompts)
+            job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
             record.outcome = "stop" if client.status == 200 else "error"
         except RelayedAnswer as exc:
