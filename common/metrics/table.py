@@ -135,7 +135,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
     _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
-    _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
+    _gauge("node_up", "1 while the node answers (also while it drains), else 0.", "node", roles=PROXY),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )
 
