@@ -19,6 +19,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from proxy.breaker import Breaker
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.leases import LeaseReleaser
@@ -52,6 +53,9 @@ def create_app(config: ProxyConfig) -> FastAPI:
             create_client=lambda url: _create_client(url, config),
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
+            create_breaker=lambda url: Breaker(
+                url, failures=config.breaker_failures, open_s=config.breaker_open_seconds
+            ),
         )
         metrics = ProxyMetrics(pool, config.max_concurrency)
         releaser = LeaseReleaser(node_headers)

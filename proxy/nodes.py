@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from proxy.breaker import Breaker
+
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 2.0
@@ -70,11 +72,12 @@ class NodeInfo:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One node. ``num_in_flight`` counts the legs that this proxy has open on it."""
+    """One node. ``num_in_flight`` counts the legs that this proxy has open on it; ``breaker`` says how they went."""
 
     url: str
     role: NodeRole
     client: httpx.AsyncClient
+    breaker: Breaker
     info: NodeInfo = field(default_factory=NodeInfo)
     is_up: bool = False
     reason: str = "not heard of yet"
@@ -84,6 +87,10 @@ class Node:
     @property
     def name(self) -> str:
         return self.info.name or urllib.parse.urlsplit(self.url).netloc
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_up and self.breaker.is_admitting
 
     @property
     def transfer_address(self) -> tuple[str, int]:
@@ -112,6 +119,8 @@ class Node:
     def mark_up(self, info: NodeInfo) -> None:
         if not self.is_up:
             logger.info("node up node=%s role=%s model=%s", self.url, self.role.value, info.model)
+        if self.info.epoch is not None and info.epoch != self.info.epoch:
+            self.breaker.reset()
         self.info, self.is_up, self.reason = info, True, ""
 
     def mark_down(self, reason: str) -> None:
@@ -139,9 +148,10 @@ class NodePool:
         create_client: Callable[[str], httpx.AsyncClient],
         poll_interval_s: float,
         headers: Mapping[str, str],
+        create_breaker: Callable[[str], Breaker] = Breaker,
     ) -> None:
-        self.prefill = [Node(url, NodeRole.PREFILL, create_client(url)) for url in prefill_urls]
-        self.decode = [Node(url, NodeRole.DECODE, create_client(url)) for url in decode_urls]
+        self.prefill = [Node(url, NodeRole.PREFILL, create_client(url), create_breaker(url)) for url in prefill_urls]
+        self.decode = [Node(url, NodeRole.DECODE, create_client(url), create_breaker(url)) for url in decode_urls]
         self._poll_interval_s = poll_interval_s
         self._headers = dict(headers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,14 +171,14 @@ class NodePool:
             await node.client.aclose()
 
     def usable(self, role: NodeRole) -> list[Node]:
-        return [node for node in (self.prefill if role is NodeRole.PREFILL else self.decode) if node.is_up]
+        return [node for node in (self.prefill if role is NodeRole.PREFILL else self.decode) if node.is_usable]
 
     def reasons(self) -> list[str]:
         """Why the pool cannot serve; empty when each role that is configured has a usable node."""
         reasons = []
         for role, nodes in ((NodeRole.PREFILL, self.prefill), (NodeRole.DECODE, self.decode)):
-            if nodes and not any(node.is_up for node in nodes):
-                detail = "; ".join(f"{node.url}: {node.reason}" for node in nodes)
+            if nodes and not any(node.is_usable for node in nodes):
+                detail = "; ".join(f"{node.url}: {node.reason or node.breaker.reason}" for node in nodes)
                 reasons.append(f"no {role.value} node is ready ({detail})")
         return reasons
 
