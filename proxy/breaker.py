@@ -28,7 +28,7 @@ class Breaker:
     """One node's. ``failures``: failed legs in a row that open it; ``open_s``: how long it stays open."""
 
     def __init__(
-        self, node: str, *, failures: int = 5, open_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self, node: str = "", *, failures: int = 5, open_s: float = 30.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._node = node
         self._threshold = failures

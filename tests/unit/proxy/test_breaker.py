@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
-    return Breaker("http://n", failures=3, open_s=30, clock=clock)
+    return Breaker(failures=3, open_s=30, clock=clock)
 
 
 def fail(breaker: Breaker, times: int = 1) -> None:
