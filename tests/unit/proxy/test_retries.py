@@ -13,7 +13,7 @@ from proxy.retry_budget import FLOOR
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault
-from tests.unit.proxy.raw_node import GOOD_STREAM, GOOD_WHOLE, NO_ANSWERS, RawNode, answer, chunked
+from tests.unit.proxy.raw_node import GOOD_STREAM, GOOD_WHOLE, NO_ANSWERS, RawNode, answer
 
 WHOLE = {"prompt": "abc"}
 STREAM = {"prompt": "abc", "stream": True}
