@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from proxy.node_client import NodeStream
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
+from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
 
 END_OF_STREAM = DONE + END_OF_EVENT
@@ -23,7 +24,8 @@ END_OF_STREAM = DONE + END_OF_EVENT
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt)."""
+    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt); so has
+    ``prompt_keys``, with None for prompts that the proxy could not tokenise, or it is empty."""
 
     route: str
     body: Mapping[str, Any]
@@ -33,6 +35,7 @@ class Job:
     is_local: bool
     is_stream: bool
     arrival_s: float
+    prompt_keys: Sequence[PromptKeys | None] = ()
 
 
 class TransferFailedError(LegFailedError):
@@ -68,6 +71,7 @@ class DecodeLegs:
 
         Raises:
             TransferFailedError: the node says 502 before the first byte.
+            NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
@@ -91,6 +95,7 @@ class DecodeLegs:
     @staticmethod
     async def _pass_refusal(node: Node, answer: NodeStream, client: ClientStream) -> None:
         relayed = RelayedAnswer(answer.status, answer.headers, await answer.read())
+        check_draining(node, answer.status, relayed.body)
         if answer.status == TransferError.status:
             raise TransferFailedError(node, relayed)
         is_ours = 400 <= answer.status < 500 and answer.status != QueueFullError.status

@@ -26,15 +26,21 @@ from common.errors import (
 )
 from proxy.breaker import Leg
 from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
+from proxy.node_pool import is_draining_answer
 from proxy.nodes import Node, describe
+from proxy.vllm import vllm_prefill_leg
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
-_DECODE_ONLY_FIELDS = ("stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "echo", "logprobs")
+_DECODE_ONLY_FIELDS = (
+    *("stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"),
+    *("echo", "logprobs", "top_logprobs"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A finished prefill leg: opaque ``params`` for the decode leg, and what names its lease on ``node``."""
+    """A finished prefill leg: opaque ``params`` for the decode leg (empty: the node has nothing to hand over), and what
+    names its lease on ``node``."""
 
     node: Node
     params: Mapping[str, Any]
@@ -63,7 +69,19 @@ class LegFailedError(NodeUnavailableError):
         self.reason, self.answer = reason, answer
 
 
+class NodeDrainingError(LegFailedError):
+    """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
+
+
+def check_draining(node: Node, status: int, body: bytes) -> None:
+    """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
+    if is_draining_answer(status, body):
+        node.mark_draining("it refused a request: it is draining")
+        raise NodeDrainingError(f"{node.role.value} node {node.name} is draining")
+
+
 def prefill_body(
+    node: Node,
     body: Mapping[str, Any],
     prompt: Any | None,
     *,
@@ -72,6 +90,8 @@ def prefill_body(
 ) -> bytes:
     """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
     ``sources``: who may have part of it."""
+    if node.is_vllm:
+        return encode(vllm_prefill_leg(body, prompt))
     leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
     leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
     if prompt is not None:
@@ -109,6 +129,7 @@ async def send_prefill_leg(
 ) -> Prefilled:
     """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
     answer = await call(node, "POST", route, content, headers, timeout_s, check=check_prefilled)
+    check_draining(node, answer.status, answer.body)
     if answer.status != 200:
         relayed = RelayedAnswer(answer.status, answer.headers, answer.body)
         if 400 <= answer.status < 500 and answer.status != QueueFullError.status:
@@ -116,15 +137,17 @@ async def send_prefill_leg(
         raise LegFailedError(
             f"prefill node {node.name} answers {answer.status}", reason=status_reason(answer.status), answer=relayed
         )
-    return Prefilled(node, answer.json()[FIELD])
+    return Prefilled(node, answer.json().get(FIELD) or {})
 
 
 def check_prefilled(node: Node, answer: NodeAnswer) -> None:
-    """Raises LegFailedError when a prefill leg's 200 is none."""
+    """Raises LegFailedError when a prefill leg's 200 is none. A vLLM server may have nothing to hand over."""
     try:
-        params = answer.json()[FIELD]
-    except (ValueError, KeyError, TypeError):
-        params = None
+        params = answer.json().get(FIELD)
+    except (ValueError, AttributeError):
+        params = False
+    if node.is_vllm and params is None:
+        return
     if not isinstance(params, dict):
         raise LegFailedError(f"prefill node {node.name} answers without {FIELD}", reason="garbage")
 

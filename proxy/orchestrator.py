@@ -26,7 +26,7 @@ from common.config import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
-from proxy.legs import LegFailedError, Prefilled, decode_body, prefill_body, send_prefill_leg
+from proxy.legs import LegFailedError, NodeDrainingError, Prefilled, decode_body, prefill_body, send_prefill_leg
 from proxy.nodes import Node, NodePool, NodeRole
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs, PrefillBusyError
@@ -55,8 +55,10 @@ LOCAL = Handoff(None, None)
 
 @dataclass(slots=True)
 class Run:
-    """One request under way. ``progress``: None when its stream is not to go on elsewhere."""
+    """One request under way: what was ``given``, and the ``job`` that is left of it. ``progress``: None when its stream
+    is not to go on elsewhere."""
 
+    given: Job
     job: Job
     client: ClientStream
     queue_s: float
@@ -100,7 +102,7 @@ class Orchestrator:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
         self._budget.add_request()
         progress = StreamProgress() if self._may_migrate(job) else None
-        run = Run(job, client, time.monotonic() - job.arrival_s, progress)
+        run = Run(job, job, client, time.monotonic() - job.arrival_s, progress)
         num_migrations = 0
         while True:
             try:
@@ -157,7 +159,10 @@ class Orchestrator:
         resume = progress.resume
         if resume is None or all(node in run.avoided.decode for node in usable):
             return False
-        run.job = dataclasses.replace(run.job, body={**run.job.body, RESUME_KEY: resume.to_json()})
+        given = run.given
+        body = {**given.body, RESUME_KEY: resume.to_json()}
+        prompt_keys = [keys and keys.followed_by(resume.output_token_ids) for keys in given.prompt_keys]
+        run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys)
         return True
 
     # --- both legs at once
@@ -180,11 +185,15 @@ class Orchestrator:
             num_tries += 1
             node = placement.decode
             pair = Pair(node, placement.prefill, placement.sources)
-            decode_headers = self._decode_headers(run, placement.prefill_names)
+            decode_headers = self._decode_headers(run, node, placement.prefill_names)
             progress = run.progress_on(node)
             try:
-                await self._paired_legs.run(job, pair, self._headers(job), decode_headers, client, progress)
+                await self._paired_legs.run(job, pair, self._headers(job, node), decode_headers, client, progress)
                 return
+            except NodeDrainingError:
+                # Not a try: nothing was done. The pool gives the node no more, so this comes to an end.
+                num_tries -= 1
+                placement = self._placer.place(job, run.avoided, began=placement.prefill)
             except LegFailedError as exc:
                 if client.is_started or was_started or num_tries == MAX_TRIES:
                     raise
@@ -250,14 +259,17 @@ class Orchestrator:
 
     async def _prefill_one(self, job: Job, prompt: Any | None, first: Node, leases: LeaseGuard) -> Prefilled | None:
         """One prompt's prefill leg, on ``first`` or another; None when no prefill node could do it."""
-        headers = self._headers(job)
         avoided = Avoided()
         node: Node | None = first
         while node is not None:
             avoided.prefill.append(node)
-            content = prefill_body(job.body, prompt)
+            content, headers = prefill_body(node, job.body, prompt), self._headers(job, node)
             try:
                 prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout_s)
+            except NodeDrainingError:
+                avoided.prefill.remove(node)
+                node = self._placer.place_prefill(avoided)
+                continue
             except LegFailedError as exc:
                 logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
                 node = self._placer.place_prefill(avoided) if len(avoided.prefill) < MAX_TRIES else None
@@ -266,7 +278,7 @@ class Orchestrator:
                 continue
             if prefilled.lease_id is not None:
                 leases.hold(node, prefilled.lease_id)
-            return prefilled
+            return prefilled if prefilled.params else None
         return None
 
     async def _decode(self, run: Run, placement: Placement, handoff: Handoff, leases: LeaseGuard) -> None:
@@ -278,17 +290,21 @@ class Orchestrator:
         if node not in self._pool.usable(NodeRole.DECODE):
             node = self._placer.place_decode(run.avoided)
         num_tries = 0
+        given = handoff
         while node is not None:
             num_tries += 1
-            # Who had begun with the handoff may have used it up.
-            given = LOCAL if leases.is_handed_over else handoff
             sources = placement.sources if given.params is None and placement.is_local and node.info.pull else ()
             progress = run.progress_on(node)
             content = decode_body(job.body, given.params, sources=sources, reports_state=progress is not None)
-            headers = self._decode_headers(run, given.prefill_node)
+            headers = self._decode_headers(run, node, given.prefill_node)
             try:
                 await self._decode_legs.relay(node, job, content, headers, client, leases, progress)
                 return
+            except NodeDrainingError as exc:
+                failure = exc
+                num_tries -= 1
+                node = self._placer.place_decode(run.avoided)
+                continue
             except LegFailedError as exc:
                 if client.is_started or was_started:
                     raise
@@ -296,16 +312,22 @@ class Orchestrator:
                 failure = exc
                 if isinstance(exc, TransferFailedError):
                     raise
+                if leases.is_handed_over or (node.is_vllm and exc.reason != "refused"):
+                    given = LOCAL  # who had begun with the handoff may have used it up
             run.avoided.decode.append(node)
             node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
             if node is not None and not self._may_retry(failure):
                 break
         raise failure
 
-    def _headers(self, job: Job) -> dict[str, str]:
-        return {**job.headers, **self._node_headers}
+    def _headers(self, job: Job, node: Node) -> dict[str, str]:
+        """Our own keys are not for servers of another make."""
+        return dict(job.headers) if node.is_vllm else {**job.headers, **self._node_headers}
 
-    def _decode_headers(self, run: Run, prefill_node: str | None) -> dict[str, str]:
+    def _decode_headers(self, run: Run, node: Node, prefill_node: str | None) -> dict[str, str]:
         elapsed_s = time.monotonic() - run.job.arrival_s
-        headers = self._headers(run.job) | {"x-tandem-proxy-seconds": f"{run.queue_s:.6f},{elapsed_s:.6f}"}
+        headers = self._headers(run.job, node)
+        if node.is_vllm:
+            return headers
+        headers |= {"x-tandem-proxy-seconds": f"{run.queue_s:.6f},{elapsed_s:.6f}"}
         return headers if prefill_node is None else headers | {"x-tandem-prefill-node": prefill_node}

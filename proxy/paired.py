@@ -21,7 +21,15 @@ from common.api.handoff import Rendezvous
 from common.errors import QueueFullError
 from proxy.decode_leg import DecodeLegs, Job
 from proxy.leases import LeaseReleaser
-from proxy.legs import LegFailedError, RelayedAnswer, call, check_prefilled, decode_body, prefill_body
+from proxy.legs import (
+    LegFailedError,
+    RelayedAnswer,
+    call,
+    check_draining,
+    check_prefilled,
+    decode_body,
+    prefill_body,
+)
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.progress import StreamProgress
@@ -71,6 +79,7 @@ class PairedLegs:
 
         Raises:
             RelayedAnswer: a prefill node refuses its leg, before the first byte.
+            NodeDrainingError: one of the nodes drains; before the first byte.
             LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
             DeadlineExceededError: a leg was silent for too long.
         """
@@ -120,8 +129,8 @@ class PairedLegs:
         headers: Mapping[str, str],
     ) -> None:
         """One prefill leg. Its answer is read, so that the node sees it taken, and not used. Raises RelayedAnswer for a
-        4xx, PrefillBusyError for a 429, and DeadlineExceededError."""
-        content = prefill_body(job.body, prompt, rendezvous_id=name, sources=sources)
+        4xx, PrefillBusyError for a 429, NodeDrainingError and DeadlineExceededError."""
+        content = prefill_body(node, job.body, prompt, rendezvous_id=name, sources=sources)
         started_s = time.monotonic()
         try:
             answer = await call(
@@ -131,6 +140,7 @@ class PairedLegs:
             logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
             return
         self._metrics.observe_phase("prefill", time.monotonic() - started_s)
+        check_draining(node, answer.status, answer.body)
         status = answer.status
         if 400 <= status < 500 and status != ABORTED_STATUS:
             relayed = RelayedAnswer(status, answer.headers, answer.body)

@@ -94,6 +94,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("request_e2e_seconds", "Time from arrival to the last token.", buckets=REQUEST_SECONDS),
     _histogram("request_phase_seconds", "Time in one phase of a request.", "phase"),
     _counter("prompt_tokens_total", "Prompt tokens, by where their state came from.", "source", roles=NODES),
+    _counter("prompts_tokenised_total", "Prompts that this process turned into token ids."),
     _counter("generation_tokens_total", "Tokens generated.", roles=NODES),
     _counter(
         "prefix_cache_query_tokens_total",
@@ -137,6 +138,11 @@ METRICS: tuple[MetricSpec, ...] = (
         "outcome",
         roles=PROXY,
     ),
+    _gauge(
+        "prefix_index_entries", "Blocks and checkpoints that the proxy knows of a node's cache.", "node", roles=PROXY
+    ),
+    _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
+    _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
     _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
     _gauge("breaker_state", "A node's circuit breaker: 0 closed, 1 half-open, 2 open.", "node", roles=PROXY),
     _counter("breaker_opened_total", "How often a node's breaker opened.", "node", roles=PROXY, sourced=True),

@@ -148,7 +148,8 @@ def test_decode_leg_when_all_refuse_then_the_client_hears_it_and_the_prefill_leg
     assert answer.status_code == status
     assert answer.json()["error"]["message"].startswith("decode-")
     [prefill] = cluster.prefill
-    wait_for(lambda: set(prefill.released) == set(prefill.names), "the lease's release")
+    # A leg that was called off at once need not have come.
+    wait_for(lambda: prefill.released and set(prefill.names) <= set(prefill.released), "the lease's release")
     assert sum(len(node.bodies) for node in cluster.decode) == (1 if status == 400 else 2)
 
 
