@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import QueueFullError, TransferError
 from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
-from proxy.legs import LegFailedError, RelayedAnswer, judge, open_decode_leg, status_reason
+from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
 from proxy.node_client import NodeStream
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
