@@ -25,6 +25,7 @@ from proxy.node_client import NodeClient
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
+from proxy.placer import Placer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def create_app(config: ProxyConfig) -> FastAPI:
         )
         metrics = ProxyMetrics(pool, config.max_concurrency)
         releaser = LeaseReleaser(node_headers)
-        orchestrator = Orchestrator(config, pool, releaser, metrics, node_headers)
+        orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
         app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
         pool.start()
         try:

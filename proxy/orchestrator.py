@@ -1,12 +1,13 @@
 """One request from the client's body to the last byte of the answer: who gets its legs, in which order, and who else
 when they fail.
 
-Life of a request: 1 pick a decode node and a prefill node per prompt, 2 both legs at once, if all of them can follow a
-prompt while it is computed (``proxy.paired``); else one after the other: the prefill legs together, then the decode leg
-with what they returned, or without when no prefill node could do it (the decode node then computes the prompt itself),
-3 bytes pass through to the client. Until the first byte a pair whose decode node broke, or could not get the prompt, is
-replaced by another one; after it there is no way back. Leaving early, by whatever exception, closes the legs'
-connections (nodes abort on that) and releases leases that no decode node took over.
+Life of a request: 1 place it (``proxy.placer``): a decode node, and a prefill node per prompt or none, 2 both legs at
+once, if all of them can follow a prompt while it is computed (``proxy.paired``); else one after the other: the prefill
+legs together, then the decode leg with what they returned, or without when no prefill node could do it (the decode node
+then computes the prompt itself), 3 bytes pass through to the client. Until the first byte a pair whose decode node
+broke, or could not get the prompt, is replaced by another one; after it there is no way back. Leaving early, by
+whatever exception, closes the legs' connections (nodes abort on that) and releases leases that no decode node took
+over.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from common.config import ProxyConfig
-from common.errors import NodeUnavailableError
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
 from proxy.legs import LegFailedError, Prefilled, decode_body, prefill_body, send_prefill_leg
 from proxy.nodes import Node, NodePool, NodeRole
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs
-from proxy.placement import create_policy, pick
+from proxy.placer import Avoided, Placement, Placer
 from proxy.relay import ClientStream
 
 logger = logging.getLogger(__name__)
@@ -44,21 +44,14 @@ class Handoff:
     prefill_node: str | None
 
 
-@dataclass(slots=True)
-class _Tried:
-    """Nodes that further tries of a request avoid."""
-
-    decode: list[Node] = field(default_factory=list)
-    prefill: list[Node] = field(default_factory=list)
-
-
 class Orchestrator:
-    """Runs requests over one node pool. All state is the pool's and the policies'; safe for any number at once."""
+    """Runs requests over one node pool. All state is the pool's and the placer's; safe for any number at once."""
 
     def __init__(
         self,
         config: ProxyConfig,
         pool: NodePool,
+        placer: Placer,
         releaser: LeaseReleaser,
         metrics: ProxyMetrics,
         node_headers: Mapping[str, str],
@@ -67,8 +60,7 @@ class Orchestrator:
         self._releaser = releaser
         self._metrics = metrics
         self._node_headers = dict(node_headers)
-        self._prefill_policy = create_policy(config.policy)
-        self._decode_policy = create_policy(config.decode_policy or config.policy)
+        self._placer = placer
         self._prefill_timeout_s = config.prefill_timeout_seconds
         # Nothing comes until the prompt is computed, of a whole answer not before its last token.
         first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
@@ -77,100 +69,78 @@ class Orchestrator:
 
     async def run(self, job: Job, client: ClientStream) -> None:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
-        self._require_decode_node()
         queue_s = time.monotonic() - job.arrival_s
+        avoided = Avoided()
+        placement = self._placer.place(job, avoided)
         try:
-            if self._can_pair(job):
-                await self._run_paired(job, client, queue_s)
+            if self._can_pair(job, placement):
+                await self._run_paired(job, placement, avoided, client, queue_s)
             else:
-                await self._run_in_turn(job, client, queue_s)
+                await self._run_in_turn(job, placement, avoided, client, queue_s)
         except TransferFailedError as exc:
             if client.is_started:
                 raise
             await client.send_whole(exc.answer.status, exc.answer.headers, exc.answer.body)
 
-    def _require_decode_node(self) -> None:
-        if not self._pool.usable(NodeRole.DECODE):
-            raise NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
-
     # --- both legs at once
 
-    def _can_pair(self, job: Job) -> bool:
-        """Whether both legs can be sent at once, whoever gets them: decided before anybody's turn is taken."""
-        prefill, decode = self._pool.usable(NodeRole.PREFILL), self._pool.usable(NodeRole.DECODE)
-        if job.is_local or not prefill or len(job.prompts) > MAX_PROMPTS_TOGETHER:
+    @staticmethod
+    def _can_pair(job: Job, placement: Placement) -> bool:
+        """Whether both legs can be sent at once."""
+        if placement.is_local or len(job.prompts) > MAX_PROMPTS_TOGETHER:
             return False
-        return all(node.info.pull for node in (*prefill, *decode))
+        return all(node.info.pull for node in (placement.decode, *placement.prefill))
 
-    async def _run_paired(self, job: Job, client: ClientStream, queue_s: float) -> None:
+    async def _run_paired(
+        self, job: Job, placement: Placement, avoided: Avoided, client: ClientStream, queue_s: float
+    ) -> None:
         """Up to MAX_TRIES pairs; when none is left to try, what the last one said. Without a prefill node the decode
         node computes the prompt."""
-        self._metrics.count_decision(self._prefill_policy.name, "remote")
-        tried, failed = _Tried(), None
-        for num_tries in range(1, MAX_TRIES + 1):
-            pair = self._pick_pair(job, tried, failed)
-            if pair is None:
-                await self._decode(job, Handoff(None, None), client, LeaseGuard(), queue_s, tried.decode)
-                return
-            names = ",".join(dict.fromkeys(node.name for node in pair.prefill))
-            decode_headers = self._decode_headers(job, queue_s, names)
+        self._metrics.count_decision(self._placer.name, "remote")
+        num_tries = 0
+        while self._can_pair(job, placement):
+            num_tries += 1
+            pair = Pair(placement.decode, placement.prefill, placement.sources)
+            decode_headers = self._decode_headers(job, queue_s, placement.prefill_names)
             try:
                 await self._paired_legs.run(job, pair, self._headers(job), decode_headers, client)
                 return
             except LegFailedError as exc:
-                if client.is_started or num_tries == MAX_TRIES or not self._avoid(pair, exc, tried):
+                if client.is_started or num_tries == MAX_TRIES or not self._avoid(placement, exc, avoided):
                     raise
                 logger.warning("another pair is tried request_id=%s: %s", job.request_id, exc)
-                failed = pair
+                # The prefill nodes that have begun go on where they are.
+                began = () if avoided.prefill else placement.prefill
+                placement = self._placer.place(job, avoided, began=began)
+        await self._decode(job, placement, Handoff(None, None), client, LeaseGuard(), queue_s, avoided)
 
-    def _pick_pair(self, job: Job, tried: _Tried, failed: Pair | None) -> Pair | None:
-        """Nodes for the next try; None when no prefill node is usable. After a decode node broke, the prefill nodes
-        that have begun go on where they are."""
-        decode = pick(self._decode_policy, self._pool.usable(NodeRole.DECODE), tried=tried.decode)
-        usable = self._pool.usable(NodeRole.PREFILL)
-        if decode is None:
-            raise NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
-        if failed is not None and not tried.prefill and all(node in usable for node in failed.prefill):
-            prefill = list(failed.prefill)
-        else:
-            picked = [pick(self._prefill_policy, usable, tried=tried.prefill) for _ in job.prompts]
-            prefill = [node for node in picked if node is not None]
-        if len(prefill) < len(job.prompts):
-            return None
-        return Pair(decode, prefill, self._sources(decode))
-
-    def _avoid(self, pair: Pair, error: LegFailedError, tried: _Tried) -> bool:
+    def _avoid(self, placement: Placement, error: LegFailedError, avoided: Avoided) -> bool:
         """Remembers who not to try again. False: nobody is left to try instead."""
-        other_decode = [node for node in self._pool.usable(NodeRole.DECODE) if node is not pair.decode]
+        other_decode = [node for node in self._pool.usable(NodeRole.DECODE) if node is not placement.decode]
         if not isinstance(error, TransferFailedError):
-            tried.decode.append(pair.decode)
+            avoided.decode.append(placement.decode)
             return bool(other_decode)
-        if any(node not in pair.prefill for node in self._pool.usable(NodeRole.PREFILL)):
-            tried.prefill += pair.prefill
+        if any(node not in placement.prefill for node in self._pool.usable(NodeRole.PREFILL)):
+            avoided.prefill += placement.prefill
             return True
-        tried.decode.append(pair.decode)
+        avoided.decode.append(placement.decode)
         return bool(other_decode)
-
-    def _sources(self, decode: Node, *, with_decode: bool = True) -> list[dict[str, Any]]:
-        """Who may have part of the prompt: the node that is to generate, then one more of its kind."""
-        others = [node for node in self._pool.usable(NodeRole.DECODE) if node is not decode]
-        hints = [node.source_hint() for node in ([decode] if with_decode else []) + others[:1]]
-        return [hint for hint in hints if hint is not None]
 
     # --- one leg after the other
 
-    async def _run_in_turn(self, job: Job, client: ClientStream, queue_s: float) -> None:
+    async def _run_in_turn(
+        self, job: Job, placement: Placement, avoided: Avoided, client: ClientStream, queue_s: float
+    ) -> None:
         with self._releaser.guard() as leases:
-            handoff = await self._prefill(job, leases)
-            placement = "local" if handoff.params is None else "remote"
-            self._metrics.count_decision(self._prefill_policy.name, placement)
-            await self._decode(job, handoff, client, leases, queue_s)
+            handoff = await self._prefill(job, placement, leases)
+            self._metrics.count_decision(self._placer.name, "local" if handoff.params is None else "remote")
+            await self._decode(job, placement, handoff, client, leases, queue_s, avoided)
 
-    async def _prefill(self, job: Job, leases: LeaseGuard) -> Handoff:
-        if job.is_local or not self._pool.usable(NodeRole.PREFILL):
+    async def _prefill(self, job: Job, placement: Placement, leases: LeaseGuard) -> Handoff:
+        if placement.is_local:
             return Handoff(None, None)
         started_s = time.monotonic()
-        results = await self._prefill_all(job, leases)
+        results = await self._prefill_all(job, placement, leases)
         self._metrics.observe_phase("prefill", time.monotonic() - started_s)
         done = [each for each in results if each is not None]
         if len(done) < len(results):
@@ -180,37 +150,37 @@ class Orchestrator:
         params = [each.params for each in done]
         return Handoff(params[0] if len(params) == 1 else params, names)
 
-    async def _prefill_all(self, job: Job, leases: LeaseGuard) -> list[Prefilled | None]:
+    async def _prefill_all(self, job: Job, placement: Placement, leases: LeaseGuard) -> list[Prefilled | None]:
         """All prompts' prefill legs, at most MAX_PROMPTS_TOGETHER at a time; the first error ends the others."""
-        if len(job.prompts) == 1:
-            return [await self._prefill_one(job, job.prompts[0], leases)]
+        placed = list(zip(job.prompts, placement.prefill, strict=True))
+        if len(placed) == 1:
+            return [await self._prefill_one(job, *placed[0], leases)]
         together = asyncio.Semaphore(MAX_PROMPTS_TOGETHER)
 
-        async def one(prompt: Any) -> Prefilled | None:
+        async def one(prompt: Any, node: Node) -> Prefilled | None:
             async with together:
-                return await self._prefill_one(job, prompt, leases)
+                return await self._prefill_one(job, prompt, node, leases)
 
         try:
             async with asyncio.TaskGroup() as group:
-                legs = [group.create_task(one(prompt)) for prompt in job.prompts]
+                legs = [group.create_task(one(prompt, node)) for prompt, node in placed]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [leg.result() for leg in legs]
 
-    async def _prefill_one(self, job: Job, prompt: Any | None, leases: LeaseGuard) -> Prefilled | None:
-        """One prompt's prefill leg; None when no prefill node could do it."""
+    async def _prefill_one(self, job: Job, prompt: Any | None, first: Node, leases: LeaseGuard) -> Prefilled | None:
+        """One prompt's prefill leg, on ``first`` or another; None when no prefill node could do it."""
         content = prefill_body(job.body, prompt)
         headers = self._headers(job)
-        tried: list[Node] = []
-        while len(tried) < MAX_TRIES:
-            node = pick(self._prefill_policy, self._pool.usable(NodeRole.PREFILL), tried=tried)
-            if node is None:
-                break
-            tried.append(node)
+        avoided = Avoided()
+        node: Node | None = first
+        while node is not None and len(avoided.prefill) < MAX_TRIES:
+            avoided.prefill.append(node)
             try:
                 prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout_s)
             except LegFailedError as exc:
                 logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
+                node = self._placer.place_prefill(avoided)
                 continue
             if prefilled.lease_id is not None:
                 leases.hold(node, prefilled.lease_id)
@@ -220,23 +190,22 @@ class Orchestrator:
     async def _decode(
         self,
         job: Job,
+        placement: Placement,
         handoff: Handoff,
         client: ClientStream,
         leases: LeaseGuard,
         queue_s: float,
-        avoided: Sequence[Node] = (),
+        avoided: Avoided,
     ) -> None:
-        tried = list(avoided)
+        """The decode leg, on the node that was placed while it is usable, or on another."""
+        failure = self._placer.no_decode_node()
+        node: Node | None = placement.decode
+        if node not in self._pool.usable(NodeRole.DECODE):
+            node = self._placer.place_decode(avoided)
         num_tries = 0
-        failure = NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
-        while num_tries < MAX_TRIES:
-            node = pick(self._decode_policy, self._pool.usable(NodeRole.DECODE), tried=tried)
-            if node is None:
-                break
-            tried.append(node)
+        while node is not None and num_tries < MAX_TRIES:
             num_tries += 1
-            is_local = handoff.params is None and not job.is_local and node.info.pull
-            sources = self._sources(node, with_decode=False) if is_local else []
+            sources = placement.sources if handoff.params is None and placement.is_local and node.info.pull else ()
             content = decode_body(job.body, handoff.params, sources=sources)
             headers = self._decode_headers(job, queue_s, handoff.prefill_node)
             try:
@@ -249,6 +218,8 @@ class Orchestrator:
                     raise
                 logger.warning("decode leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
                 failure = exc
+            avoided.decode.append(node)
+            node = self._placer.place_decode(avoided)
         raise failure
 
     def _headers(self, job: Job) -> dict[str, str]:
