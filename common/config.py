@@ -99,6 +99,22 @@ def parse_url(text: str) -> str:
     return url
 
 
+DNS_PREFIX = "dns+"
+
+
+def parse_node_url(text: str) -> str:
+    """A base URL, or ``dns+http://name:port``: a node at each address of the name. Raises ValueError."""
+    text = text.strip()
+    if not text.startswith(DNS_PREFIX):
+        return parse_url(text)
+    url = parse_url(text.removeprefix(DNS_PREFIX))
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or parts.path:
+        # Certificates are for names, and here addresses are called.
+        raise ValueError(f"not a name to resolve such as {DNS_PREFIX}http://tandem-decode:8200")
+    return DNS_PREFIX + url
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """How one configuration field is written, read and bounded.
@@ -202,10 +218,11 @@ def choice_flag(default: str | None, help: str, *choices: str) -> Any:
     return flag(default, help, choices=choices, metavar="|".join(choices))
 
 
-def urls_flag(help: str) -> Any:
-    return flag((), help, parse=parse_url, many=True, metavar="URL")
+def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
+    return flag((), help, parse=parse, many=True, metavar="URL")
 
 
+DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
 
@@ -280,6 +297,7 @@ class NodeConfig:
     )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
@@ -308,18 +326,35 @@ class ProxyConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8000, "port to listen on (0: any free one)", 0, 65_535)
-    prefill: tuple[str, ...] = urls_flag("base URLs of the prefill nodes")
-    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes")
+    prefill: tuple[str, ...] = urls_flag(
+        "base URLs of the prefill nodes; dns+http://name:port is a node at each address of the name", parse_node_url
+    )
+    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes, or dns+http://name:port", parse_node_url)
+    dns_interval_seconds: float = seconds_flag(5.0, "time between two resolutions of a dns+http name", 0.01)
     policy: str = choice_flag("round_robin", "how a prefill node is chosen", *PLACEMENT_POLICIES)
     decode_policy: str | None = choice_flag(
         None, "how a decode node is chosen (default: as --policy)", *PLACEMENT_POLICIES
     )
-    max_concurrency: int = int_flag(1024, "requests in flight beyond which the answer is 429", 1, 100_000)
+    max_concurrency: int = int_flag(1024, "requests in flight beyond which others wait", 1, 100_000)
+    max_queue_size: int = int_flag(
+        1024, "waiting requests beyond which the answer is 429 (0: nobody waits)", 0, 100_000
+    )
+    max_queue_seconds: float = seconds_flag(60.0, "longest wait of a request for its turn", 0.05)
+    queue_aging_seconds: float = seconds_flag(
+        30.0, "waiting for so long counts as one level of priority (0: priorities are absolute)", 0.0
+    )
+    api_key_limits_file: str | None = flag(
+        None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
+    )
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    prefix_index_entries: int = int_flag(
+        500_000, "cached blocks and states of all nodes that placement knows, 150 bytes each", 1_000, 100_000_000
+    )
     connect_timeout_seconds: float = seconds_flag(2.0, "longest wait for a node to accept a connection", 0.05)
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import TransferError
+from common.errors import DrainingError, TransferError
 from proxy.leases import LeaseGuard
-from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
+from proxy.legs import LegFailedError, RelayedAnswer, check_draining, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt)."""
+    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt); so has
+    ``prompt_keys``, with None for prompts that the proxy could not tokenise, or it is empty."""
 
     route: str
     body: Mapping[str, Any]
@@ -27,6 +29,7 @@ class Job:
     is_local: bool
     is_stream: bool
     arrival_s: float
+    prompt_keys: Sequence[PromptKeys | None] = ()
 
 
 class TransferFailedError(LegFailedError):
@@ -60,6 +63,7 @@ class DecodeLegs:
 
         Raises:
             TransferFailedError: the node says 502 before the first byte.
+            NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as answer:
@@ -67,6 +71,11 @@ class DecodeLegs:
                 leases.hand_over()
             if answer.status == TransferError.status:
                 raise TransferFailedError(node, RelayedAnswer(answer.status, answer.headers, await answer.read()))
+            if answer.status == DrainingError.status:
+                body = await answer.read()
+                check_draining(node, answer.status, body)
+                await client.send_whole(answer.status, answer.headers, body)
+                return
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await client.send_whole(answer.status, answer.headers, await answer.read())
                 return

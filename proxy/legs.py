@@ -17,6 +17,7 @@ from common.api.handoff import FIELD, prefill_leg_params
 from common.api.source_hints import SOURCES_KEY
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
+from proxy.node_pool import is_draining_answer
 from proxy.nodes import Node, describe
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
@@ -44,6 +45,17 @@ class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's o
 
 class LegFailedError(NodeUnavailableError):
     """The node refused the connection, broke it, or answered what cannot be used."""
+
+
+class NodeDrainingError(LegFailedError):
+    """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
+
+
+def check_draining(node: Node, status: int, body: bytes) -> None:
+    """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
+    if is_draining_answer(status, body):
+        node.mark_draining("it refused a request: it is draining")
+        raise NodeDrainingError(f"{node.role.value} node {node.name} is draining")
 
 
 def prefill_body(
@@ -84,6 +96,7 @@ async def send_prefill_leg(
 ) -> Prefilled:
     """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
     answer = await call(node, "POST", route, content, headers, timeout_s)
+    check_draining(node, answer.status, answer.body)
     if 400 <= answer.status < 500:
         raise RelayedAnswer(answer.status, answer.headers, answer.body)
     if answer.status != 200:

@@ -22,7 +22,7 @@ from typing import Any
 from common.config import ProxyConfig
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
-from proxy.legs import LegFailedError, Prefilled, decode_body, prefill_body, send_prefill_leg
+from proxy.legs import LegFailedError, NodeDrainingError, Prefilled, decode_body, prefill_body, send_prefill_leg
 from proxy.nodes import Node, NodePool, NodeRole
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs
@@ -105,6 +105,10 @@ class Orchestrator:
             try:
                 await self._paired_legs.run(job, pair, self._headers(job), decode_headers, client)
                 return
+            except NodeDrainingError:
+                # Not a try: nothing was done. The pool gives the node no more, so this comes to an end.
+                num_tries -= 1
+                placement = self._placer.place(job, avoided, began=placement.prefill)
             except LegFailedError as exc:
                 if client.is_started or num_tries == MAX_TRIES or not self._avoid(placement, exc, avoided):
                     raise
@@ -178,6 +182,10 @@ class Orchestrator:
             avoided.prefill.append(node)
             try:
                 prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout_s)
+            except NodeDrainingError:
+                avoided.prefill.remove(node)
+                node = self._placer.place_prefill(avoided)
+                continue
             except LegFailedError as exc:
                 logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
                 node = self._placer.place_prefill(avoided)
@@ -213,6 +221,11 @@ class Orchestrator:
                 return
             except TransferFailedError:
                 raise
+            except NodeDrainingError as exc:
+                failure = exc
+                num_tries -= 1
+                node = self._placer.place_decode(avoided)
+                continue
             except LegFailedError as exc:
                 if client.is_started:
                     raise

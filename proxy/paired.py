@@ -20,7 +20,7 @@ from typing import Any
 from common.api.handoff import Rendezvous
 from proxy.decode_leg import DecodeLegs, Job
 from proxy.leases import LeaseReleaser
-from proxy.legs import LegFailedError, RelayedAnswer, call, decode_body, prefill_body
+from proxy.legs import LegFailedError, RelayedAnswer, call, check_draining, decode_body, prefill_body
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.relay import ClientStream
@@ -58,6 +58,7 @@ class PairedLegs:
 
         Raises:
             RelayedAnswer: a prefill node refuses its leg, before the first byte.
+            NodeDrainingError: one of the nodes drains; before the first byte.
             LegFailedError: the decode leg broke; TransferFailedError when it says 502.
             DeadlineExceededError: a leg was silent for too long.
         """
@@ -106,7 +107,7 @@ class PairedLegs:
         headers: Mapping[str, str],
     ) -> None:
         """One prefill leg. Its answer is read, so that the node sees it taken, and not used. Raises RelayedAnswer for a
-        4xx and DeadlineExceededError."""
+        4xx, NodeDrainingError and DeadlineExceededError."""
         content = prefill_body(job.body, prompt, rendezvous_id=name, sources=sources)
         started_s = time.monotonic()
         try:
@@ -115,6 +116,7 @@ class PairedLegs:
             logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
             return
         self._metrics.observe_phase("prefill", time.monotonic() - started_s)
+        check_draining(node, answer.status, answer.body)
         status = answer.status
         if 400 <= status < 500 and status != ABORTED_STATUS:
             raise RelayedAnswer(status, answer.headers, answer.body)

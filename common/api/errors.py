@@ -17,10 +17,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import InvalidRequestError, PrefillLegRejectedError, QueueFullError, RequestAbortedError, TandemError
+from common.errors import (
+    DrainingError,
+    InvalidRequestError,
+    PrefillLegRejectedError,
+    QueueFullError,
+    RequestAbortedError,
+    TandemError,
+)
 
 logger = logging.getLogger(__name__)
 
+DROPPED_HEADER = "X-Tandem-Dropped"
 INTERNAL_MESSAGE = "internal error"
 
 # Status -> (type, code) of errors that frameworks raise.
@@ -43,8 +51,12 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, RequestAbortedError):
         return Response(status_code=error.status)
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status:
+    if isinstance(error, DrainingError) or (
+        isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status
+    ):
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if isinstance(error, TandemError) and error.dropped is not None:
+        headers[DROPPED_HEADER] = error.dropped
     status = error.status if isinstance(error, TandemError) else TandemError.status
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -73,6 +73,11 @@ def wants_trace(request: Request) -> bool:
     return request.headers.get(TRACE_HEADER) == "1"
 
 
+def is_peer(request: Request) -> bool:
+    """Whether it comes from a process of this service: it has the cluster key, or there is none to have."""
+    return bool(getattr(request.state, "is_peer", False))
+
+
 class RequestIdMiddleware:
     """Takes ``X-Request-Id`` (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or makes one; echoes it."""
 
@@ -95,6 +100,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    return getattr(request.state, "api_key_digest", None)
+
+
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -115,24 +125,28 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._check(str(scope["path"]), Headers(scope=scope))
+            has_key = self._is_cluster_key(Headers(scope=scope).get(CLUSTER_KEY_HEADER))
+            scope.setdefault("state", {})["is_peer"] = has_key or self._cluster_digest is None
+            error = self._check(scope, has_key=has_key)
             if error is not None:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> AuthenticationError | None:
+    def _check(self, scope: Scope, *, has_key: bool) -> AuthenticationError | None:
+        path, headers = str(scope["path"]), Headers(scope=scope)
         if path in OPEN_PATHS:
             return None
-        is_peer = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
         if path.startswith(INTERNAL_PREFIX):
-            if self._cluster_digest is None or is_peer:
+            if self._cluster_digest is None or has_key:
                 return None
             return AuthenticationError(f"header {CLUSTER_KEY_HEADER} is missing or wrong", code="invalid_cluster_key")
-        if not self._api_digests or is_peer:
+        if not self._api_digests or has_key:
             return None
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_api_key(key.strip()):
+            # Who it is, for limits per key; the key itself goes no further.
+            scope.setdefault("state", {})["api_key_digest"] = _digest(key.strip().encode("latin-1")).hex()
             return None
         return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
@@ -269,6 +283,11 @@ def _is_too_deep(value: object) -> bool:
             return False
         level = children
     return True
+
+
+def encode_json(value: object) -> bytes:
+    """``value`` as compact JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 # --- client gone ------------------------------------------------------------------------------------------------------

@@ -26,9 +26,21 @@ class Cluster:
     prefill: list[FakeNode]
     decode: list[FakeNode]
     servers: dict[str, AppServer] = field(default_factory=dict)
+    proxy: AppServer | None = None
 
     def stop_node(self, node: FakeNode) -> None:
         self.servers[node.name].stop()
+
+    def end_drain(self) -> None:
+        """Drain the proxy as a signal would, to the end of its deadline."""
+        assert self.proxy is not None
+        drain = self.proxy.app.state.drain
+
+        async def work() -> None:
+            drain.begin("a test")
+            await drain.wait()
+
+        self.proxy.run(work())
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one series of the proxy; 0 when it is not there."""
@@ -81,8 +93,8 @@ def start_cluster() -> Iterator[StartCluster]:
             if wait:
                 wait_for(lambda: client.get("/ready").status_code == 200, "the proxy to be ready")
                 names = [server.url for server in servers.values()]
-                cluster = Cluster(client, prefill, decode, servers)
+                cluster = Cluster(client, prefill, decode, servers, proxy)
                 wait_for(lambda: all(cluster.metric("tandem_node_up", node=url) for url in names), "all nodes up")
-            return Cluster(client, prefill, decode, servers)
+            return Cluster(client, prefill, decode, servers, proxy)
 
         yield start

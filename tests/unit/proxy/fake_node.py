@@ -10,6 +10,7 @@ import asyncio
 import enum
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,11 @@ class FakeNode:
     fault: Fault = Fault.NONE
     status: int = 500
     is_ready: bool = True
+    is_draining: bool = False
+    refuses_as_draining: bool = False
+    num_refused: int = 0
+    role: str | None = None
+    epoch: str = "77"
     model: str = "fake"
     fingerprint: str = "f00d"
     pull: bool = False
@@ -60,6 +66,10 @@ class FakeNode:
     released: list[str] = field(default_factory=list)
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
+    may_answer: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     @property
     def bodies(self) -> list[Any]:
@@ -70,6 +80,8 @@ class FakeNode:
 
         @app.get("/ready")
         async def ready() -> Response:
+            if self.is_draining:
+                return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
 
         @app.get("/internal/v1/info")
@@ -80,8 +92,10 @@ class FakeNode:
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.role is not None:
+                body["role"] = self.role
             if self.pull:
-                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": "77"}
+                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
             return body
 
         @app.post("/internal/v1/leases/release")
@@ -109,6 +123,9 @@ class FakeNode:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
+        if self.refuses_as_draining:
+            self.num_refused += 1
+            return JSONResponse({"error": {"message": "draining", "code": "draining"}}, 503)
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
@@ -125,6 +142,8 @@ class FakeNode:
             params = {"do_remote_prefill": True, "remote_host": self.name, "tandem_lease_id": self._lease_id()}
             return JSONResponse({} if self.fault is Fault.NO_PARAMS else {"kv_transfer_params": params})
         await self._follow(body.get("kv_transfer_params"))
+        while not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
         if body.get("stream"):
             return StreamingResponse(self._events(), media_type="text/event-stream")
         return JSONResponse({"node": self.name, "object": "text_completion"})

@@ -214,7 +214,7 @@ def test_client_when_gone_while_streaming_then_decode_is_aborted_and_keeps_the_l
 
 
 def test_concurrency_when_at_its_limit_then_429_with_retry_after(start_cluster: StartCluster) -> None:
-    cluster = start_cluster(max_concurrency=1)
+    cluster = start_cluster(max_concurrency=1, max_queue_size=0)
     cluster.decode[0].fault = Fault.STALL
     with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
         lines = answer.iter_lines()  # dropping the iterator would close the stream
@@ -223,6 +223,7 @@ def test_concurrency_when_at_its_limit_then_429_with_retry_after(start_cluster: 
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "queue_full"
     assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["x-tandem-dropped"] == "rejected-queue-full"
 
 
 @pytest.mark.parametrize(
