@@ -85,6 +85,24 @@ class BodyTooLargeError(TandemError):
     code = "body_too_large"
 
 
+class BodyTimeoutError(TandemError):
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
+class HeadersTooLargeError(TandemError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class TooManyConnectionsError(TandemError):
+    status = 503
+    type = "rate_limit_error"
+    code = "too_many_connections"
+
+
 class QueueFullError(TandemError):
     """Nothing was spent on the request; the client may try again after ``retry_after_s``."""
 
