@@ -78,8 +78,9 @@ def test_checkpoint_when_it_gets_the_row_of_a_prompt_that_ends_there_then_it_is_
     last = manager.events.last_sequence_number
     run_turn(manager, A[:30])  # resumes nowhere near its end: the state at 30 has no row
     told = [event for event in manager.events.since(last) or [] if event.is_checkpoint]
-    assert [(event.position, event.has_row) for event in told] == [(30, True)]
-    assert {event.position: event.has_row for event in manager.snapshot().checkpoints} == {30: True, 40: True}
+    assert [(event.position, event.has_row) for event in told] == [(16, False), (30, True)]  # 16: the junction
+    rows = {event.position: event.has_row for event in manager.snapshot().checkpoints}
+    assert rows == {16: False, 30: True, 40: True}
 
 
 def test_events_when_a_reader_is_too_late_then_it_is_told_to_start_again() -> None:
