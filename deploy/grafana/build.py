@@ -320,6 +320,30 @@ NODES = (
         ),
     ),
     Row(
+        "What the proxy knows",
+        (
+            Panel(
+                "Prefix index",
+                "Blocks and checkpoints of each node's cache that placement knows.",
+                "short",
+                (("{{node}}", "tandem_prefix_index_entries"),),
+            ),
+            Panel(
+                "Snapshots",
+                "Caches read as a whole: one per life of a node; more means that the proxy falls behind the events.",
+                "short",
+                (("{{instance}}", "sum by (instance) (increase(tandem_prefix_index_snapshots_total[5m]))"),),
+            ),
+            Panel(
+                "Tokenised",
+                "Prompts turned into token ids. The proxy should do it: nodes do what it could not.",
+                "reqps",
+                (("{{role}} {{instance}}", "sum by (role, instance) (rate(tandem_prompts_tokenised_total[5m]))"),),
+                stacked=True,
+            ),
+        ),
+    ),
+    Row(
         "Load by node",
         (
             Panel("Running", "Requests in work.", "short", (("{{instance}}", "tandem_requests_running"),)),
