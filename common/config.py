@@ -210,8 +210,8 @@ def seconds_flag(default: float, help: str, minimum: float, maximum: float = 86_
     )
 
 
-def share_flag(help: str, minimum: float, maximum: float) -> Any:
-    return flag(None, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+def share_flag(help: str, minimum: float, maximum: float, default: float | None = None) -> Any:
+    return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
 
 
 def bool_flag(default: bool, help: str) -> Any:
@@ -229,6 +229,7 @@ def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
 DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
+NODE_KINDS = ("auto", "tandem", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +352,11 @@ class ProxyConfig:
         None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
     )
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
+    ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = flag(
+        None, "file with the certificate's private key (default: in --ssl-certfile)", metavar="FILE"
+    )
     prefix_index_entries: int = int_flag(
         500_000, "cached blocks and states of all nodes that placement knows, 150 bytes each", 1_000, 100_000_000
     )
@@ -358,6 +364,26 @@ class ProxyConfig:
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    retry_budget: float = share_flag(
+        "legs that are sent again before the first byte, as a share of the requests of the last 10 s, 10 more allowed; "
+        "0: none",
+        0,
+        1,
+        default=0.2,
+    )
+    breaker_failures: int = int_flag(5, "failed legs in a row after which a node gets none for a while", 1, 1000)
+    breaker_open_seconds: float = seconds_flag(30.0, "how long it gets none; then one leg probes it", 0.05)
+    migration_limit: int = int_flag(
+        0,
+        "how often a stream goes on at another decode node when its own breaks after the first byte; 0: never",
+        0,
+        100,
+    )
+    node_kind: str = choice_flag(
+        "auto",
+        "what the nodes are; vllm: servers with vLLM's kv_transfer_params; auto: vllm where there is no /ready",
+        *NODE_KINDS,
+    )
     drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
