@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
+import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import Any, TypeVar
 
 from common.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -475,6 +479,8 @@ def read_key_file(path: str, option: str) -> tuple[str, ...]:
     """The keys in a file, one a line; blank lines and lines that start with ``#`` do not count. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IROTH:
+                logger.warning("%s %s can be read by every user of this machine: chmod o-r", option, path)
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"

@@ -85,6 +85,12 @@ class BodyTooLargeError(TandemError):
     code = "body_too_large"
 
 
+class HeadTooLargeError(TandemError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
 class QueueFullError(TandemError):
     """Nothing was spent on the request; the client may try again after ``retry_after_s``."""
 

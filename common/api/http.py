@@ -1,7 +1,8 @@
 """What every app has round its routes: request ids, keys, a body limit, a JSON reader, and client disconnects.
 
-``install_middleware`` puts the three pure ASGI middlewares round an app, outermost first: request id (so that each
-refusal carries one), keys, body limit. They hold their configuration only. Streaming responses pass through untouched.
+``install_middleware`` puts the pure ASGI middlewares round an app, outermost first: request id (so that each refusal
+carries one), limit of the head, keys, limit of the body. They hold their configuration only. Streaming responses pass
+through untouched.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.api.errors import error_response
+from common.api.head_limit import HeadLimitMiddleware
 from common.errors import (
     AuthenticationError,
     BodyTooLargeError,
@@ -51,9 +53,10 @@ def install_middleware(
     api_keys: Collection[str] = (),
     cluster_key: str | None = None,
 ) -> None:
-    """Put request ids, key checks and the body limit round ``app``. No keys: that check is off."""
+    """Put request ids, key checks and the limits of head and body round ``app``. No keys: that check is off."""
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
     app.add_middleware(KeyMiddleware, api_keys=tuple(api_keys), cluster_key=cluster_key)
+    app.add_middleware(HeadLimitMiddleware)
     app.add_middleware(RequestIdMiddleware)
 
 

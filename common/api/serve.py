@@ -25,6 +25,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from common.api.drain import Drain
+from common.api.head_limit import http_protocol
 from common.errors import ConfigError, TandemError
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info") -> 
     config = uvicorn.Config(
         app,
         access_log=False,
+        http=http_protocol(),
         lifespan="on",
         log_config=None,
         # uvicorn's own "info" is about itself; who started what is ours to say.

@@ -143,7 +143,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
     _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
-    _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
+    _gauge("node_up", "1 while the node answers (also while it drains), else 0.", "node", roles=PROXY),
     _gauge("breaker_state", "A node's circuit breaker: 0 closed, 1 half-open, 2 open.", "node", roles=PROXY),
     _counter("breaker_opened_total", "How often a node's breaker opened.", "node", roles=PROXY, sourced=True),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),

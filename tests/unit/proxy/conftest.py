@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ StartCluster = Callable[..., Cluster]
 def start_cluster() -> Iterator[StartCluster]:
     """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to.
 
+    ``pull``: nodes that can follow a prompt while it is computed. ``documents``: internal routes that they all have.
     ``pull``: nodes that can follow a prompt while it is computed; ``resume``: that go on with others' answers.
     ``more_prefill``, ``more_decode``: URLs of nodes of the test's own.
     """
@@ -71,13 +72,15 @@ def start_cluster() -> Iterator[StartCluster]:
             *,
             wait: bool = True,
             pull: bool = False,
+            documents: Mapping[str, Any] | None = None,
             resume: bool = False,
             more_prefill: Sequence[str] = (),
             more_decode: Sequence[str] = (),
             **config: Any,
         ) -> Cluster:
-            prefill = [FakeNode(f"prefill-{index}", pull=pull) for index in range(num_prefill)]
-            decode = [FakeNode(f"decode-{index}", pull=pull, resume=resume) for index in range(num_decode)]
+            common = {"pull": pull, "documents": dict(documents or {})}
+            prefill = [FakeNode(f"prefill-{index}", **common) for index in range(num_prefill)]
+            decode = [FakeNode(f"decode-{index}", resume=resume, **common) for index in range(num_decode)]
             servers = {}
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())

@@ -68,6 +68,7 @@ class FakeNode:
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)  # further internal routes: path -> JSON
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
     may_answer: threading.Event = field(default_factory=threading.Event)
@@ -103,6 +104,11 @@ class FakeNode:
             if self.pull:
                 body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
             return body
+
+        @app.get("/internal/v1/{path:path}")
+        async def document(path: str) -> Response:
+            known = path in self.documents
+            return JSONResponse(self.documents.get(path), 200 if known else 404)
 
         @app.post("/internal/v1/leases/release")
         async def release(request: Request) -> dict[str, Any]:
