@@ -4,8 +4,8 @@ Life cycle: 1 the proxy asks a decode leg for ``tandem_stream_state``, 2 the nod
 event (``: tandem {...}``: the tokens that the client knows once it has the event), which the proxy takes out again, 3
 the node dies, 4 the proxy sends the client's body with ``tandem_resume`` elsewhere: prompt and known tokens are the
 prefix to compute, to pull or to find in a cache, as in a next turn, and sampling, penalties, stop strings, text and
-counts go on as if the stream had never been cut. Both fields are the proxy's: what clients send under these names
-never reaches a node.
+counts go on as if the stream had never been cut. Both fields are the proxy's: nodes take them
+from it alone (the cluster key, where one is set), and what clients send under these names is ignored.
 """
 
 from __future__ import annotations
