@@ -123,6 +123,7 @@ class DecodeLegs:
                     await client.start_stream(answer.status, answer.headers)
                 await client.send_chunk(data)
             if progress is not None and progress.failure is not None:
+                leg.fail("error event")
                 raise progress.failure
             end = (end + chunk)[-len(END_OF_STREAM) :]
             has_error = has_error or ERROR in chunk
@@ -131,6 +132,8 @@ class DecodeLegs:
         is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete
         if not is_complete:
             raise LegFailedError(f"decode node {node.name} ended its stream early")
+        if has_error:
+            leg.fail("error event")
         leg.succeed()
         await client.finish()
 

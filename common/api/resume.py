@@ -99,10 +99,10 @@ def state_line(
 
 def read_state_line(line: bytes) -> StreamState:
     """The state in one line without its newline. Raises ValueError for what no node writes."""
-    value = json.loads(line[len(STATE_PREFIX) :])
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
     try:
+        value = json.loads(line[len(STATE_PREFIX) :])
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
         fields = Fields(value)
         return StreamState(
             fields.int_list("token_ids", le=MAX_TOKEN_ID) or (),
@@ -110,5 +110,5 @@ def read_state_line(line: bytes) -> StreamState:
             fields.integer("num_cached_tokens", ge=0),
             fields.boolean("end"),
         )
-    except InvalidRequestError as exc:
-        raise ValueError(exc.message) from exc
+    except (ValueError, InvalidRequestError) as exc:
+        raise ValueError(f"not the state of a stream: {exc}") from exc

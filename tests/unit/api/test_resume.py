@@ -57,5 +57,5 @@ def test_state_line_when_read_then_says_what_was_written() -> None:
 
 @pytest.mark.parametrize("line", [b": tandem ", b": tandem []", b": tandem {", b': tandem {"token_ids": ["x"]}'])
 def test_state_line_when_it_is_none_then_value_error(line: bytes) -> None:
-    with pytest.raises(ValueError, match=""):
+    with pytest.raises(ValueError, match="not the state of a stream"):
         read_state_line(line)
