@@ -352,6 +352,11 @@ class ProxyConfig:
         None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
     )
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
+    ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = flag(
+        None, "file with the certificate's private key (default: in --ssl-certfile)", metavar="FILE"
+    )
     prefix_index_entries: int = int_flag(
         500_000, "cached blocks and states of all nodes that placement knows, 150 bytes each", 1_000, 100_000_000
     )

@@ -91,6 +91,18 @@ class HeadTooLargeError(TandemError):
     code = "head_too_large"
 
 
+class BodyTimeoutError(TandemError):
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
+class TooManyConnectionsError(TandemError):
+    status = 503
+    type = "rate_limit_error"
+    code = "too_many_connections"
+
+
 class QueueFullError(TandemError):
     """Nothing was spent on the request; the client may try again after ``retry_after_s``."""
 

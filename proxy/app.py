@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from common.api import drain as draining
 from common.api.errors import install_error_handlers
-from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
+from common.api.http import CLUSTER_KEY_HEADER, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
 from proxy.admin import add_node_routes
@@ -25,6 +25,7 @@ from proxy.breaker import Breaker
 from proxy.discovery import Discovery, Resolver, split_urls
 from proxy.event_feed import EventFeeds
 from proxy.forward import forward
+from proxy.front import Front, ProxyApp
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.key_limits import KeyLimits, read_key_limits
 from proxy.leases import LeaseReleaser
@@ -112,13 +113,22 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await releaser.close()
             await pool.close()
 
-    app = FastAPI(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = ProxyApp(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    install_middleware(
-        app,
+    gate = Gate(
         max_body_bytes=config.max_body_bytes,
+        body_timeout_s=config.body_timeout_seconds,
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
+    )
+    app.add_middleware(GateMiddleware, gate=gate)
+    app.front = Front(
+        gate,
+        drain,
+        {
+            "/v1/completions": lambda request: _service(request).generate.completions(request),
+            "/v1/chat/completions": lambda request: _service(request).generate.chat(request),
+        },
     )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
@@ -128,6 +138,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
 
 
 def _add_openai_routes(app: FastAPI) -> None:
+    # POST is the front's; these say 405 to other methods.
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _service(request).generate.completions(request)

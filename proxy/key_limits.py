@@ -82,7 +82,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """All keys' limits and what they use. A key is known by the hex digest that ``KeyMiddleware`` leaves."""
+    """All keys' limits and what they use. A key is known by the hex digest that ``Gate`` leaves."""
 
     default: Limits = Limits()
     by_key: Mapping[str, Limits] = field(default_factory=dict)

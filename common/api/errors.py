@@ -83,6 +83,24 @@ def install_error_handlers(app: Starlette) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
+def answer_error(error: Exception, *, request_id: str, path: str) -> Response:
+    """Log ``error`` as its kind deserves, and its response."""
+    if isinstance(error, RequestAbortedError):
+        logger.info("request aborted by client request_id=%s path=%s", request_id, path)
+    elif not isinstance(error, TandemError):
+        logger.error("unexpected error request_id=%s path=%s", request_id, path, exc_info=error)
+    elif error.status >= 500:
+        logger.warning(
+            "request failed request_id=%s path=%s status=%d code=%s message=%s",
+            request_id,
+            path,
+            error.status,
+            error.code,
+            error.message,
+        )
+    return error_response(error)
+
+
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -92,19 +110,7 @@ def _request_id(request: Request) -> str:
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TandemError)
-    if isinstance(error, RequestAbortedError):
-        logger.info("request aborted by client request_id=%s path=%s", _request_id(request), request.url.path)
-    elif error.status >= 500:
-        logger.warning(
-            "request failed request_id=%s path=%s status=%d code=%s message=%s",
-            _request_id(request),
-            request.url.path,
-            error.status,
-            error.code,
-            error.message,
-        )
-    return error_response(error)
+    return answer_error(error, request_id=_request_id(request), path=request.url.path)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -128,9 +134,7 @@ async def _on_client_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    request_id = _request_id(request)
-    logger.error("unexpected error request_id=%s path=%s", request_id, request.url.path, exc_info=error)
-    response = error_response(error)
+    response = await _on_tandem_error(request, error)
     # This handler runs outside the middleware that adds the header.
-    response.headers["X-Request-Id"] = request_id
+    response.headers["X-Request-Id"] = _request_id(request)
     return response

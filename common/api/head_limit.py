@@ -2,7 +2,7 @@
 
 Two places, because of who holds it when. httptools keeps the headers of a request that has not ended them yet, without
 a bound of its own: ``BoundedHttpTools`` counts bytes and hangs up. A head that came whole is refused by
-``HeadLimitMiddleware``, with an answer like any other. h11, where httptools is not installed, has its own bound.
+the gate (``check_head``), with an answer like any other. h11, where httptools is not installed, has its own bound.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from common.api.errors import error_response
 from common.errors import HeadTooLargeError
 
 if TYPE_CHECKING:
@@ -22,21 +21,13 @@ MAX_HEAD_BYTES = 64 * 2**10
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class HeadLimitMiddleware:
-    """431 for a head of more than ``MAX_HEAD_BYTES``: path, query, names and values."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-            num_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
-            if num_bytes > MAX_HEAD_BYTES:
-                error = HeadTooLargeError(f"the request's head must be at most {MAX_HEAD_BYTES} bytes, got {num_bytes}")
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def check_head(scope: Scope) -> HeadTooLargeError | None:
+    """The refusal of a head of more than ``MAX_HEAD_BYTES``: path, query, names and values."""
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    num_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+    if num_bytes <= MAX_HEAD_BYTES:
+        return None
+    return HeadTooLargeError(f"the request's head must be at most {MAX_HEAD_BYTES} bytes, got {num_bytes}")
 
 
 def http_protocol() -> type[asyncio.Protocol] | str:
