@@ -115,7 +115,8 @@ class DecodeLegs:
     ) -> None:
         end, has_error = b"", False
         async for chunk in answer.chunks(self._idle_s):
-            leg.begin_answer()
+            if not end:
+                leg.begin_answer()
             data = chunk if progress is None else progress.feed(chunk)
             if data:
                 if not client.is_started:
