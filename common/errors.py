@@ -91,6 +91,12 @@ class BodyTimeoutError(TandemError):
     code = "body_timeout"
 
 
+class HeadersTimeoutError(TandemError):
+    status = 408
+    type = "timeout_error"
+    code = "headers_timeout"
+
+
 class HeadersTooLargeError(TandemError):
     status = 431
     type = "invalid_request_error"

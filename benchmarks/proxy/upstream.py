@@ -71,8 +71,10 @@ class Node(asyncio.Protocol):
         if len(body) < length:
             return
         self._buffer = b""
-        if head.startswith(b"GET /internal"):
+        if head.startswith(b"GET /internal/v1/info"):
             self._transport.write(self._info)
+        elif head.startswith(b"GET /internal"):
+            self._transport.write(make_answer({}, b"404 Not Found"))
         elif head.startswith(b"GET") or b"/leases/" in head[:60]:
             self._transport.write(make_answer({}))
         elif b'"do_remote_decode":true' in body.replace(b" ", b""):
