@@ -26,7 +26,8 @@ def main() -> int:
         tls.check()
     num_requests = config.max_concurrency + config.max_queue_size
     num_wanted = num_requests + NODE_CONNECTIONS * config.max_concurrency + SPARE_FILES
-    num_files = raise_file_limit(num_wanted, flag="--max-concurrency")
+    num_files = min(num_wanted, raise_file_limit(num_wanted, flag="--max-concurrency"))
+    # Where files are short, clients' connections are what there is less of: a node's is needed for each request.
     max_connections = max(num_files // 3, num_requests + SPARE_FILES // 2 - (num_wanted - num_files))
     sock = bind_socket(config.host, config.port)
     config = dataclasses.replace(config, port=sock.getsockname()[1])
