@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
+import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import Any, TypeVar
 
 from common.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -206,8 +210,8 @@ def seconds_flag(default: float, help: str, minimum: float, maximum: float = 86_
     )
 
 
-def share_flag(help: str, minimum: float, maximum: float) -> Any:
-    return flag(None, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+def share_flag(help: str, minimum: float, maximum: float, default: float | None = None) -> Any:
+    return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
 
 
 def bool_flag(default: bool, help: str) -> Any:
@@ -225,6 +229,7 @@ def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
 DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
+NODE_KINDS = ("auto", "tandem", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,6 +364,26 @@ class ProxyConfig:
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    retry_budget: float = share_flag(
+        "legs that are sent again before the first byte, as a share of the requests of the last 10 s, 10 more allowed; "
+        "0: none",
+        0,
+        1,
+        default=0.2,
+    )
+    breaker_failures: int = int_flag(5, "failed legs in a row after which a node gets none for a while", 1, 1000)
+    breaker_open_seconds: float = seconds_flag(30.0, "how long it gets none; then one leg probes it", 0.05)
+    migration_limit: int = int_flag(
+        0,
+        "how often a stream goes on at another decode node when its own breaks after the first byte; 0: never",
+        0,
+        100,
+    )
+    node_kind: str = choice_flag(
+        "auto",
+        "what the nodes are; vllm: servers with vLLM's kv_transfer_params; auto: vllm where there is no /ready",
+        *NODE_KINDS,
+    )
     drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
@@ -459,6 +484,8 @@ def read_key_file(path: str, option: str) -> tuple[str, ...]:
     """The keys in a file, one a line; blank lines and lines that start with ``#`` do not count. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IROTH:
+                logger.warning("%s %s can be read by every user of this machine: chmod o-r", option, path)
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"

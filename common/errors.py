@@ -85,22 +85,22 @@ class BodyTooLargeError(TandemError):
     code = "body_too_large"
 
 
+class HeadTooLargeError(TandemError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
 class BodyTimeoutError(TandemError):
     status = 408
     type = "timeout_error"
     code = "body_timeout"
 
 
-class HeadersTimeoutError(TandemError):
+class HeadTimeoutError(TandemError):
     status = 408
     type = "timeout_error"
-    code = "headers_timeout"
-
-
-class HeadersTooLargeError(TandemError):
-    status = 431
-    type = "invalid_request_error"
-    code = "headers_too_large"
+    code = "head_timeout"
 
 
 class TooManyConnectionsError(TandemError):

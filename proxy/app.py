@@ -21,6 +21,7 @@ from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
 from proxy.admin import add_node_routes
 from proxy.admission import Admission
+from proxy.breaker import Breaker
 from proxy.discovery import Discovery, Resolver, split_urls
 from proxy.event_feed import EventFeeds
 from proxy.forward import forward
@@ -73,6 +74,10 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             create_client=lambda url: NodeClient(url, connect_timeout_s=config.connect_timeout_seconds),
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
+            node_kind=config.node_kind,
+            create_breaker=lambda url: Breaker(
+                url, failures=config.breaker_failures, open_s=config.breaker_open_seconds
+            ),
         )
         index = PrefixIndex(config.prefix_index_entries)
         discovery = Discovery(

@@ -25,6 +25,7 @@ from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, r
 from common.api.prompt_ids import PROMPT_IDS_KEY
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
+from common.api.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.api.source_hints import SOURCES_KEY
 from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
 from proxy.admission import Admission, Ask
@@ -88,6 +89,8 @@ class GenerateService:
             # Only the proxy itself may name memory to read.
             body.pop(FIELD, None)
             body.pop(SOURCES_KEY, None)
+            body.pop(RESUME_KEY, None)
+            body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():

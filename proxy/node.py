@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.breaker import Breaker
 from proxy.node_client import NodeClient
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,13 @@ ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - what a node listens on, not wher
 class NodeRole(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class NodeKind(enum.Enum):
+    """What a node speaks: this project's own routes, or vLLM's."""
+
+    TANDEM = "tandem"
+    VLLM = "vllm"
 
 
 class NodeState(enum.Enum):
@@ -44,7 +52,8 @@ class NodeInfo:
     """What a node says about itself; None where it does not say (nodes of other makes).
 
     ``pull``: it can follow a prompt that a peer still computes, and lets itself be followed. ``host`` and ``port``:
-    where its peers reach it. ``epoch``: its life.
+    where its peers reach it. ``epoch``: its life. ``resume``: it goes on with answers that began elsewhere.
+    ``more_models``: further names that it answers to.
     """
 
     name: str | None = None
@@ -57,6 +66,9 @@ class NodeInfo:
     host: str | None = None
     port: int | None = None
     epoch: str | None = None
+    resume: bool = False
+    kind: NodeKind = NodeKind.TANDEM
+    more_models: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> NodeInfo:
@@ -79,6 +91,7 @@ class NodeInfo:
             host=text("host"),
             port=port if port is not None and 0 < port < 65_536 else None,
             epoch=text("epoch"),
+            resume=body.get("resume") is True,
         )
 
 
@@ -86,8 +99,8 @@ class NodeInfo:
 class Node:
     """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
 
-    ``hold_reason``: why the proxy itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as
-    its last leg has ended. ``heard_s``: when it was last ready.
+    ``breaker``: how its legs went. ``hold_reason``: why the proxy itself keeps work from it, whatever it says;
+    ``is_leaving``: it is gone as soon as its last leg has ended. ``heard_s``: when it was last ready.
     """
 
     url: str
@@ -103,15 +116,24 @@ class Node:
     heard_s: float | None = None
     num_in_flight: int = 0
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def name(self) -> str:
         return self.info.name or urllib.parse.urlsplit(self.url).netloc
 
     @property
+    def is_vllm(self) -> bool:
+        return self.info.kind is NodeKind.VLLM
+
+    @property
     def is_usable(self) -> bool:
         """Whether it may be given work now. Everything that keeps work from a node belongs in here."""
-        return self.state is NodeState.READY
+        return self.state is NodeState.READY and self.breaker.is_admitting
+
+    @property
+    def unusable_reason(self) -> str:
+        return self.reason or self.breaker.reason or self.state.value
 
     @property
     def is_up(self) -> bool:
@@ -148,6 +170,8 @@ class Node:
 
     def mark_ready(self, info: NodeInfo) -> None:
         """It answers, and fits; while the proxy holds work from it, it drains all the same."""
+        if self.info.epoch is not None and info.epoch != self.info.epoch:
+            self.breaker.reset()
         self.info, self.is_refused, self.heard_s = info, False, time.monotonic()
         if self.hold_reason is not None:
             self._enter(NodeState.DRAINING, self.hold_reason)

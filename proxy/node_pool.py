@@ -17,8 +17,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
-from proxy.node import REASON_LENGTH, Node, NodeInfo, NodeRole, NodeState, describe
+from proxy.breaker import Breaker
+from proxy.node import REASON_LENGTH, Node, NodeInfo, NodeKind, NodeRole, NodeState, describe
 from proxy.node_client import NodeAnswer, NodeClient, NodeClientError
+from proxy.vllm import read_vllm_info
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +52,12 @@ class NodePool:
         create_client: Callable[[str], NodeClient],
         poll_interval_s: float,
         headers: Mapping[str, str],
+        create_breaker: Callable[[str], Breaker] = Breaker,
+        node_kind: str = "auto",
     ) -> None:
+        self._node_kind = node_kind
         self._create_client = create_client
+        self._create_breaker = create_breaker
         self._poll_interval_s = poll_interval_s
         self._headers = dict(headers)
         self._nodes: dict[str, Node] = {}
@@ -96,12 +102,13 @@ class NodePool:
             missing = [reason for of, reason in self.missing.values() if of is role]
             is_expected = nodes or missing or role is NodeRole.DECODE
             if is_expected and not any(node.is_usable for node in nodes):
-                detail = "; ".join([*(f"{node.url}: {node.reason or node.state.value}" for node in nodes), *missing])
+                detail = "; ".join([*(f"{node.url}: {node.unusable_reason}" for node in nodes), *missing])
                 reasons.append(f"no {role.value} node is ready ({detail or 'none is known'})")
         return reasons
 
     def served_models(self) -> set[str]:
-        return {node.info.model for node in self._nodes.values() if node.is_up and node.info.model is not None}
+        infos = [node.info for node in self._nodes.values() if node.is_up and node.info.model is not None]
+        return {model for info in infos for model in (info.model, *info.more_models) if model is not None}
 
     # --- who belongs to it
 
@@ -115,7 +122,9 @@ class NodePool:
         """
         node = self._nodes.get(url)
         if node is None:
-            node = self._nodes[url] = Node(url, role, self._create_client(url), origin)
+            node = self._nodes[url] = Node(
+                url, role, self._create_client(url), origin, breaker=self._create_breaker(url)
+            )
             logger.info("node added node=%s role=%s origin=%s", url, role.value, origin)
             if self._is_started:
                 self._start_polling(node)
@@ -196,7 +205,13 @@ class NodePool:
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
         try:
+            if self._node_kind == NodeKind.VLLM.value:
+                self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
+                return
             answer = await node.client.request("GET", "/ready", timeout_s=POLL_TIMEOUT_S)
+            if answer.status == 404 and self._node_kind == "auto":
+                self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
+                return
             if answer.status != 200:
                 if is_draining_answer(answer.status, answer.body):
                     node.mark_draining("it says that it is draining")
@@ -207,6 +222,9 @@ class NodePool:
         except (NodeClientError, ValueError) as exc:
             node.mark_suspect(describe(exc))
             return
+        self._take_info(node, info)
+
+    def _take_info(self, node: Node, info: NodeInfo) -> None:
         if (refusal := self._refusal(node, info)) is not None:
             node.refuse(info, refusal)
             return

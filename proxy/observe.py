@@ -74,6 +74,17 @@ class ProxyMetrics:
     def observe_phase(self, phase: str, seconds: float) -> None:
         self._metrics.observe_phase(phase, seconds)
 
+    def count_retry(self, reason: str) -> None:
+        """A leg is sent again. ``reason``: that of the ``LegFailedError``."""
+        self._metrics.inc("proxy_retries_total", reason=reason)
+
+    def count_refused_retry(self) -> None:
+        self._metrics.inc("proxy_retries_refused_total")
+
+    def count_migration(self, outcome: str) -> None:
+        """``outcome``: resumed (the stream goes on elsewhere), or gave_up."""
+        self._metrics.inc("proxy_migrations_total", outcome=outcome)
+
     def render(self) -> tuple[bytes, str]:
         return self._metrics.render()
 
@@ -83,5 +94,7 @@ class ProxyMetrics:
             "requests_running": {(): 0 if admission is None else admission.num_running},
             "requests_waiting": {(): 0 if admission is None else admission.num_waiting},
             "node_up": {(node.url,): float(node.is_up) for node in self._pool.nodes},
+            "breaker_state": {(node.url,): float(node.breaker.state.value) for node in self._pool.nodes},
+            "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in self._pool.nodes},
             "prefix_index_entries": {(node.url,): self._index.num_entries(node.url) for node in self._pool.nodes},
         }

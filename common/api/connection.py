@@ -2,6 +2,8 @@
 
 A request's head is bounded in bytes, in headers and in time, and the number of connections is bounded: each refusal is
 an answer of this project's shape (431, 408, 503) and the connection's end. What is no HTTP is answered 400 likewise.
+httptools keeps the headers of a request that has not ended them yet, without a bound of its own: so bytes are counted
+while they come.
 A client that closes its sending side is taken for gone, as one that closes both: what it waits for is aborted.
 """
 
@@ -15,8 +17,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from common.api.errors import error_body
 from common.errors import (
-    HeadersTimeoutError,
-    HeadersTooLargeError,
+    HeadTimeoutError,
+    HeadTooLargeError,
     InvalidRequestError,
     TandemError,
     TooManyConnectionsError,
@@ -89,7 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _on_slow_head(self) -> None:
         self._head_timer = None
         if self._num_head_bytes:
-            self._refuse(HeadersTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
+            self._refuse(HeadTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
         elif self.cycle is None:  # it has asked for nothing
             self.transport.close()
 
@@ -111,5 +113,5 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
 
-def _too_large() -> HeadersTooLargeError:
-    return HeadersTooLargeError(f"the request line and headers may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} lines")
+def _too_large() -> HeadTooLargeError:
+    return HeadTooLargeError(f"the request line and headers may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} lines")

@@ -159,6 +159,7 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "engine_id": node.engine_id,
             "epoch": str(manager.generations.epoch),
             "pull": True,
+            "resume": True,
             "host": node.advertised_host,
             "port": node.config.port,
             "model": node.served_model_name,

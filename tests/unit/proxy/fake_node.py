@@ -28,6 +28,9 @@ class Fault(enum.Enum):
     NO_PARAMS = "no_params"  # a prefill answer without kv_transfer_params
     BREAK_EARLY = "break_early"  # breaks the connection after the headers, before the first byte of the body
     BREAK_LATE = "break_late"  # breaks the connection in the middle of the stream
+    BREAK_LAST = "break_last"  # breaks the connection when only the [DONE] is missing
+    END_EARLY = "end_early"  # ends the stream in the middle, as if it were complete
+    TELL_ERROR = "tell_error"  # an error event in the middle of the stream
     STALL = "stall"  # falls silent after the first chunk
 
 
@@ -54,6 +57,7 @@ class FakeNode:
     model: str = "fake"
     fingerprint: str = "f00d"
     pull: bool = False
+    resume: bool = False
     code: str = "no"
     port: int = 0
     may_finish: bool = True
@@ -64,6 +68,7 @@ class FakeNode:
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)  # further internal routes: path -> JSON
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
     may_answer: threading.Event = field(default_factory=threading.Event)
@@ -92,11 +97,18 @@ class FakeNode:
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.resume:
+                body |= {"resume": True}
             if self.role is not None:
                 body["role"] = self.role
             if self.pull:
                 body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
             return body
+
+        @app.get("/internal/v1/{path:path}")
+        async def document(path: str) -> Response:
+            known = path in self.documents
+            return JSONResponse(self.documents.get(path), 200 if known else 404)
 
         @app.post("/internal/v1/leases/release")
         async def release(request: Request) -> dict[str, Any]:
@@ -145,7 +157,7 @@ class FakeNode:
         while not self.may_answer.is_set():
             await asyncio.sleep(0.01)
         if body.get("stream"):
-            return StreamingResponse(self._events(), media_type="text/event-stream")
+            return StreamingResponse(self._events(body), media_type="text/event-stream")
         return JSONResponse({"node": self.name, "object": "text_completion"})
 
     def _lease_id(self) -> str:
@@ -181,16 +193,33 @@ class FakeNode:
             pass
         self.num_aborted += 1
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """Chunk N has the tokens 10 * N and 10 * N + 1."""
+        known = (body.get("tandem_resume") or {}).get("output_token_ids", [])
         try:
             if self.fault is Fault.BREAK_EARLY:
                 raise ConnectionError("on demand")
-            for index in range(NUM_CHUNKS):
+            for index in range(len(known) // 2, NUM_CHUNKS):
+                if body.get("tandem_stream_state"):
+                    state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}
+                    state |= {"created": 7, "num_cached_tokens": 3} if not index else {}
+                    state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
+                    yield f": tandem {json.dumps(state)}\n"
                 yield f"data: {json.dumps({'index': index, 'node': self.name})}\n\n"
                 if self.fault is Fault.BREAK_LATE:
+                    await asyncio.sleep(0.05)  # what was sent is on its way
                     raise ConnectionError("on demand")
+                if self.fault is Fault.TELL_ERROR:
+                    error = {"message": f"{self.name} is out of luck", "type": "server_error", "code": "luck"}
+                    yield f"data: {json.dumps({'error': error})}\n\n"
+                    return
+                if self.fault is Fault.END_EARLY:
+                    return
                 if self.fault is Fault.STALL:
                     await asyncio.Event().wait()
+            if self.fault is Fault.BREAK_LAST:
+                await asyncio.sleep(0.05)
+                raise ConnectionError("on demand")
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1

@@ -143,7 +143,7 @@ def completion(**fields: Any) -> bytes:
 CHAT = b"/v1/chat/completions"
 FILLER = b"X-Filler: " + b"y" * 1000
 BAD_JSON, BAD_VALUE = (400, "invalid_json"), (400, "invalid_value")
-NO_HTTP, HEAD_TOO_LARGE = (400, "invalid_http"), (431, "headers_too_large")
+NO_HTTP, HEAD_TOO_LARGE = (400, "invalid_http"), (431, "head_too_large")
 
 HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
     # the head
@@ -167,7 +167,7 @@ HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
     "huge-path": ([get(b"/" + b"a" * 2**17)], HEAD_TOO_LARGE),
     "slow-head": (
         [b"GET /health HTTP/1.1\r\nHost: x\r\n", 0.3, b"X-A: b\r\n", 0.3, b"X-B: c\r\n"],
-        (408, "headers_timeout"),
+        (408, "head_timeout"),
     ),
     "nothing-sent": ([0.05], (0, None)),
     "path-with-dots": ([get(b"/../../etc/passwd", AUTHORIZATION)], (404, "not_found")),
