@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.api.errors import error_response
-from common.api.head_limit import check_head
 from common.errors import (
     AuthenticationError,
     BodyTimeoutError,
@@ -61,7 +60,7 @@ def install_middleware(
     api_keys: Collection[str] = (),
     cluster_key: str | None = None,
 ) -> None:
-    """Put request ids, key checks and the limits of head and body round ``app``. No keys: that check is off."""
+    """Put request ids, key checks and the body's limits round ``app``. No keys: that check is off."""
     gate = Gate(
         max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s, api_keys=api_keys, cluster_key=cluster_key
     )
@@ -131,11 +130,7 @@ class Gate:
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
         state["is_peer"] = has_key or self._cluster_digest is None
-        return (
-            check_head(scope)
-            or self._check_key(str(scope["path"]), headers, state, has_key=has_key)
-            or self._check_length(headers)
-        )
+        return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)
 
     def _check_key(
         self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
