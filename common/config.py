@@ -207,6 +207,8 @@ def urls_flag(help: str) -> Any:
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+OTLP_HELP = "collector that gets a trace of each request over OTLP/HTTP, such as http://HOST:4318 (default: no tracing)"
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
 
 
@@ -284,6 +286,8 @@ class NodeConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -323,6 +327,8 @@ class ProxyConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,14 +6,17 @@ import dataclasses
 import os
 import sys
 
-from common.api.serve import bind_socket, configure_logging, run_app, run_main
+from common.api.serve import bind_socket, run_app, run_main
 from common.config import ProxyConfig, parse_config
+from common.telemetry.logs import configure_logging
+from common.telemetry.tracing import check_tracing
 from proxy.app import create_app
 
 
 def main() -> int:
     config = parse_config(ProxyConfig, sys.argv[1:], os.environ, prog="tandem proxy")
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format, role="proxy", node="proxy")
+    check_tracing(config.otlp_traces_endpoint)
     sock = bind_socket(config.host, config.port)
     config = dataclasses.replace(config, port=sock.getsockname()[1])
     return run_app(create_app(config), sock, log_level=config.log_level)

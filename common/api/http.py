@@ -29,6 +29,7 @@ from common.errors import (
     InvalidRequestError,
     RequestAbortedError,
 )
+from common.telemetry.context import enter_request, leave_request
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def wants_trace(request: Request) -> bool:
 
 
 class RequestIdMiddleware:
-    """Takes ``X-Request-Id`` (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or makes one; echoes it."""
+    """Takes ``X-Request-Id`` (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or makes one; echoes it, and names
+    it in the log lines of everything inside."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -92,7 +94,11 @@ class RequestIdMiddleware:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        token = enter_request(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            leave_request(token)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from common.errors import ConfigError, TandemError
+from common.telemetry.logs import is_logging_json
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 KEEP_ALIVE_S = 75
 
 
@@ -94,12 +94,8 @@ def run_main(main: Callable[[], int], *, program: str) -> int:
     try:
         return main()
     except TandemError as exc:
-        sys.stderr.write(f"{program}: error: {exc.message}\n")
+        if is_logging_json():
+            logger.critical("%s: error: %s", program, exc.message)
+        else:
+            sys.stderr.write(f"{program}: error: {exc.message}\n")
         return 1
-
-
-def configure_logging(log_level: str) -> None:
-    """Log to stderr. Called once by each process's main, never by library code."""
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -62,6 +62,7 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
         startup_timeout_s=config.startup_timeout_seconds,
         on_ready=lambda spec: _print(f"{spec.name:<14} ready at {spec.url}"),
         on_all_ready=lambda: _print(welcome(config.proxy_config())),
+        log_format=config.proxy_config().log_format,
     )
     supervisors.append(supervisor)
     return await supervisor.run(stop)
