@@ -25,7 +25,7 @@ ENDPOINT_FLAG = "--otlp-traces-endpoint"
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 MAX_HEADER_CHARS = 1024
 
-# FastAPI traces, measures and logs by itself where somebody configured OpenTelemetry, and puts what clients sent into it.
+# FastAPI traces and logs by itself where somebody configured OpenTelemetry, and puts in what clients sent.
 NO_FRAMEWORK_TELEMETRY = {
     "tracing": False,
     "metrics": False,
