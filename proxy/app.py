@@ -6,6 +6,7 @@ lifespan to its end, so several proxies can run in one process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.leases import LeaseReleaser
@@ -56,15 +58,27 @@ def create_app(config: ProxyConfig) -> FastAPI:
         metrics = ProxyMetrics(pool, config.max_concurrency)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
+        tracer = create_tracer(
+            config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
+        )
+        generate = GenerateService(pool, orchestrator, metrics, tracer)
+        app.state.service = Service(pool, metrics, generate, node_headers)
         pool.start()
         try:
             yield
         finally:
             await releaser.close()
             await pool.close()
+            await asyncio.to_thread(tracer.close)
 
-    app = FastAPI(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Tandem proxy",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     install_error_handlers(app)
     install_middleware(
         app,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import TransferError
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
 from proxy.nodes import Node
@@ -27,6 +28,7 @@ class Job:
     is_local: bool
     is_stream: bool
     arrival_s: float
+    span: RequestSpan = NO_SPAN
 
 
 class TransferFailedError(LegFailedError):

@@ -22,6 +22,7 @@ from common.api.protocol import GenerationRequest, check_model, parse_chat, pars
 from common.api.responses import sse_error
 from common.api.source_hints import SOURCES_KEY
 from common.errors import TandemError
+from common.telemetry.tracing import Tracer, passed_on
 from proxy.decode_leg import Job
 from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
@@ -35,8 +36,9 @@ logger = logging.getLogger(__name__)
 class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
-    def __init__(self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics) -> None:
+    def __init__(self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics, tracer: Tracer) -> None:
         self._pool = pool
+        self._tracer = tracer
         self._orchestrator = orchestrator
         self._metrics = metrics
 
@@ -62,21 +64,23 @@ class GenerateService:
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+        span = self._tracer.begin(request.url.path, request_id_of(request), request.headers, arrival_s)
         job = Job(
             route=request.url.path,
             body=body,
-            headers=forwarded_headers(request),
+            headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id_of(request),
             prompts=list(prompts_of(body)),
             is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
+            span=span,
         )
         return RelayResponse(lambda client: self._run(job, route, client))
 
     async def _run(self, job: Job, route: str, client: ClientStream) -> None:
         try:
-            with self._metrics.track(route, job.arrival_s) as record:
+            with self._metrics.track(route, job.arrival_s, job.span) as record:
                 await self._run_tracked(job, client, record)
         except TandemError as exc:
             await self._fail(job, client, exc)
@@ -119,8 +123,9 @@ class GenerateService:
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers that go on to the nodes: request id, key, trace."""
+    """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
     headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
+    headers |= passed_on(request.headers)
     for name in ("authorization", TRACE_HEADER):
         if (value := request.headers.get(name)) is not None:
             headers[name] = value

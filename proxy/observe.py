@@ -14,6 +14,7 @@ from common.api.versions import build_labels
 from common.errors import QueueFullError, TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.nodes import NodePool
 
 
@@ -33,8 +34,9 @@ class ProxyMetrics:
         self.num_running = 0
 
     @contextlib.contextmanager
-    def track(self, route: str, arrival_s: float) -> Iterator[RequestRecord]:
-        """Count one request from admission to its end. Raises QueueFullError when too many are in flight."""
+    def track(self, route: str, arrival_s: float, span: RequestSpan = NO_SPAN) -> Iterator[RequestRecord]:
+        """Count one request from admission to its end, and end its ``span``. Raises QueueFullError when too many are in
+        flight."""
         record = RequestRecord()
         is_admitted = self.num_running < self._max_concurrency
         self.num_running += is_admitted
@@ -46,6 +48,7 @@ class ProxyMetrics:
         finally:
             self.num_running -= is_admitted
             self._metrics.request_finished(route, record.outcome, time.monotonic() - arrival_s)
+            span.end(record.outcome)
 
     @contextlib.contextmanager
     def track_parsing(self, route: str, arrival_s: float) -> Iterator[None]:

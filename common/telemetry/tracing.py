@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 from common.errors import ConfigError
 
@@ -26,7 +27,7 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")
 MAX_HEADER_CHARS = 1024
 
 # FastAPI traces and logs by itself where somebody configured OpenTelemetry, and puts in what clients sent.
-NO_FRAMEWORK_TELEMETRY = {
+NO_FRAMEWORK_TELEMETRY: Any = {
     "tracing": False,
     "metrics": False,
     "logs": False,

@@ -182,8 +182,12 @@ def test_process_when_tracing_is_off_then_neither_sdk_nor_exporter_is_imported()
         "parts = ('opentelemetry.sdk', 'opentelemetry.exporter', 'common.telemetry.otel')\n"
         "print([name for name in sys.modules if name.startswith(parts)])\n"
     )
+    # Nor when somebody lets FastAPI set OpenTelemetry up for itself.
+    environment = child_environment(
+        FASTAPI_OTEL_AUTO_CONFIGURE="true", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9"
+    )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=child_environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.stdout == "[]\n", result.stderr
 
