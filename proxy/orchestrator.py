@@ -72,7 +72,6 @@ class Orchestrator:
         queue_s = time.monotonic() - job.arrival_s
         avoided = Avoided()
         placement = self._placer.place(job, avoided)
-        job.span.phase("queue", job.arrival_s, time.monotonic())
         try:
             if self._can_pair(job, placement):
                 await self._run_paired(job, placement, avoided, client, queue_s)

@@ -110,7 +110,8 @@ class RequestRecord:
             self._metrics.observe_phase("prefill", seconds.prefill)
             self._metrics.observe_phase("transfer", seconds.transfer)
             self._metrics.observe_phase("first_token", seconds.first_token)
-            trace_phases(self._span, seconds, start_s=self._start_s if ready_s is None else ready_s)
+            start_s = self._span.request_start_s(self._start_s) if ready_s is None else ready_s
+            trace_phases(self._span, seconds, start_s=start_s)
         self._counts["prompt_tokens"] += num_prompt_tokens
         self._counts["cached_tokens"] += cached
         self._counts["transferred_bytes"] += output.transferred_bytes
@@ -145,18 +146,20 @@ class RequestRecord:
 
 
 def trace_phases(span: RequestSpan, seconds: PhaseSeconds, *, start_s: float) -> None:
-    """Name the phases of a prompt whose first output came just now; they lie back to back.
+    """Name the phases of a prompt whose first output came just now, back to back.
 
-    What is before the first of them, from ``start_s`` on, was waiting: for tokens, for a place in a step, for memory.
+    It was ready for this node at ``start_s``; ``queue`` is from then until its first work here. Of a prompt that was
+    pulled while a peer computed it there is none, unless this node was late.
     """
-    end_s = time.monotonic()
-    for name, length_s in (
-        ("first_token", seconds.first_token),
-        ("prefill", seconds.prefill),
-        ("pull", seconds.transfer),
-    ):
+    if seconds.scheduled_s is None:
+        return
+    now_s = time.monotonic()
+    at_s = max(start_s, seconds.scheduled_s)
+    if at_s > start_s:
+        span.phase("queue", start_s, at_s)
+    for name, length_s in (("pull", seconds.transfer), ("prefill", seconds.prefill)):
         if length_s is not None:
-            span.phase(name, end_s - length_s, end_s)
-            end_s -= length_s
-    if end_s > start_s:
-        span.phase("queue", start_s, end_s)
+            span.phase(name, at_s, min(now_s, at_s + length_s))
+            at_s = min(now_s, at_s + length_s)
+    if seconds.first_token is not None:
+        span.phase("first_token", at_s, now_s)

@@ -27,10 +27,12 @@ from common.telemetry.tracing import RequestSpan, Tracer, Value
 TRACES_PATH = "/v1/traces"
 STATE_MEMBER = "tandem"
 CLOSE_DEADLINE_S = 3.0
+MAX_BEFORE_S = 3600.0
 EXPORT_TIMEOUT_S = 5.0
 FAILED_OUTCOMES = frozenset({"error"})
 
-_SPAN_ID = re.compile(r"[0-9a-f]{16}")
+_MEMBER = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})")
+"""The request span's id, and its begin in nanoseconds since the epoch."""
 
 
 def create_otlp_tracer(endpoint: str, *, role: str, name: str, version: str) -> OtelTracer:
@@ -71,7 +73,7 @@ class OtelTracer(Tracer):
         )
         context = span.get_span_context()
         name_span(f"{context.trace_id:032x}", f"{context.span_id:016x}")
-        return OtelRequestSpan(self._tracer, span, epoch_ns)
+        return OtelRequestSpan(self._tracer, span, start_s, epoch_ns)
 
     def close(self) -> None:
         # Sending may retry for longer than anybody waits, and a thread pool's threads are waited for at exit.
@@ -83,23 +85,33 @@ class OtelTracer(Tracer):
 class OtelRequestSpan(RequestSpan):
     """A request's span in this process; its phases go under the request span, be that this one or the proxy's."""
 
-    def __init__(self, tracer: OtelSdkTracer, span: Span, epoch_ns: int) -> None:
+    def __init__(self, tracer: OtelSdkTracer, span: Span, start_s: float, epoch_ns: int) -> None:
+        """``epoch_ns``: the wall clock's time when the monotonic clock was 0."""
         self._tracer = tracer
         self._span = span
+        self._request_start_s = start_s
         self._epoch_ns = epoch_ns
         context = span.get_span_context()
         self._context = context
-        request_span_id = context.trace_state.get(STATE_MEMBER)
-        if request_span_id is not None and _SPAN_ID.fullmatch(request_span_id):
-            above = SpanContext(context.trace_id, int(request_span_id, 16), True, context.trace_flags)
+        member = _MEMBER.fullmatch(context.trace_state.get(STATE_MEMBER) or "")
+        if member is not None:
+            above = SpanContext(context.trace_id, int(member[1], 16), True, context.trace_flags)
             self._phase_context = set_span_in_context(NonRecordingSpan(above))
+            sent_s = (int(member[2], 16) - epoch_ns) / 1e9
+            if start_s - MAX_BEFORE_S < sent_s < start_s:
+                self._request_start_s = sent_s
         else:
             self._phase_context = set_span_in_context(span)
+
+    def request_start_s(self, own_s: float) -> float:
+        return self._request_start_s
 
     def headers(self) -> dict[str, str]:
         context = self._context
         span_id = f"{context.span_id:016x}"
-        state = context.trace_state.delete(STATE_MEMBER).add(STATE_MEMBER, span_id)
+        member = f"{span_id}-{self._ns(self._request_start_s):x}"
+        state = context.trace_state
+        state = (state.delete(STATE_MEMBER) if STATE_MEMBER in state else state).add(STATE_MEMBER, member)
         parent = f"00-{context.trace_id:032x}-{span_id}-{context.trace_flags:02x}"
         return {"traceparent": parent, "tracestate": state.to_header()}
 

@@ -1,11 +1,13 @@
 """Spans of requests, made from times that the code measured anyway.
 
 Life of a trace: 1 the client may send a W3C ``traceparent``, 2 the proxy begins the *request span* under it and sends
-it on to every node: ``traceparent`` for the ordinary parent, and its id once more as the member ``tandem`` of
+it on to every node: ``traceparent`` for the ordinary parent, and its id and begin once more as the member ``tandem`` of
 ``tracestate``, which survives hops in between, 3 each process names the phases it saw, with begin and end; phases are
 the request span's children whoever names them, so that they stand beside each other: ``queue``, ``prefill``, ``pull``,
-``first_token``, ``decode``. Each node also has a span of its own, the request's leg there. Without a proxy the node's
-span is the request span. 4 ``end``, on every way out; a span that was never ended is never exported.
+``first_token``, ``decode``. ``queue`` is all that was before the first work on the prompt, at the proxy too (the clocks
+of hosts must agree about as well as the figure is to be believed). Each node also has a span of its own, the request's
+leg there. Without a proxy the node's span is the request span. 4 ``end``, on every way out; a span that was never ended
+is never exported.
 
 This module is all there is while tracing is off: objects that do nothing. OpenTelemetry's SDK and exporter need not be
 installed then and are not imported (its API may be: FastAPI imports that for itself).
@@ -40,6 +42,10 @@ Value = str | bool | int | float
 
 class RequestSpan:
     """One request in one process, not traced. Times are on ``time.monotonic``."""
+
+    def request_start_s(self, own_s: float) -> float:
+        """When the request came to the process that has the request span; ``own_s``: when it came here."""
+        return own_s
 
     def headers(self) -> dict[str, str]:
         """What to send on to other processes; empty: leave the client's own headers as they are."""

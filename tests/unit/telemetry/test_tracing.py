@@ -70,7 +70,9 @@ def test_trace_when_a_request_crosses_processes_then_phases_are_siblings_under_t
     request.phase("queue", now, now + 1)
     sent = request.headers()
     assert re.fullmatch(r"00-0af7651916cd43dd8448eb211c80319c-[0-9a-f]{16}-01", sent["traceparent"])
-    leg = traced.node.begin(ROUTE, "req-1", sent, now)
+    assert re.fullmatch(r"tandem=[0-9a-f]{16}-[0-9a-f]+,other=1", sent["tracestate"])
+    leg = traced.node.begin(ROUTE, "req-1", sent, now + 0.5)
+    assert leg.request_start_s(now + 0.5) == pytest.approx(now, abs=0.01)
     leg.phase("decode", now + 1, now + 3, output_tokens=4)
     leg.end("stop", prompt_tokens=7)
     request.end("stop")
@@ -146,16 +148,27 @@ def test_trace_when_it_begins_then_log_lines_of_the_request_carry_its_ids(traced
     assert sent["traceparent"].startswith(f"00-{context.trace_id}-{context.span_id}-")
 
 
-def test_phases_of_a_prompt_lie_back_to_back_and_the_rest_is_queue(traced: Traced) -> None:
+def test_phases_of_a_prompt_lie_back_to_back_from_its_arrival_to_now(traced: Traced) -> None:
     leg = traced.node.begin(ROUTE, "r", {}, time.monotonic())
     start_s = time.monotonic() - 10
-    trace_phases(leg, PhaseSeconds(queue=1.0, prefill=3.0, transfer=2.0, first_token=1.0), start_s=start_s)
+    seconds = PhaseSeconds(prefill=3.0, transfer=2.0, first_token=0.9, scheduled_s=start_s + 4)
+    trace_phases(leg, seconds, start_s=start_s)
     spans = sorted(traced.spans_in_order(), key=lambda each: each.start_time or 0)
     assert [each.name for each in spans] == ["queue", "pull", "prefill", "first_token"]
     lengths = [((each.end_time or 0) - (each.start_time or 0)) / 1e9 for each in spans]
     assert lengths == pytest.approx([4.0, 2.0, 3.0, 1.0], abs=0.1)
     for before, after in itertools.pairwise(spans):
         assert before.end_time == pytest.approx(after.start_time, abs=1000)
+
+
+def test_phases_of_a_pulled_prompt_begin_when_it_was_ready_and_have_no_queue(traced: Traced) -> None:
+    leg = traced.node.begin(ROUTE, "r", {}, time.monotonic())
+    ready_s = time.monotonic() - 1
+    trace_phases(leg, PhaseSeconds(transfer=0.25, first_token=0.5, scheduled_s=ready_s - 3), start_s=ready_s)
+    pull, first = sorted(traced.spans_in_order(), key=lambda each: each.start_time or 0)
+    assert (pull.name, first.name) == ("pull", "first_token")
+    assert ((pull.end_time or 0) - (pull.start_time or 0)) / 1e9 == pytest.approx(0.25, abs=0.01)
+    assert ((first.end_time or 0) - (pull.start_time or 0)) / 1e9 == pytest.approx(1.0, abs=0.1)
 
 
 def test_tracer_when_there_is_no_endpoint_then_it_does_nothing() -> None:
@@ -224,3 +237,13 @@ def test_traces_url_when_the_endpoint_has_no_path_then_the_standard_one_is_added
 def test_passed_on_when_this_process_does_not_trace_then_the_client_s_context_goes_on() -> None:
     headers = {"traceparent": CLIENT, "tracestate": "x" * 2000, "cookie": "secret"}
     assert passed_on(headers) == {"traceparent": CLIENT}
+
+
+@pytest.mark.parametrize("offset_s", [60.0, -7200.0])
+def test_trace_when_clocks_disagree_wildly_then_a_node_counts_from_its_own_begin(
+    traced: Traced, offset_s: float
+) -> None:
+    now = time.monotonic()
+    sent = traced.proxy.begin(ROUTE, "r", {}, now + offset_s).headers()
+    leg = traced.node.begin(ROUTE, "r", sent, now)
+    assert leg.request_start_s(now) == now
