@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 
-from common.api.serve import bind_socket, run_app, run_main
+from common.api.serve import bind_socket, end_process, run_app, run_main
 from common.config import ProxyConfig, parse_config
 from common.telemetry.logs import configure_logging
 from common.telemetry.tracing import check_tracing
@@ -23,4 +23,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, program="tandem proxy"))
+    end_process(run_main(main, program="tandem proxy"))

@@ -90,6 +90,7 @@ class OtelRequestSpan(RequestSpan):
         self._tracer = tracer
         self._span = span
         self._request_start_s = start_s
+        self._phases: list[tuple[str, float, float, Mapping[str, Value]]] = []
         self._epoch_ns = epoch_ns
         context = span.get_span_context()
         self._context = context
@@ -116,16 +117,17 @@ class OtelRequestSpan(RequestSpan):
         return {"traceparent": parent, "tracestate": state.to_header()}
 
     def phase(self, name: str, start_s: float, end_s: float, **attributes: Value) -> None:
-        if not self._span.is_recording():
-            return
-        span = self._tracer.start_span(
-            name, context=self._phase_context, attributes=_named(attributes), start_time=self._ns(start_s)
-        )
-        span.end(self._ns(end_s))
+        # Made into a span at the end: until then somebody may wait for the first token.
+        self._phases.append((name, start_s, end_s, attributes))
 
     def end(self, outcome: str, **attributes: Value) -> None:
         if not self._span.is_recording():
             return
+        for name, start_s, end_s, named in self._phases:
+            phase = self._tracer.start_span(
+                name, context=self._phase_context, attributes=_named(named), start_time=self._ns(start_s)
+            )
+            phase.end(self._ns(end_s))
         self._span.set_attributes({"tandem.outcome": outcome, **_named(attributes)})
         if outcome in FAILED_OUTCOMES:
             self._span.set_status(Status(StatusCode.ERROR))
