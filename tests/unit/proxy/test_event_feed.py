@@ -23,7 +23,7 @@ from common.node.event_route import add_event_route
 from proxy import event_feed
 from proxy.event_feed import EventFeeds
 from proxy.node_client import NodeClient
-from proxy.nodes import Node, NodeInfo, NodeRole
+from proxy.nodes import Node, NodeInfo, NodeRole, NodeState
 from proxy.prefix_index import Coverage, PrefixIndex
 from proxy.prompt_keys import PromptKeys
 from tests.support.http_server import AppServer, serving
@@ -114,7 +114,7 @@ class Site:
 async def following(node: CacheNode, keep_s: float = 30.0, max_entries: int = 10_000) -> AsyncIterator[Site]:
     server = AppServer(node.app())
     client = NodeClient(server.url, connect_timeout_s=2.0)
-    record = Node(server.url, NodeRole.DECODE, client, NodeInfo(pull=True, epoch="1"), is_up=True)
+    record = Node(server.url, NodeRole.DECODE, client, info=NodeInfo(pull=True, epoch="1"), state=NodeState.READY)
     pool = SimpleNamespace(nodes=[record])
     index = PrefixIndex(max_entries)
     site = Site(node, index, record, pool, server)
@@ -199,9 +199,9 @@ async def test_feed_when_a_node_is_down_for_long_or_removed_then_its_entries_go_
     run_turn(node.manager, A)
     async with following(node, keep_s=0.2) as site:
         await site.settles(A)
-        site.record.is_up = False
+        site.record.state = NodeState.SUSPECT
         await _until(lambda: site.index.num_entries(site.url) == 0)
-        site.record.is_up = True
+        site.record.state = NodeState.READY
         await site.settles(A)
         site.pool.nodes = []
         await _until(lambda: site.index.num_entries(site.url) == 0)
