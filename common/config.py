@@ -228,6 +228,8 @@ def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
 
 DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+OTLP_HELP = "collector that gets a trace of each request over OTLP/HTTP, such as http://HOST:4318 (default: no tracing)"
 PLACEMENT_POLICIES = ("round_robin", "least_loaded")
 NODE_KINDS = ("auto", "tandem", "vllm")
 
@@ -307,6 +309,8 @@ class NodeConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -388,6 +392,8 @@ class ProxyConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)

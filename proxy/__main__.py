@@ -7,8 +7,10 @@ import gc
 import os
 import sys
 
-from common.api.serve import Tls, bind_socket, configure_logging, end_process, raise_file_limit, run_app, run_main
+from common.api.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
 from common.config import ProxyConfig, parse_config
+from common.telemetry.logs import configure_logging
+from common.telemetry.tracing import check_tracing
 from proxy.app import create_app
 
 NODE_CONNECTIONS = 2
@@ -20,7 +22,8 @@ GC_THRESHOLDS = (20_000, 20, 50)
 
 def main() -> int:
     config = parse_config(ProxyConfig, sys.argv[1:], os.environ, prog="tandem proxy")
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format, role="proxy", node="proxy")
+    check_tracing(config.otlp_traces_endpoint)
     tls = Tls(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
     if tls is not None:
         tls.check()

@@ -6,6 +6,7 @@ lifespan to its end, so several proxies can run in one process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
 from proxy.admin import add_node_routes
 from proxy.admission import Admission
 from proxy.breaker import Breaker
@@ -98,7 +100,10 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain)
+        tracer = create_tracer(
+            config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
+        )
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer)
         app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
         pool.start()
         tokenisation.start()
@@ -112,8 +117,16 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await feeds.close()
             await releaser.close()
             await pool.close()
+            await asyncio.to_thread(tracer.close)
 
-    app = ProxyApp(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = ProxyApp(
+        title="Tandem proxy",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     install_error_handlers(app)
     gate = Gate(
         max_body_bytes=config.max_body_bytes,

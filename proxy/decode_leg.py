@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import QueueFullError, TransferError
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
@@ -36,6 +37,7 @@ class Job:
     is_stream: bool
     arrival_s: float
     prompt_keys: Sequence[PromptKeys | None] = ()
+    span: RequestSpan = NO_SPAN
 
 
 class TransferFailedError(LegFailedError):

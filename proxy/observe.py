@@ -14,6 +14,7 @@ from common.api.versions import build_labels
 from common.errors import TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.admission import Admission
 from proxy.nodes import NodePool
 from proxy.prefix_index import PrefixIndex
@@ -39,13 +40,14 @@ class ProxyMetrics:
         self._admission = admission
 
     @contextlib.contextmanager
-    def track(self, route: str, arrival_s: float) -> Iterator[RequestRecord]:
-        """Count one request, from where its body was found good to its end."""
+    def track(self, route: str, arrival_s: float, span: RequestSpan = NO_SPAN) -> Iterator[RequestRecord]:
+        """Count one request, from where its body was found good to its end, and end its ``span``."""
         record = RequestRecord()
         try:
             yield record
         finally:
             self._metrics.request_finished(route, record.outcome, time.monotonic() - arrival_s)
+            span.end(record.outcome)
 
     @contextlib.contextmanager
     def track_parsing(self, route: str, arrival_s: float) -> Iterator[None]:

@@ -32,6 +32,7 @@ from common.errors import (
     RequestAbortedError,
     TandemError,
 )
+from common.telemetry.context import enter_request
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,9 @@ class Gate:
 
     ``OPEN_PATHS`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
-    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made. Bodies that say of
-    themselves that they are too large are refused here, others while they come (``read_body``).
+    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
+    lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
+    others while they come (``read_body``).
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Gate:
         state = scope.setdefault("state", {})
         given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        enter_request(state["request_id"])  # each request has a task of its own, which ends with it
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
         state["is_peer"] = has_key or self._cluster_digest is None
         return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)

@@ -31,10 +31,10 @@ from starlette.applications import Starlette
 from common.api.connection import BoundedProtocol
 from common.api.drain import Drain
 from common.errors import ConfigError, TandemError
+from common.telemetry.logs import is_logging_json
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 KEEP_ALIVE_S = 75
 GRACE_S = 1
 FORCED_STATUS = 1
@@ -177,7 +177,10 @@ def run_main(main: Callable[[], int], *, program: str) -> int:
     try:
         return main()
     except TandemError as exc:
-        sys.stderr.write(f"{program}: error: {exc.message}\n")
+        if is_logging_json():
+            logger.critical("%s: error: %s", program, exc.message)
+        else:
+            sys.stderr.write(f"{program}: error: {exc.message}\n")
         return 1
 
 
@@ -190,10 +193,3 @@ def end_process(status: int) -> NoReturn:
         sys.stderr.flush()
     finally:  # also from a signal handler that interrupts a write to the very stream
         os._exit(status)
-
-
-def configure_logging(log_level: str) -> None:
-    """Log to stderr. Called once by each process's main, never by library code."""
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

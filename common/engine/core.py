@@ -471,4 +471,4 @@ def _phase_seconds(sequence: Sequence) -> PhaseSeconds:
     first_token = None
     if sequence.first_token_s is not None and sequence.prompt_done_s is not None:
         first_token = sequence.first_token_s - sequence.prompt_done_s
-    return PhaseSeconds(queue=queue, prefill=prefill, transfer=transfer, first_token=first_token)
+    return PhaseSeconds(queue=queue, prefill=prefill, transfer=transfer, first_token=first_token, scheduled_s=scheduled)

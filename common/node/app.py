@@ -33,6 +33,7 @@ from common.node.runtime import NodeModel, has_test_hooks
 from common.node.serving import Intake, PrefillLeg, Serving
 from common.node.test_hooks import add_test_hooks
 from common.node.tokenizer_route import add_tokenizer_route
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 
 
 def create_node_app(
@@ -65,7 +66,13 @@ def create_node_app(
         finally:
             await node.close()
 
-    app = FastAPI(title=f"tandem {role.value} node", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=f"tandem {role.value} node",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
