@@ -26,6 +26,8 @@ from proxy.nodes import KEEP_ALIVE_S, NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
+from proxy.recent import RecentRequests
+from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    board: StatusBoard
     node_headers: Mapping[str, str]
 
 
@@ -56,11 +59,15 @@ def create_app(config: ProxyConfig) -> FastAPI:
         metrics = ProxyMetrics(pool, config.max_concurrency)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
+        recent = RecentRequests()
+        board = StatusBoard(pool, recent, lambda: metrics.num_running, config.max_concurrency)
+        generate = GenerateService(pool, orchestrator, metrics, recent)
+        app.state.service = Service(pool, metrics, generate, board, node_headers)
         pool.start()
         try:
             yield
         finally:
+            await board.close()
             await releaser.close()
             await pool.close()
 
@@ -71,9 +78,11 @@ def create_app(config: ProxyConfig) -> FastAPI:
         max_body_bytes=config.max_body_bytes,
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
+        open_paths=PAGE_PATHS,
     )
     _add_openai_routes(app)
     _add_operator_routes(app)
+    add_status_routes(app, lambda request: _service(request).board)
     return app
 
 

@@ -15,6 +15,7 @@ from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.recent import PREFILL_NODE_HEADER
 from proxy.relay import ClientStream
 
 
@@ -65,6 +66,7 @@ class DecodeLegs:
             TransferFailedError: the node says 502 before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
+        client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout) as answer:
             if answer.status_code < 400:
                 leases.hand_over()

@@ -7,6 +7,7 @@ prompts; what the nodes get are the client's own values.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.recent import RecentRequest, RecentRequests
 from proxy.relay import ClientStream, RelayResponse
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,13 @@ logger = logging.getLogger(__name__)
 class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
-    def __init__(self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics, recent: RecentRequests
+    ) -> None:
         self._pool = pool
         self._orchestrator = orchestrator
         self._metrics = metrics
+        self._recent = recent
 
     async def completions(self, request: Request) -> Response:
         return await self._respond(request, "completions", parse_completion, _completion_prompts)
@@ -76,7 +81,8 @@ class GenerateService:
 
     async def _run(self, job: Job, route: str, client: ClientStream) -> None:
         try:
-            with self._metrics.track(route, job.arrival_s) as record:
+            with self._follow(job, route, client) as entry, self._metrics.track(route, job.arrival_s) as record:
+                entry.record = record
                 await self._run_tracked(job, client, record)
         except TandemError as exc:
             await self._fail(job, client, exc)
@@ -85,12 +91,17 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
+    def _follow(self, job: Job, route: str, client: ClientStream) -> contextlib.AbstractContextManager[RecentRequest]:
+        return self._recent.follow(
+            client.entry, job.request_id, route, len(job.prompts), is_stream=job.is_stream, arrival_s=job.arrival_s
+        )
+
     async def _run_tracked(self, job: Job, client: ClientStream, record: RequestRecord) -> None:
         # Until proved otherwise; a cancelled request leaves without passing another line of this.
         record.outcome = "abort"
         try:
             await self._orchestrator.run(job, client)
-            record.outcome = "stop" if client.status == 200 else "error"
+            record.outcome = _outcome_of(client.status)
         except RelayedAnswer as exc:
             record.outcome = "rejected"
             await client.send_whole(exc.status, exc.headers, exc.body)
@@ -116,6 +127,13 @@ class GenerateService:
         answer = error_response(error)
         headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
         await client.send_whole(answer.status_code, headers, bytes(answer.body))
+
+
+def _outcome_of(status: int | None) -> str:
+    """Of an answer that was passed on: what a node refuses is nobody's failure."""
+    if status == 200:
+        return "stop"
+    return "rejected" if status is not None and 400 <= status < 500 else "error"
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

@@ -50,10 +50,14 @@ def install_middleware(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     api_keys: Collection[str] = (),
     cluster_key: str | None = None,
+    open_paths: Collection[str] = (),
 ) -> None:
-    """Put request ids, key checks and the body limit round ``app``. No keys: that check is off."""
+    """Put request ids, key checks and the body limit round ``app``. No keys: that check is off. ``open_paths``: open
+    besides ``OPEN_PATHS``."""
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
-    app.add_middleware(KeyMiddleware, api_keys=tuple(api_keys), cluster_key=cluster_key)
+    app.add_middleware(
+        KeyMiddleware, api_keys=tuple(api_keys), cluster_key=cluster_key, open_paths=OPEN_PATHS | set(open_paths)
+    )
     app.add_middleware(RequestIdMiddleware)
 
 
@@ -101,14 +105,22 @@ class RequestIdMiddleware:
 class KeyMiddleware:
     """Who may call what.
 
-    ``OPEN_PATHS`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
+    ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Collection[str] = (), cluster_key: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Collection[str] = (),
+        cluster_key: str | None = None,
+        open_paths: Collection[str] = OPEN_PATHS,
+    ) -> None:
         if any(not key for key in api_keys) or cluster_key == "":
             raise ConfigError("an API key or cluster key must not be empty")
         self._app = app
+        self._open_paths = frozenset(open_paths)
         # Digests have one length, so that comparing tells nothing about a key's.
         self._api_digests = tuple(_digest(key.encode()) for key in api_keys)
         self._cluster_digest = None if cluster_key is None else _digest(cluster_key.encode())
@@ -122,7 +134,7 @@ class KeyMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> AuthenticationError | None:
-        if path in OPEN_PATHS:
+        if path in self._open_paths:
             return None
         is_peer = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
         if path.startswith(INTERNAL_PREFIX):
