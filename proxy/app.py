@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -22,7 +21,8 @@ from common.config import ProxyConfig, read_key_file
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.leases import LeaseReleaser
-from proxy.nodes import KEEP_ALIVE_S, NodePool
+from proxy.node_client import NodeClient
+from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
@@ -52,7 +52,7 @@ def create_app(config: ProxyConfig) -> FastAPI:
         pool = NodePool(
             config.prefill,
             config.decode,
-            create_client=lambda url: _create_client(url, config),
+            create_client=lambda url: NodeClient(url, connect_timeout_s=config.connect_timeout_seconds),
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
         )
@@ -141,14 +141,3 @@ async def _forward(request: Request) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-def _create_client(url: str, config: ProxyConfig) -> httpx.AsyncClient:
-    # No limit on connections: admission bounds them, and a request must never wait for the pool.
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=config.max_concurrency, keepalive_expiry=KEEP_ALIVE_S
-    )
-    timeout = httpx.Timeout(config.prefill_timeout_seconds, connect=config.connect_timeout_seconds)
-    # Bytes pass through as the node made them, so it must not compress.
-    headers = {"accept-encoding": "identity", "user-agent": "tandem-proxy"}
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=headers, trust_env=False)

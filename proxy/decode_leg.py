@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from common.errors import DeadlineExceededError, TransferError
+from common.errors import TransferError
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
 from proxy.nodes import Node
@@ -44,11 +41,11 @@ class TransferFailedError(LegFailedError):
 class DecodeLegs:
     """Relays decode legs. Stateless."""
 
-    def __init__(self, metrics: ProxyMetrics, first_timeout: httpx.Timeout, idle_s: float) -> None:
-        """``first_timeout``: until the answer begins, which may take as long as the prompt; ``idle_s``: the longest
+    def __init__(self, metrics: ProxyMetrics, first_timeout_s: float, idle_s: float) -> None:
+        """``first_timeout_s``: until the answer begins, which may take as long as the prompt; ``idle_s``: the longest
         silence of a stream from then on."""
         self._metrics = metrics
-        self._first_timeout = first_timeout
+        self._first_timeout_s = first_timeout_s
         self._idle_s = idle_s
 
     async def relay(
@@ -67,36 +64,19 @@ class DecodeLegs:
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
-        async with open_decode_leg(node, job.route, content, headers, self._first_timeout) as answer:
-            if answer.status_code < 400:
+        async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as answer:
+            if answer.status < 400:
                 leases.hand_over()
-            if answer.status_code == TransferError.status:
-                raise TransferFailedError(node, RelayedAnswer(answer.status_code, answer.headers, await answer.aread()))
+            if answer.status == TransferError.status:
+                raise TransferFailedError(node, RelayedAnswer(answer.status, answer.headers, await answer.read()))
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await client.send_whole(answer.status_code, answer.headers, await answer.aread())
+                await client.send_whole(answer.status, answer.headers, await answer.read())
                 return
-            async for chunk in self._chunks(node, answer):
+            async for chunk in answer.chunks(self._idle_s):
                 if not client.is_started:
                     self._metrics.observe_ttft(time.monotonic() - job.arrival_s)
-                    await client.start_stream(answer.status_code, answer.headers)
+                    await client.start_stream(answer.status, answer.headers)
                 await client.send_chunk(chunk)
             if not client.is_started:
                 raise LegFailedError(f"decode node {node.name} ended its stream without a byte")
             await client.finish()
-
-    async def _chunks(self, node: Node, answer: httpx.Response) -> AsyncIterator[bytes]:
-        chunks = answer.aiter_raw()
-        timeout_s: float | None = None  # the first one has httpx's
-        while True:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    chunk = await anext(chunks)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as exc:
-                node.suspect("silent", down=False)
-                raise DeadlineExceededError(
-                    f"decode node {node.name} was silent for more than {self._idle_s:g} s"
-                ) from exc
-            timeout_s = self._idle_s
-            yield chunk

@@ -13,9 +13,8 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
-import httpx
-
 from proxy.legs import encode
+from proxy.node_client import NodeClientError
 from proxy.nodes import Node, describe
 
 logger = logging.getLogger(__name__)
@@ -74,13 +73,14 @@ class LeaseReleaser:
 
     async def _send(self, node: Node, lease_ids: list[str]) -> None:
         try:
-            answer = await node.client.post(
+            answer = await node.client.request(
+                "POST",
                 RELEASE_ROUTE,
                 # A leg whose connection was closed may still be on its way into the node.
                 content=encode({"lease_ids": lease_ids, "may_come": True}),
                 headers=self._headers,
-                timeout=RELEASE_TIMEOUT_S,
+                timeout_s=RELEASE_TIMEOUT_S,
             )
-            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status_code)
-        except httpx.HTTPError as exc:
+            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status)
+        except NodeClientError as exc:
             logger.warning("leases left to expire node=%s num=%d: %s", node.name, len(lease_ids), describe(exc))

@@ -1,4 +1,4 @@
-"""The HTTP of the two legs of one request, with httpx's failures translated into this project's.
+"""The HTTP of the two legs of one request, with the client's failures translated into this project's.
 
 A leg ends in one of four ways: an answer to use, an answer to hand to the client as it is (``RelayedAnswer``), a node
 that could not be talked to or broke (``LegFailedError``: another node may be tried), or silence beyond the deadline
@@ -13,11 +13,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from common.api.handoff import FIELD, prefill_leg_params
 from common.api.source_hints import SOURCES_KEY
 from common.errors import DeadlineExceededError, NodeUnavailableError
+from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
 from proxy.nodes import Node, describe
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
@@ -81,14 +80,14 @@ def encode(value: object) -> bytes:
 
 
 async def send_prefill_leg(
-    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
 ) -> Prefilled:
     """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
-    answer = await call(node, "POST", route, content, headers, timeout)
-    if 400 <= answer.status_code < 500:
-        raise RelayedAnswer(answer.status_code, answer.headers, answer.content)
-    if answer.status_code != 200:
-        raise LegFailedError(f"prefill node {node.name} answers {answer.status_code}")
+    answer = await call(node, "POST", route, content, headers, timeout_s)
+    if 400 <= answer.status < 500:
+        raise RelayedAnswer(answer.status, answer.headers, answer.body)
+    if answer.status != 200:
+        raise LegFailedError(f"prefill node {node.name} answers {answer.status}")
     try:
         params = answer.json()[FIELD]
     except (ValueError, KeyError, TypeError) as exc:
@@ -99,26 +98,28 @@ async def send_prefill_leg(
 
 
 async def call(
-    node: Node, method: str, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
-) -> httpx.Response:
-    """One whole answer of ``node``, whatever its status. Raises LegFailedError and DeadlineExceededError."""
+    node: Node, method: str, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> NodeAnswer:
+    """One whole answer of ``node`` within ``timeout_s``, whatever its status. Raises LegFailedError and
+    DeadlineExceededError."""
     with node.in_flight():
         async with _translated(node):
-            return await node.client.request(method, route, content=content, headers=dict(headers), timeout=timeout)
+            return await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
 
 
 @contextlib.asynccontextmanager
 async def open_decode_leg(
-    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout: httpx.Timeout
-) -> AsyncIterator[httpx.Response]:
-    """The decode node's answer, its body not yet read. Leaving closes the connection, on which the node aborts.
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> AsyncIterator[NodeStream]:
+    """The decode node's answer, its head within ``timeout_s``, its body not yet read. Leaving closes the connection, on
+    which the node aborts.
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
     with node.in_flight():
         async with (
             _translated(node),
-            node.client.stream("POST", route, content=content, headers=dict(headers), timeout=timeout) as answer,
+            node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer,
         ):
             yield answer
 
@@ -127,14 +128,14 @@ async def open_decode_leg(
 async def _translated(node: Node) -> AsyncIterator[None]:
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+    except NodeRefusedError as exc:
         node.suspect(describe(exc), down=True)
         raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}") from exc
-    except httpx.TimeoutException as exc:
+    except NodeTimeoutError as exc:
         node.suspect(describe(exc), down=False)
         raise DeadlineExceededError(
             f"{node.role.value} node {node.name} did not answer in time ({describe(exc)})"
         ) from exc
-    except (httpx.HTTPError, httpx.StreamError) as exc:
+    except NodeClientError as exc:
         node.suspect(describe(exc), down=False)
         raise LegFailedError(f"{node.role.value} node {node.name} broke the connection: {describe(exc)}") from exc

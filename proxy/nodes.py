@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+from proxy.node_client import NodeAnswer, NodeClient, NodeClientError
 
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
-KEEP_ALIVE_S = 4.0  # below the 5 s after which a plain uvicorn closes an idle connection
 REASON_LENGTH = 300
 ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - what a node listens on, not where it is reached
 
@@ -74,7 +73,7 @@ class Node:
 
     url: str
     role: NodeRole
-    client: httpx.AsyncClient
+    client: NodeClient
     info: NodeInfo = field(default_factory=NodeInfo)
     is_up: bool = False
     reason: str = "not heard of yet"
@@ -136,7 +135,7 @@ class NodePool:
         prefill_urls: Sequence[str],
         decode_urls: Sequence[str],
         *,
-        create_client: Callable[[str], httpx.AsyncClient],
+        create_client: Callable[[str], NodeClient],
         poll_interval_s: float,
         headers: Mapping[str, str],
     ) -> None:
@@ -158,7 +157,7 @@ class NodePool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for node in self.nodes:
-            await node.client.aclose()
+            await node.client.close()
 
     def usable(self, role: NodeRole) -> list[Node]:
         return [node for node in (self.prefill if role is NodeRole.PREFILL else self.decode) if node.is_up]
@@ -188,12 +187,12 @@ class NodePool:
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
         try:
-            answer = await node.client.get("/ready", timeout=POLL_TIMEOUT_S)
-            if answer.status_code != 200:
+            answer = await node.client.request("GET", "/ready", timeout_s=POLL_TIMEOUT_S)
+            if answer.status != 200:
                 node.mark_down(_not_ready_reason(answer))
                 return
             info = await self._read_info(node)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
+        except (NodeClientError, ValueError) as exc:
             node.mark_down(describe(exc))
             return
         if (other := self._other_fingerprint(node, info)) is not None:
@@ -203,14 +202,14 @@ class NodePool:
 
     async def _read_info(self, node: Node) -> NodeInfo:
         # Asked at every poll: a node restarted between two polls may serve another model.
-        answer = await node.client.get("/internal/v1/info", headers=self._headers, timeout=POLL_TIMEOUT_S)
-        if answer.status_code == 200:
+        answer = await node.client.request("GET", "/internal/v1/info", headers=self._headers, timeout_s=POLL_TIMEOUT_S)
+        if answer.status == 200:
             body = answer.json()
             if not isinstance(body, dict):
                 raise ValueError("/internal/v1/info is not a JSON object")
             return NodeInfo.from_json(body)
-        if answer.status_code != 404:
-            raise ValueError(f"/internal/v1/info answers {answer.status_code}")
+        if answer.status != 404:
+            raise ValueError(f"/internal/v1/info answers {answer.status}")
         return NodeInfo()
 
     def _other_fingerprint(self, node: Node, info: NodeInfo) -> str | None:
@@ -221,9 +220,9 @@ class NodePool:
 
 
 def describe(exc: Exception) -> str:
-    """One line about a failed call; httpx leaves some messages empty."""
+    """One line about a failed call."""
     return f"{type(exc).__name__}: {exc}".rstrip(": ")[:REASON_LENGTH]
 
 
-def _not_ready_reason(answer: httpx.Response) -> str:
-    return f"/ready answers {answer.status_code} {answer.text[:REASON_LENGTH]}".rstrip()
+def _not_ready_reason(answer: NodeAnswer) -> str:
+    return f"/ready answers {answer.status} {answer.body[:REASON_LENGTH].decode(errors='replace')}".rstrip()

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from common.config import ProxyConfig
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
@@ -63,11 +61,11 @@ class Orchestrator:
         self._metrics = metrics
         self._node_headers = dict(node_headers)
         self._placer = placer
-        self._prefill_timeout = _timeout(config, config.prefill_timeout_seconds)
+        self._prefill_timeout_s = config.prefill_timeout_seconds
         # Nothing comes until the prompt is computed, of a whole answer not before its last token.
-        first_timeout = _timeout(config, max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds))
-        self._decode_legs = DecodeLegs(metrics, first_timeout, config.stream_idle_timeout_seconds)
-        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, self._prefill_timeout)
+        first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
+        self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
+        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, self._prefill_timeout_s)
 
     async def run(self, job: Job, client: ClientStream) -> None:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
@@ -179,7 +177,7 @@ class Orchestrator:
         while node is not None and len(avoided.prefill) < MAX_TRIES:
             avoided.prefill.append(node)
             try:
-                prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout)
+                prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout_s)
             except LegFailedError as exc:
                 logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
                 node = self._placer.place_prefill(avoided)
@@ -231,7 +229,3 @@ class Orchestrator:
         elapsed_s = time.monotonic() - job.arrival_s
         headers = self._headers(job) | {"x-tandem-proxy-seconds": f"{queue_s:.6f},{elapsed_s:.6f}"}
         return headers if prefill_node is None else headers | {"x-tandem-prefill-node": prefill_node}
-
-
-def _timeout(config: ProxyConfig, read_s: float) -> httpx.Timeout:
-    return httpx.Timeout(read_s, connect=config.connect_timeout_seconds, pool=config.connect_timeout_seconds)

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from common.api.handoff import Rendezvous
 from proxy.decode_leg import DecodeLegs, Job
 from proxy.leases import LeaseReleaser
@@ -46,12 +44,12 @@ class PairedLegs:
     """Runs pairs of legs. Stateless."""
 
     def __init__(
-        self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout: httpx.Timeout
+        self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout_s: float
     ) -> None:
         self._decode_legs = decode_legs
         self._releaser = releaser
         self._metrics = metrics
-        self._prefill_timeout = prefill_timeout
+        self._prefill_timeout_s = prefill_timeout_s
 
     async def run(
         self, job: Job, pair: Pair, headers: Mapping[str, str], decode_headers: Mapping[str, str], client: ClientStream
@@ -112,14 +110,14 @@ class PairedLegs:
         content = prefill_body(job.body, prompt, rendezvous_id=name, sources=sources)
         started_s = time.monotonic()
         try:
-            answer = await call(node, "POST", job.route, content, headers, self._prefill_timeout)
+            answer = await call(node, "POST", job.route, content, headers, self._prefill_timeout_s)
         except LegFailedError as exc:
             logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
             return
         self._metrics.observe_phase("prefill", time.monotonic() - started_s)
-        status = answer.status_code
+        status = answer.status
         if 400 <= status < 500 and status != ABORTED_STATUS:
-            raise RelayedAnswer(status, answer.headers, answer.content)
+            raise RelayedAnswer(status, answer.headers, answer.body)
         if status != 200:
             logger.info("prefill leg ended request_id=%s node=%s status=%d", job.request_id, node.name, status)
 

@@ -66,7 +66,8 @@ class ClientStream:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None
         self.status = status
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        # As they came: the client to nodes decodes headers like this.
+        raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _body(self, body: bytes, *, more: bool) -> None:

@@ -88,7 +88,8 @@ class RequestTrace:
     def report(self) -> str:
         """What is known when the answer begins, for a header to the proxy: the block, but for the total."""
         block = self.block() | {"prompt_tokens": self._num_prompt_tokens}
-        block["seconds"] = {name: round(value, 6) for name, value in block["seconds"].items() if name != "total"}
+        seconds = block["seconds"].items()
+        block["seconds"] = {name: round(value, 6) for name, value in seconds if name != "total" and value is not None}
         return json.dumps(block, separators=(",", ":"))
 
     def _longest(self, phase: str, seconds: float | None) -> None:

@@ -103,9 +103,9 @@ def _describe(node: Node) -> dict[str, Any]:
 
 def _fetch_from(node: Node) -> Fetch:
     async def fetch(path: str, timeout_s: float) -> bytes:
-        answer = await node.client.get(path, timeout=timeout_s)
-        if answer.status_code != 200:
-            raise ValueError(f"{node.url}{path} answers {answer.status_code}")
-        return answer.content
+        answer = await node.client.request("GET", path, timeout_s=timeout_s)
+        if answer.status != 200:
+            raise ValueError(f"{node.url}{path} answers {answer.status}")
+        return answer.body
 
     return fetch

@@ -4,6 +4,7 @@ complains about, takes pictures."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ class Page:
         self._profile = Path(tempfile.mkdtemp(prefix="chromium-", dir=folder))
         self._net_log = folder / "net-log.json"
         self._ids = itertools.count(1)
+        self._stack = contextlib.ExitStack()
         self._log = (folder / "chromium.log").open("wb")
         flags = [
             "--headless",
@@ -54,7 +56,7 @@ class Page:
             [program, *flags, "about:blank"], stdout=self._log, stderr=self._log, start_new_session=True
         )
         try:
-            self._socket = connect(self._page_address(), max_size=None, compression=None)
+            self._socket = self._stack.enter_context(connect(self._page_address(), max_size=None, compression=None))
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
         except BaseException:
@@ -70,7 +72,7 @@ class Page:
         self.close()
 
     def close(self) -> None:
-        self._socket.close()
+        self._stack.close()
         self._end()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

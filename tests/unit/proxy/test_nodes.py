@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from common.errors import ConfigError
+from proxy.node_client import NodeClient
 from proxy.nodes import Node, NodeRole
 from proxy.placement import LeastLoaded, RoundRobin, create_policy, pick
 from tests.support.http_server import AppServer, wait_for
@@ -14,7 +14,10 @@ from tests.unit.proxy.fake_node import FakeNode
 
 
 def make_nodes(count: int) -> list[Node]:
-    return [Node(f"http://node-{index}", NodeRole.DECODE, httpx.AsyncClient()) for index in range(count)]
+    return [
+        Node(f"http://node-{index}", NodeRole.DECODE, NodeClient(f"http://node-{index}", connect_timeout_s=1))
+        for index in range(count)
+    ]
 
 
 def test_node_when_not_ready_then_reason_says_so_and_it_recovers(start_cluster: StartCluster) -> None:
