@@ -95,7 +95,9 @@ class Page:
     def wait_for(self, expression: str, timeout_s: float = 20.0) -> float:
         """Until ``expression`` is true in the page; the seconds that it took."""
         start_s = time.monotonic()
-        while not self.evaluate(expression):
+        # What it names may not be there yet.
+        guarded = f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()"
+        while not self.evaluate(guarded):
             if time.monotonic() - start_s > timeout_s:
                 raise AssertionError(f"waited {timeout_s} s for {expression} on: {self.text()[:2000]}")
             time.sleep(0.05)
