@@ -1,35 +1,43 @@
 """The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
 event.
 
-The body is parsed here only to refuse it early, before a prefill node has spent anything on it, and to learn its
-prompts; what the nodes get are the client's own values.
+The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
+(``proxy.tokenise``); everything else that the nodes get are the client's own values.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from common.api.drain import Drain
 from common.api.errors import error_response
 from common.api.handoff import FIELD
 from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.api.prompt_ids import PROMPT_IDS_KEY
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
+from common.api.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.api.source_hints import SOURCES_KEY
-from common.errors import TandemError
+from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from proxy.admission import Admission, Ask
+from proxy.asking import DEADLINE_HEADER, read_ask
 from proxy.decode_leg import Job
 from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
-from proxy.recent import RecentRequest, RecentRequests
+from proxy.recent import RecentRequests, RequestAbout
 from proxy.relay import ClientStream, RelayResponse
+from proxy.tokenise import Tokenisation
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +46,31 @@ class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
     def __init__(
-        self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics, recent: RecentRequests
+        self,
+        pool: NodePool,
+        tokenisation: Tokenisation,
+        orchestrator: Orchestrator,
+        metrics: ProxyMetrics,
+        admission: Admission,
+        drain: Drain,
+        recent: RecentRequests,
     ) -> None:
         self._pool = pool
+        self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
         self._recent = recent
+        self._admission = admission
+        self._drain = drain
+        self._limits: set[asyncio.Timeout] = set()
+        self._cut_off_by: TandemError | None = None
+
+    def cut_off(self, error: TandemError) -> None:
+        """Everything that is in flight, waiting or streaming, ends now with ``error``."""
+        self._cut_off_by = error
+        self._admission.evict_all(error)
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def completions(self, request: Request) -> Response:
         return await self._respond(request, "completions", parse_completion, _completion_prompts)
@@ -60,13 +87,18 @@ class GenerateService:
     ) -> Response:
         arrival_s = time.monotonic()
         with self._metrics.track_parsing(route, arrival_s):
+            self._drain.check_admission()
             body = await read_json_object(request)
             # Only the proxy itself may name memory to read.
             body.pop(FIELD, None)
             body.pop(SOURCES_KEY, None)
+            body.pop(RESUME_KEY, None)
+            body.pop(STREAM_STATE_KEY, None)
+            body.pop(PROMPT_IDS_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+            ask = read_ask(request, parsed, arrival_s)
         job = Job(
             route=request.url.path,
             body=body,
@@ -77,13 +109,23 @@ class GenerateService:
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
         )
-        return RelayResponse(lambda client: self._run(job, route, client))
+        return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 
-    async def _run(self, job: Job, route: str, client: ClientStream) -> None:
+    async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
-            with self._follow(job, route, client) as entry, self._metrics.track(route, job.arrival_s) as record:
-                entry.record = record
-                await self._run_tracked(job, client, record)
+            with self._metrics.track(route, job.arrival_s) as record, self._follow(job, route, client, record):
+                # Until proved otherwise; a cancelled request leaves without passing another line of this.
+                record.outcome = "abort"
+                try:
+                    async with self._admission.admitted(ask), self._bounded(ask):
+                        self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
+                        await self._run_admitted(job, request, client, record)
+                except RequestDroppedError:
+                    record.outcome = "rejected"
+                    raise
+                except Exception:
+                    record.outcome = "error"
+                    raise
         except TandemError as exc:
             await self._fail(job, client, exc)
         except Exception as exc:
@@ -91,23 +133,47 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
-    def _follow(self, job: Job, route: str, client: ClientStream) -> contextlib.AbstractContextManager[RecentRequest]:
-        return self._recent.follow(
-            client.entry, job.request_id, route, len(job.prompts), is_stream=job.is_stream, arrival_s=job.arrival_s
-        )
+    def _follow(
+        self, job: Job, route: str, client: ClientStream, record: RequestRecord
+    ) -> contextlib.AbstractContextManager[None]:
+        about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
+        return self._recent.follow(client.entry, about, record)
 
-    async def _run_tracked(self, job: Job, client: ClientStream, record: RequestRecord) -> None:
-        # Until proved otherwise; a cancelled request leaves without passing another line of this.
-        record.outcome = "abort"
+    async def _run_admitted(
+        self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
+    ) -> None:
         try:
+            done = await self._tokenisation.tokenise(request, job.body, job.prompts)
+            job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
             record.outcome = _outcome_of(client.status)
         except RelayedAnswer as exc:
             record.outcome = "rejected"
             await client.send_whole(exc.status, exc.headers, exc.body)
-        except Exception:
-            record.outcome = "error"
-            raise
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, ask: Ask) -> AsyncIterator[None]:
+        """The block ends by the client's deadline, or when everything is cut off, wherever it is then: what it holds is
+        given up as on any other way out.
+
+        Raises RequestDeadlineError, or what ``cut_off`` was given.
+        """
+        left_s = None if ask.deadline_s is None else ask.deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError as exc:
+            if self._cut_off_by is not None:
+                raise self._cut_off_by from exc
+            total_ms = round(((ask.deadline_s or 0.0) - ask.arrival_s) * 1000)
+            self._metrics.count_drop(str(RequestDeadlineError.dropped))
+            raise RequestDeadlineError(
+                f"the deadline of {total_ms} ms ({DEADLINE_HEADER}) passed while the request was worked on"
+            ) from exc
 
     async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
         status = error.status if isinstance(error, TandemError) else TandemError.status

@@ -28,12 +28,14 @@ class LeaseGuard:
 
     def __init__(self) -> None:
         self._held: list[tuple[Node, str]] = []
+        self.is_handed_over = False
 
     def hold(self, node: Node, lease_id: str) -> None:
         self._held.append((node, lease_id))
 
     def hand_over(self) -> None:
-        """The decode node owns them from here on."""
+        """The decode node owns them from here on; what it was to read may be gone when it fails."""
+        self.is_handed_over = True
         self._held.clear()
 
     def take(self) -> dict[Node, list[str]]:

@@ -242,7 +242,9 @@ class NodeClient:
     def _full_url(self, route: str) -> URL:
         url = self._urls.get(route)
         if url is None:
-            url = self._urls[route] = URL(self._url + route, encoded=True)
+            url = URL(self._url + route, encoded=True)
+            if "?" not in route:  # routes are few, queries are not
+                self._urls[route] = url
         return url
 
 

@@ -36,17 +36,22 @@ _COUNTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestAbout:
+    """What a request is, known before anything was done for it. ``arrival_s``: ``time.monotonic()``."""
+
+    request_id: str
+    route: str
+    num_prompts: int
+    is_stream: bool
+    arrival_s: float
+
+
 @dataclass(eq=False, slots=True)
 class RecentRequest:
-    """One request. Times are ``time.monotonic()``; None: not yet, or never."""
+    """What was done for one request. Times are ``time.monotonic()``; None: not yet, or never."""
 
-    request_id: str = ""
-    route: str = ""
-    num_prompts: int = 1
-    is_stream: bool = False
-    arrival_s: float = 0.0
-    arrival_unix_s: float = 0.0
-    record: RequestRecord | None = None
+    arrived: float = 0.0
     decode_node: str | None = None
     prefill_node: str | None = None
     answer_s: float | None = None
@@ -67,69 +72,62 @@ class RecentRequest:
         if report is not None and len(report) <= MAX_REPORT_CHARS:
             self._report = report
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, about: RequestAbout, record: RequestRecord) -> dict[str, Any]:
         """What the page shows of it; ``seconds`` holds the phases that are known, in their order."""
         report = _parse(self._report)
         given = report.get("seconds")
         given = given if isinstance(given, dict) else {}
         now = time.monotonic()
-        first_s = None if self.answer_s is None or not self.is_stream else self.answer_s - self.arrival_s
+        first_s = None if self.answer_s is None or not about.is_stream else self.answer_s - about.arrival_s
         return {
-            "request_id": self.request_id,
-            "route": self.route,
-            "prompts": self.num_prompts,
-            "stream": self.is_stream,
-            "arrived": round(self.arrival_unix_s, 3),
+            "request_id": about.request_id,
+            "route": about.route,
+            "prompts": about.num_prompts,
+            "stream": about.is_stream,
+            "arrived": round(self.arrived, 3),
             "running": self.end_s is None,
-            "outcome": None if self.end_s is None else self._outcome(),
+            "outcome": None if self.end_s is None else record.outcome,
             "status": self.status,
             "placement": _text(report.get("placement")),
             "prefill_node": _text(report.get("prefill_node")) or self.prefill_node,
             "decode_node": self.decode_node,
             "ttft_seconds": _rounded(first_s),
-            "total_seconds": _rounded((self.end_s or now) - self.arrival_s),
+            "total_seconds": _rounded((self.end_s or now) - about.arrival_s),
             "seconds": {name: round(float(given[name]), 6) for name in PHASES if _is_count(given.get(name))},
             **{name: report[name] for name in _COUNTS if _is_count(report.get(name))},
         }
-
-    def _outcome(self) -> str:
-        """As counted; what no record was made for was not admitted."""
-        return "rejected" if self.record is None else self.record.outcome
 
 
 class RecentRequests:
     """The ring of one proxy. Called from the event loop only."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._running: dict[int, RecentRequest] = {}
-        self._ended: deque[RecentRequest] = deque(maxlen=kept)
+        self._running: dict[RecentRequest, _Followed] = {}
+        self._ended: deque[_Followed] = deque(maxlen=kept)
 
     @contextlib.contextmanager
-    def follow(
-        self,
-        entry: RecentRequest,
-        request_id: str,
-        route: str,
-        num_prompts: int,
-        *,
-        is_stream: bool,
-        arrival_s: float,
-    ) -> Iterator[RecentRequest]:
-        """Keep one request from here on; it ends with the block. ``record`` is set inside when it is admitted."""
-        entry.request_id, entry.route, entry.num_prompts, entry.is_stream = request_id, route, num_prompts, is_stream
-        entry.arrival_s, entry.arrival_unix_s = arrival_s, time.time() - (time.monotonic() - arrival_s)
-        self._running[id(entry)] = entry
+    def follow(self, entry: RecentRequest, about: RequestAbout, record: RequestRecord) -> Iterator[None]:
+        """Keep one request from here on; it ends with the block, its outcome is that of ``record`` then."""
+        entry.arrived = time.time() - (time.monotonic() - about.arrival_s)
+        followed = self._running[entry] = _Followed(entry, about, record)
         try:
-            yield entry
+            yield
         finally:
-            del self._running[id(entry)]
+            del self._running[entry]
             entry.end_s = time.monotonic()
-            self._ended.append(entry)
+            self._ended.append(followed)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Those that run, then those that ended, each newest first."""
-        running = sorted(self._running.values(), key=lambda entry: entry.arrival_s, reverse=True)[:RUNNING_SHOWN]
-        return [entry.to_json() for entry in (*running, *reversed(self._ended))]
+        running = sorted(self._running.values(), key=lambda each: each.about.arrival_s, reverse=True)[:RUNNING_SHOWN]
+        return [each.entry.to_json(each.about, each.record) for each in (*running, *reversed(self._ended))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    entry: RecentRequest
+    about: RequestAbout
+    record: RequestRecord
 
 
 def _parse(report: str | None) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 from common.api.fields import Fields, check_int_list, invalid, is_int, shown
 from common.api.handoff import TransferMode, read_transfer_params
 from common.api.messages import CACHE_CONTROL, CacheMark, Message, parse_cache_marks, parse_messages
+from common.api.prompt_ids import PromptIds, read_prompt_ids
+from common.api.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
 from common.api.sampling import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,
@@ -56,7 +58,8 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one."""
+    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one.
+    ``reports_state``, ``resume``: see ``common.api.resume``."""
 
     model: str | None
     prompts: tuple[Prompt, ...]
@@ -67,12 +70,14 @@ class CompletionRequest:
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[SourceHint, ...] = ()
+    resume: Resume | None = None
+    reports_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template; ``cache_marks`` were in
-    them."""
+    them. With ``prompt_ids`` there are none: they were rendered by whoever sent the request on."""
 
     model: str | None
     messages: tuple[Message, ...]
@@ -88,6 +93,9 @@ class ChatRequest:
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[SourceHint, ...] = ()
+    prompt_ids: PromptIds | None = None
+    resume: Resume | None = None
+    reports_state: bool = False
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -105,11 +113,15 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     fields = Fields(body)
     mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
     prompts = parse_prompts(body.get("prompt"))
-    sampling, output = SamplingFields(), OutputFields()
+    resume = read_resume(body, num_prompts=len(prompts))
+    sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         sampling = parse_sampling(fields, fields.integer("logprobs", ge=0, le=MAX_LOGPROBS))
+        echoes_logprobs = output.echo and sampling.logprobs is not None
+        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=echoes_logprobs)
+        reports_state = fields.boolean(STREAM_STATE_KEY)
         if sampling.max_tokens == 0 and not output.echo:
             invalid("max_tokens", 0, "at least 1 unless echo is true")
     return CompletionRequest(
@@ -122,18 +134,22 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
         sources=read_source_hints(body, kv_transfer_params),
+        resume=resume,
+        reports_state=reports_state,
     )
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """The checked form of a chat completion request body.
+def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRequest:
+    """The checked form of a chat completion request body. ``is_from_peer``: it may have the prompt's tokens instead of
+    messages (``common.api.prompt_ids``).
 
     Raises:
         InvalidRequestError: naming field, value and bound.
     """
     fields = Fields(body)
     mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
-    messages = parse_messages(body.get("messages"))
+    prompt_ids = read_prompt_ids(body) if is_from_peer else None
+    messages = parse_messages(body.get("messages")) if prompt_ids is None else ()
     add_generation_prompt = fields.boolean("add_generation_prompt", True)
     continue_final_message = fields.boolean("continue_final_message")
     if continue_final_message:
@@ -142,12 +158,15 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         add_generation_prompt = False
-    sampling, output = SamplingFields(), OutputFields()
+    resume = read_resume(body, num_prompts=1)
+    sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         if output.echo:
             invalid("echo", True, "false for chat completions")
+        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=False)
+        reports_state = fields.boolean(STREAM_STATE_KEY)
         sampling = parse_sampling(fields, parse_chat_logprobs(fields))
         if sampling.max_tokens == 0:
             invalid("max_tokens", 0, "at least 1")
@@ -156,7 +175,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         messages=messages,
         sampling=sampling,
         output=output,
-        cache_marks=parse_cache_marks(body["messages"]),
+        cache_marks=parse_cache_marks(body["messages"]) if messages else (),
         tools=_tools(fields),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -166,6 +185,9 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
         sources=read_source_hints(body, kv_transfer_params),
+        prompt_ids=prompt_ids,
+        resume=resume,
+        reports_state=reports_state,
     )
 
 

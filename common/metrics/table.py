@@ -94,6 +94,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("request_e2e_seconds", "Time from arrival to the last token.", buckets=REQUEST_SECONDS),
     _histogram("request_phase_seconds", "Time in one phase of a request.", "phase"),
     _counter("prompt_tokens_total", "Prompt tokens, by where their state came from.", "source", roles=NODES),
+    _counter("prompts_tokenised_total", "Prompts that this process turned into token ids."),
     _counter("generation_tokens_total", "Tokens generated.", roles=NODES),
     _counter(
         "prefix_cache_query_tokens_total",
@@ -129,7 +130,22 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
     _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
-    _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
+    _counter("proxy_retries_total", "Legs sent again before the first byte, by reason.", "reason", roles=PROXY),
+    _counter("proxy_retries_refused_total", "Legs not sent again: the retry budget was spent.", roles=PROXY),
+    _counter(
+        "proxy_migrations_total",
+        "Streams that broke after the first byte, by what became of them.",
+        "outcome",
+        roles=PROXY,
+    ),
+    _gauge(
+        "prefix_index_entries", "Blocks and checkpoints that the proxy knows of a node's cache.", "node", roles=PROXY
+    ),
+    _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
+    _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
+    _gauge("node_up", "1 while the node answers (also while it drains), else 0.", "node", roles=PROXY),
+    _gauge("breaker_state", "A node's circuit breaker: 0 closed, 1 half-open, 2 open.", "node", roles=PROXY),
+    _counter("breaker_opened_total", "How often a node's breaker opened.", "node", roles=PROXY, sourced=True),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )
 

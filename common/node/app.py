@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from common.api import responses
+from common.api import drain, responses
 from common.api.errors import install_error_handlers
 from common.api.fields import Fields
 from common.api.http import install_middleware, read_json_object
@@ -26,11 +26,13 @@ from common.config import NodeConfig, read_key_file
 from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
+from common.node.event_route import add_event_route
 from common.node.node import Node
 from common.node.pull_routes import add_pull_routes
 from common.node.runtime import NodeModel, has_test_hooks
 from common.node.serving import Intake, PrefillLeg, Serving
 from common.node.test_hooks import add_test_hooks
+from common.node.tokenizer_route import add_tokenizer_route
 
 
 def create_node_app(
@@ -67,11 +69,14 @@ def create_node_app(
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
+    drain.add_drain(app, node.drain, has_cluster_key=node.cluster_key is not None)
     app.add_api_route("/v1/completions", serving.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", serving.chat, methods=["POST"])
     _add_public_routes(app, node, serving)
     _add_internal_routes(app, node)
     add_pull_routes(app, node)
+    add_event_route(app, node)
+    add_tokenizer_route(app, node, codec)
     if has_test_hooks():
         add_test_hooks(app, node)
     return app
@@ -124,6 +129,8 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
+        if node.drain.is_draining:
+            return JSONResponse({"status": drain.STATUS, "reason": drain.STATUS}, status_code=503)
         reason = node.not_ready_reason()
         if reason is not None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
@@ -152,6 +159,7 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "engine_id": node.engine_id,
             "epoch": str(manager.generations.epoch),
             "pull": True,
+            "resume": True,
             "host": node.advertised_host,
             "port": node.config.port,
             "model": node.served_model_name,
@@ -174,7 +182,7 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             ],
             "max_num_seqs": node.config.max_num_seqs,
             "running": node.core.num_running,
-            "waiting": node.core.num_waiting,
+            "waiting": node.num_waiting,
         }
 
     @app.get("/internal/v1/cache/check")

@@ -82,7 +82,7 @@ function pairs(entries) {
 
 function stateBadge(node) {
   if (node.state === "ready" && !node.answers) return el("span", "badge bad", "no answer");
-  return el("span", "badge " + ({ ready: "good", down: "bad", gone: "bad" }[node.state] || "warn"), node.state);
+  return el("span", "badge " + ({ ready: "good", suspect: "bad", gone: "bad" }[node.state] || "warn"), node.state);
 }
 
 function pool(title, states) {
@@ -271,7 +271,8 @@ function show(status) {
   const summary = byId("summary");
   say(summary, words);
   summary.className = "badge " + (well ? "good" : status.ready ? "warn" : "bad");
-  say(byId("numbers"), status.running + " of at most " + status.max_concurrency + " requests · version " +
+  say(byId("numbers"), status.running + " of at most " + status.max_concurrency + " requests, " + status.waiting +
+    " waiting · version " +
     (status.version || "unknown") + " · up " + seconds(status.uptime_seconds));
   document.title = (well ? "" : "! ") + "Tandem";
   showNodes(status.nodes);

@@ -14,8 +14,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from common.api.drain import STATUS, Drain
 from common.api.versions import installed_versions
-from proxy.nodes import Node, NodePool
+from proxy.admission import Admission
+from proxy.nodes import Node, NodePool, NodeState
 from proxy.recent import RecentRequests
 from proxy.status.figures import Fetch, NodeFigures
 
@@ -30,6 +32,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 DATA_PATH = "/status.json"
+HELD_BACK = "held back"
+"""Ready by its own account, and out of work: its breaker is open."""
 # Path -> the file in this package and its type.
 FILES = {
     "/": ("page.html", "text/html"),
@@ -43,26 +47,32 @@ PAGE_PATHS = frozenset(FILES)
 class StatusBoard:
     """Puts together what the page shows: of the proxy, its nodes, its last requests."""
 
-    def __init__(self, pool: NodePool, recent: RecentRequests, num_running: Callable[[], int], limit: int) -> None:
+    def __init__(
+        self, pool: NodePool, recent: RecentRequests, admission: Admission, drain: Drain, max_running: int
+    ) -> None:
         self._pool = pool
         self._recent = recent
-        self._num_running = num_running
-        self._limit = limit
+        self._admission = admission
+        self._drain = drain
+        self._max_running = max_running
         self._figures = NodeFigures()
         self._start_s = time.monotonic()
         self._version = installed_versions()["tandem"]
 
     async def to_json(self) -> dict[str, Any]:
-        nodes = self._pool.nodes
+        nodes, reasons = self._pool.nodes, self._pool.reasons()
+        if self._drain.is_draining:
+            reasons = [STATUS]
         await self._figures.refresh({node.url: _fetch_from(node) for node in nodes})
         return {
             "time": round(time.time(), 3),
             "version": self._version,
             "uptime_seconds": round(time.monotonic() - self._start_s, 1),
-            "ready": not self._pool.reasons(),
-            "reasons": self._pool.reasons(),
-            "running": self._num_running(),
-            "max_concurrency": self._limit,
+            "ready": not reasons,
+            "reasons": reasons,
+            "running": self._admission.num_running,
+            "waiting": self._admission.num_waiting,
+            "max_concurrency": self._max_running,
             "nodes": [{**_describe(node), **self._figures.of(node.url)} for node in nodes],
             "requests": self._recent.to_json(),
         }
@@ -92,8 +102,8 @@ def _describe(node: Node) -> dict[str, Any]:
         "url": node.url,
         "name": node.name,
         "role": node.role.value,
-        "state": "ready" if node.is_up else "down",
-        "reason": node.reason,
+        "state": HELD_BACK if node.state is NodeState.READY and not node.is_usable else node.state.value,
+        "reason": "" if node.is_usable else node.unusable_reason,
         "model": node.info.model,
         "fingerprint": node.info.fingerprint,
         "max_model_len": node.info.max_model_len,

@@ -1,8 +1,7 @@
 """The alerts on provoked faults: each fires in a real Prometheus, what its runbook entry says to look at shows the
 fault, and after what it says to do the alert is gone.
 
-Windows and waits of the rules are shortened, expressions are as shipped. Not provoked here: TandemLateReads and
-TandemQuarantineStays (their metrics: test_failures_late_reads.py, test_failures_quarantine.py).
+Windows and waits of the rules are shortened, expressions are as shipped.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 SHORTER = {"[5m]": "[8s]", "[10m]": "[16s]", "[1h]": "[16s]", "[6h]": "[90s]"}
 FIRES_WITHIN_S = 90.0
+ELSEWHERE = {("Tandem" + name) for name in ("LateReads", "QuarantineStays")}
+"""Their faults are provoked, and their metrics seen, in test_failures_late_reads.py and test_failures_quarantine.py."""
 
 
 class Drill:
@@ -56,7 +57,10 @@ class Drill:
             return set(names) <= seen
 
         start_s = time.monotonic()
-        wait_until(all_seen, f"{names} to fire", FIRES_WITHIN_S)
+        try:
+            wait_until(all_seen, f"{names} to fire", FIRES_WITHIN_S)
+        finally:
+            print("did not fire:", sorted(set(names) - seen))
         print(f"{', '.join(names)}: fired after {time.monotonic() - start_s:.0f} s; all that fire: {sorted(seen)}")
 
     def expect_gone(self, *names: str) -> None:
@@ -114,7 +118,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
                 text = text.replace(long, short)
             (folder / path.name).write_text(re.sub(r"for: \w+", "for: 1s", text))
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
             "rule_files": [str(folder / path.name) for path in RULES],
             "scrape_configs": [
                 {
@@ -220,7 +224,7 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
     with drill.load(2, lambda seed: drill.complete(40, 4, seed=seed)):
         first.process.kill()
         drill.expect("TandemNodeDown")
-        down = [node for node in status_of(drill)["nodes"] if node["state"] == "down"]
+        down = [node for node in status_of(drill)["nodes"] if node["state"] == "suspect"]
         assert [node["url"] for node in down] == [first.url]
         print("the status page says:", down[0]["reason"])
         second.process.kill()
@@ -234,8 +238,7 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
 
 
 def test_alerts_when_counted_then_all_but_two_were_provoked_here() -> None:
-    text = Path(__file__).read_text()
-    alerts = {rule["alert"] for path in RULES for group in yaml.safe_load(path.read_text())["groups"]
-              for rule in group["rules"] if "alert" in rule}  # fmt: skip
-    provoked = set(re.findall(r'"(Tandem\w+)"', text))
-    assert alerts - provoked == {"TandemLateReads", "TandemQuarantineStays"}
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    provoked = set(re.findall(r'"(Tandem\w+)"', Path(__file__).read_text()))
+    assert alerts - provoked == set(ELSEWHERE)

@@ -129,7 +129,7 @@ def test_page_when_opened_in_a_browser_while_requests_run_then_is_live_quiet_and
                 frozen.process.popen.send_signal(signal.SIGCONT)
             page.wait_for("document.body.innerText.match(/ready/g).length === 3")
             killed.process.kill()
-            assert page.wait_for("document.body.innerText.includes('down')", 10) <= SEEN_WITHIN_S
+            assert page.wait_for("document.body.innerText.includes('suspect')", 10) <= SEEN_WITHIN_S
 
             assert page.complaints == []
             assert {httpx.URL(url).netloc.decode() for url in page.urls} == {service.url.removeprefix("http://")}

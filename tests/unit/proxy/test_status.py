@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.recent import KEPT, RecentRequest, RecentRequests
+from proxy.observe import RequestRecord
+from proxy.recent import KEPT, RecentRequest, RecentRequests, RequestAbout
 from proxy.status import figures
 from proxy.status.figures import NodeFigures, read_exposition
 from proxy.status.routes import DATA_PATH, FILES
@@ -150,7 +151,7 @@ def test_request_while_it_runs_then_is_shown_with_its_nodes_and_stays_when_the_c
 
 
 def test_request_when_refused_or_failed_then_says_so(start_cluster: StartCluster) -> None:
-    cluster = start_cluster(0, 1, max_concurrency=1)
+    cluster = start_cluster(0, 1, max_concurrency=1, max_queue_size=0)
     cluster.decode[0].fault, cluster.decode[0].status = Fault.STATUS, 400
     assert complete(cluster).status_code == 400
     cluster.decode[0].status = 500
@@ -179,7 +180,8 @@ def give_up_after(url: str, seconds: float) -> None:
 def test_ring_when_more_requests_end_than_are_kept_then_the_newest_stay() -> None:
     ring = RecentRequests(kept=3)
     for index in range(5):
-        with ring.follow(RecentRequest(), f"id-{index}", "chat", 1, is_stream=False, arrival_s=float(index)):
+        about = RequestAbout(f"id-{index}", "chat", 1, is_stream=False, arrival_s=float(index))
+        with ring.follow(RecentRequest(), about, RequestRecord("stop")):
             assert ring.to_json()[0]["running"]
     assert [each["request_id"] for each in ring.to_json()] == ["id-4", "id-3", "id-2"]
     assert KEPT >= 50
@@ -213,7 +215,7 @@ def test_node_when_it_dies_or_freezes_then_is_shown_within_three_seconds(
     wait_for(lambda: not status(cluster)["nodes"][2]["answers"], "the frozen node to be seen", 3)
     assert status(cluster)["nodes"][1]["answers"]
     cluster.stop_node(cluster.prefill[0])
-    wait_for(lambda: status(cluster)["nodes"][0]["state"] == "down", "the dead node to be seen", 3)
+    wait_for(lambda: status(cluster)["nodes"][0]["state"] == "suspect", "the dead node to be seen", 3)
     shown = status(cluster)
     assert not shown["ready"]
     assert "prefill" in shown["reasons"][0]
