@@ -37,6 +37,16 @@ ELSEWHERE = {("Tandem" + name) for name in ("LateReads", "QuarantineStays")}
 """Their faults are provoked, and their metrics seen, in test_failures_late_reads.py and test_failures_quarantine.py."""
 
 
+VALUES = (
+    "up",
+    "role:tandem_requests_waiting:avg",
+    "instance:tandem_kv_blocks:occupied_ratio",
+    "instance:tandem_state_slots:occupied_ratio",
+    'instance:tandem_prefix_cache_hit:ratio_rate5m{group="joint"}',
+    'avg_over_time(instance:tandem_prefix_cache_hit:ratio_rate5m{group="joint"}[90s])',
+)
+
+
 class Drill:
     """A service with little memory, a slow prefill node and two decode nodes, watched by Prometheus."""
 
@@ -60,8 +70,18 @@ class Drill:
         try:
             wait_until(all_seen, f"{names} to fire", FIRES_WITHIN_S)
         finally:
-            print("did not fire:", sorted(set(names) - seen))
+            missing = sorted(set(names) - seen)
+            if missing:
+                print("did not fire:", missing, "; values:", self.values())
         print(f"{', '.join(names)}: fired after {time.monotonic() - start_s:.0f} s; all that fire: {sorted(seen)}")
+
+    def values(self) -> dict[str, Any]:
+        """What the rules are made of, for a drill that did not work."""
+        found = {}
+        for expression in VALUES:
+            answer = httpx.get(self.prometheus + "/api/v1/query", params={"query": expression}, timeout=30).json()
+            found[expression] = [(each["metric"], each["value"][1]) for each in answer["data"]["result"]]
+        return found
 
     def expect_gone(self, *names: str) -> None:
         wait_until(lambda: not set(names) & self.firing(), f"{names} to be gone", FIRES_WITHIN_S)
