@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 
 from common.api import drain as draining
 from common.api.errors import install_error_handlers
-from common.api.http import CLUSTER_KEY_HEADER, Gate, GateMiddleware, read_json_object
+from common.api.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
@@ -38,6 +38,8 @@ from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
 from proxy.prefix_index import PrefixIndex
+from proxy.recent import RecentRequests
+from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
 from proxy.tokenise import Tokenisation
 
 
@@ -48,6 +50,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    board: StatusBoard
     index: PrefixIndex
     drain: draining.Drain
     node_headers: Mapping[str, str]
@@ -103,8 +106,10 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         tracer = create_tracer(
             config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
         )
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer)
-        app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
+        recent = RecentRequests()
+        board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer, recent)
+        app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         pool.start()
         tokenisation.start()
         discovery.start()
@@ -115,6 +120,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await discovery.close()
             await tokenisation.close()
             await feeds.close()
+            await board.close()
             await releaser.close()
             await pool.close()
             await asyncio.to_thread(tracer.close)
@@ -133,6 +139,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         body_timeout_s=config.body_timeout_seconds,
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
+        open_paths=OPEN_PATHS | PAGE_PATHS,
     )
     app.add_middleware(GateMiddleware, gate=gate)
     app.front = Front(
@@ -147,6 +154,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
+    add_status_routes(app, lambda request: _service(request).board)
     return app
 
 

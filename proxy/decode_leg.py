@@ -18,6 +18,7 @@ from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.prompt_keys import PromptKeys
+from proxy.recent import PREFILL_NODE_HEADER
 from proxy.relay import ClientStream
 
 END_OF_STREAM = DONE + END_OF_EVENT
@@ -76,6 +77,7 @@ class DecodeLegs:
             NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
+        client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
             if answer.status < 400:
                 leases.hand_over()

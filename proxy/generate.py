@@ -36,6 +36,7 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.recent import RecentRequests, RequestAbout
 from proxy.relay import ClientStream, RelayResponse
 from proxy.tokenise import Tokenisation
 
@@ -54,12 +55,14 @@ class GenerateService:
         admission: Admission,
         drain: Drain,
         tracer: Tracer,
+        recent: RecentRequests,
     ) -> None:
         self._pool = pool
         self._tracer = tracer
         self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
+        self._recent = recent
         self._admission = admission
         self._drain = drain
         self._limits: set[asyncio.Timeout] = set()
@@ -115,7 +118,10 @@ class GenerateService:
 
     async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
-            with self._metrics.track(route, job.arrival_s, job.span) as record:
+            with (
+                self._metrics.track(route, job.arrival_s, job.span) as record,
+                self._follow(job, route, client, record),
+            ):
                 # Until proved otherwise; a cancelled request leaves without passing another line of this.
                 record.outcome = "abort"
                 try:
@@ -135,6 +141,12 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
+    def _follow(
+        self, job: Job, route: str, client: ClientStream, record: RequestRecord
+    ) -> contextlib.AbstractContextManager[None]:
+        about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
+        return self._recent.follow(client.entry, about, record)
+
     async def _run_admitted(
         self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
     ) -> None:
@@ -142,7 +154,7 @@ class GenerateService:
             done = await self._tokenisation.tokenise(request, job.body, job.prompts)
             job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
-            record.outcome = "stop" if client.status == 200 else "error"
+            record.outcome = _outcome_of(client.status)
         except RelayedAnswer as exc:
             record.outcome = "rejected"
             await client.send_whole(exc.status, exc.headers, exc.body)
@@ -189,6 +201,13 @@ class GenerateService:
         answer = error_response(error)
         headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
         await client.send_whole(answer.status_code, headers, bytes(answer.body))
+
+
+def _outcome_of(status: int | None) -> str:
+    """Of an answer that was passed on: what a node refuses is nobody's failure."""
+    if status == 200:
+        return "stop"
+    return "rejected" if status is not None and 400 <= status < 500 else "error"
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

@@ -15,6 +15,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from proxy.recent import REPORT_HEADER, RecentRequest
+
 logger = logging.getLogger(__name__)
 
 # What a node says about its own connection or process is not for the client.
@@ -28,6 +30,7 @@ _DROPPED_HEADERS = frozenset(
         "date",
         "server",
         "x-request-id",
+        REPORT_HEADER,
     }
 )
 
@@ -39,6 +42,7 @@ class ClientStream:
         self._send = send
         self._request_id = request_id
         self.status: int | None = None
+        self.entry = RecentRequest()
         self.is_finished = False
 
     @property
@@ -46,10 +50,12 @@ class ClientStream:
         return self.status is not None
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
         await self._body(body, more=False)
 
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def send_chunk(self, chunk: bytes) -> None:

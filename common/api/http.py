@@ -100,7 +100,7 @@ def api_key_digest_of(request: Request) -> str | None:
 class Gate:
     """Who may come in: one look at a request's head, before anything is done for it.
 
-    ``OPEN_PATHS`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
+    ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
     ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
     lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
@@ -114,9 +114,11 @@ class Gate:
         body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
         api_keys: Collection[str] = (),
         cluster_key: str | None = None,
+        open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         if any(not key for key in api_keys) or cluster_key == "":
             raise ConfigError("an API key or cluster key must not be empty")
+        self._open_paths = frozenset(open_paths)
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
         # Digests have one length, so that comparing tells nothing about a key's.
@@ -138,7 +140,7 @@ class Gate:
     def _check_key(
         self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
     ) -> AuthenticationError | None:
-        if path in OPEN_PATHS:
+        if path in self._open_paths:
             return None
         if path.startswith(INTERNAL_PREFIX):
             if self._cluster_digest is None or has_key:
