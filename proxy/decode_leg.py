@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt)."""
+    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt); so has
+    ``prompt_keys``, with None for prompts that the proxy could not tokenise, or it is empty."""
 
     route: str
     body: Mapping[str, Any]
@@ -30,6 +32,7 @@ class Job:
     is_local: bool
     is_stream: bool
     arrival_s: float
+    prompt_keys: Sequence[PromptKeys | None] = ()
 
 
 class TransferFailedError(LegFailedError):

@@ -14,7 +14,7 @@ HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate")
 
 # Part -> what it may import of ours besides itself. `common.errors` is open to all.
 ALLOWED = {
-    "proxy": {"common.api", "common.metrics", "common.errors", "common.config"},
+    "proxy": {"common.api", "common.metrics", "common.errors", "common.config", "common.kv_cache.keys"},
     "prefill_node": {"common"},
     "decode_node": {"common"},
     "common.node": {
