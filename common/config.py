@@ -194,6 +194,10 @@ def share_flag(help: str, minimum: float, maximum: float) -> Any:
     return flag(None, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
 
 
+def number_flag(default: float, help: str, minimum: float, maximum: float) -> Any:
+    return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+
+
 def bool_flag(default: bool, help: str) -> Any:
     return flag(default, help, parse=parse_bool)
 
@@ -207,7 +211,7 @@ def urls_flag(help: str) -> Any:
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-PLACEMENT_POLICIES = ("round_robin", "least_loaded")
+PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,9 +314,17 @@ class ProxyConfig:
     port: int = int_flag(8000, "port to listen on (0: any free one)", 0, 65_535)
     prefill: tuple[str, ...] = urls_flag("base URLs of the prefill nodes")
     decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes")
-    policy: str = choice_flag("round_robin", "how a prefill node is chosen", *PLACEMENT_POLICIES)
+    policy: str = choice_flag(
+        "cost", "how a prefill node is chosen; cost: and whether one is needed", *PLACEMENT_POLICIES
+    )
     decode_policy: str | None = choice_flag(
         None, "how a decode node is chosen (default: as --policy)", *PLACEMENT_POLICIES
+    )
+    stream_delay_weight: float = number_flag(
+        0.5, "cost: what a second of waiting of each running stream counts beside one of the first token", 0.0, 100.0
+    )
+    session_affinity_seconds: float = seconds_flag(
+        0.05, "cost: what staying on the decode node of the session's last turn (X-Session-Id) is worth", 0.0, 60.0
     )
     max_concurrency: int = int_flag(1024, "requests in flight beyond which the answer is 429", 1, 100_000)
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)

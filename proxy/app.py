@@ -26,6 +26,7 @@ from proxy.nodes import KEEP_ALIVE_S, NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
+from proxy.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def create_app(config: ProxyConfig) -> FastAPI:
         )
         metrics = ProxyMetrics(pool, config.max_concurrency)
         releaser = LeaseReleaser(node_headers)
-        orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
+        placer = Placer(config, pool, PrefixIndex(), on_start=metrics.observe_start)
+        orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
         app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
         pool.start()
         try:

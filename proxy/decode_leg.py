@@ -15,6 +15,7 @@ from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.placement.hint import PlacementHint
 from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
 
@@ -33,6 +34,8 @@ class Job:
     is_stream: bool
     arrival_s: float
     prompt_keys: Sequence[PromptKeys | None] = ()
+    session_id: str | None = None
+    placement_hint: PlacementHint = PlacementHint.AUTO
 
 
 class TransferFailedError(LegFailedError):

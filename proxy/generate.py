@@ -27,6 +27,7 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
 from proxy.relay import ClientStream, RelayResponse
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class GenerateService:
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+            session_id = session_from_header(request.headers.get(SESSION_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
         job = Job(
             route=request.url.path,
             body=body,
@@ -71,6 +74,8 @@ class GenerateService:
             is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
+            session_id=session_id,
+            placement_hint=placement_hint,
         )
         return RelayResponse(lambda client: self._run(job, route, client))
 

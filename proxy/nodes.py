@@ -12,12 +12,15 @@ import asyncio
 import contextlib
 import enum
 import logging
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from proxy.node_load import LoadReport, NodeLoad
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class NodeInfo:
     host: str | None = None
     port: int | None = None
     epoch: str | None = None
+    load: LoadReport | None = None
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> NodeInfo:
@@ -65,6 +69,7 @@ class NodeInfo:
             host=text("host"),
             port=port if isinstance(port, int) and 0 < port < 65_536 else None,
             epoch=text("epoch"),
+            load=LoadReport.from_json(body.get("load")),
         )
 
 
@@ -79,6 +84,7 @@ class Node:
     is_up: bool = False
     reason: str = "not heard of yet"
     num_in_flight: int = 0
+    load: NodeLoad = field(default_factory=NodeLoad)
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -113,6 +119,7 @@ class Node:
         if not self.is_up:
             logger.info("node up node=%s role=%s model=%s", self.url, self.role.value, info.model)
         self.info, self.is_up, self.reason = info, True, ""
+        self.load.update(info.load, time.monotonic())
 
     def mark_down(self, reason: str) -> None:
         if self.is_up or reason != self.reason:

@@ -74,6 +74,7 @@ class Orchestrator:
         queue_s = time.monotonic() - job.arrival_s
         avoided = Avoided()
         placement = self._placer.place(job, avoided)
+        client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
         try:
             if self._can_pair(job, placement):
                 await self._run_paired(job, placement, avoided, client, queue_s)
@@ -83,6 +84,8 @@ class Orchestrator:
             if client.is_started:
                 raise
             await client.send_whole(exc.answer.status, exc.answer.headers, exc.answer.body)
+        finally:
+            self._placer.finished(job)
 
     # --- both legs at once
 

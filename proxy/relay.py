@@ -33,12 +33,14 @@ _DROPPED_HEADERS = frozenset(
 
 
 class ClientStream:
-    """What one request may send to its client. Not thread-safe; one task sends."""
+    """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
+    answer begins."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status: int | None = None
         self.is_finished = False
+        self.on_start: Callable[[int], None] | None = None
 
     @property
     def is_started(self) -> bool:
@@ -60,6 +62,8 @@ class ClientStream:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None
         self.status = status
+        if self.on_start is not None:
+            self.on_start(status)
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -12,6 +12,7 @@ import logging
 
 from common.config import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.rates import LinearCost
 from common.errors import QueueFullError, RequestAbortedError
 from common.kv_cache.results import PullPlan
 from common.kv_cache.stats import CacheStats
@@ -55,6 +56,7 @@ class Node:
         self.verify = config.kv_transfer_verify
         self.core: EngineCore = create_core(config, model)
         self.prefix_sources = PrefixSources(self)
+        self.pull_times = LinearCost()
         self.backend: TransferBackend
         self.source: PullSource
         self.engine: EngineThread
@@ -116,6 +118,8 @@ class Node:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))
         remote.offers.close()
         record_pull(self.metrics, result, self.model.storage.layout.slot_bytes)
+        if result.ok and result.num_bytes:
+            self.pull_times.observe(result.num_bytes, result.seconds)
         is_failure = not result.ok and result.reason != PullReason.CANCELLED
         if is_failure and failure_label(result.reason) in FORGETTABLE:
             self.peers.forget(remote.url)
