@@ -328,6 +328,9 @@ class ProxyConfig:
     )
     max_concurrency: int = int_flag(1024, "requests in flight beyond which the answer is 429", 1, 100_000)
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    prefix_index_entries: int = int_flag(
+        500_000, "cached blocks and states of all nodes that placement knows, 150 bytes each", 1_000, 100_000_000
+    )
     connect_timeout_seconds: float = seconds_flag(2.0, "longest wait for a node to accept a connection", 0.05)
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)

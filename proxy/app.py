@@ -19,6 +19,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from proxy.event_feed import EventFeeds
 from proxy.forward import forward
 from proxy.generate import GenerateService, forwarded_headers
 from proxy.leases import LeaseReleaser
@@ -27,6 +28,7 @@ from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
 from proxy.prefix_index import PrefixIndex
+from proxy.tokenise import Tokenisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    index: PrefixIndex
     node_headers: Mapping[str, str]
 
 
@@ -54,15 +57,23 @@ def create_app(config: ProxyConfig) -> FastAPI:
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
         )
-        metrics = ProxyMetrics(pool, config.max_concurrency)
+        index = PrefixIndex(config.prefix_index_entries)
+        metrics = ProxyMetrics(pool, index, config.max_concurrency)
+        feeds = EventFeeds(pool, index, metrics, node_headers)
+        tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
-        placer = Placer(config, pool, PrefixIndex(), on_start=metrics.observe_start)
+        placer = Placer(config, pool, index, on_start=metrics.observe_start)
         orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
-        app.state.service = Service(pool, metrics, GenerateService(pool, orchestrator, metrics), node_headers)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics)
+        app.state.service = Service(pool, metrics, generate, index, node_headers)
         pool.start()
+        feeds.start()
+        tokenisation.start()
         try:
             yield
         finally:
+            await tokenisation.close()
+            await feeds.close()
             await releaser.close()
             await pool.close()
 

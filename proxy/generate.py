@@ -1,12 +1,13 @@
 """The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
 event.
 
-The body is parsed here only to refuse it early, before a prefill node has spent anything on it, and to learn its
-prompts; what the nodes get are the client's own values.
+The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
+(``proxy.tokenise``); everything else that the nodes get are the client's own values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from fastapi.responses import Response
 from common.api.errors import error_response
 from common.api.handoff import FIELD
 from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.api.prompt_ids import PROMPT_IDS_KEY
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
 from common.api.source_hints import SOURCES_KEY
@@ -29,6 +31,7 @@ from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
 from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
 from proxy.relay import ClientStream, RelayResponse
+from proxy.tokenise import Tokenisation
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,11 @@ logger = logging.getLogger(__name__)
 class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
-    def __init__(self, pool: NodePool, orchestrator: Orchestrator, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, pool: NodePool, tokenisation: Tokenisation, orchestrator: Orchestrator, metrics: ProxyMetrics
+    ) -> None:
         self._pool = pool
+        self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
 
@@ -60,6 +66,7 @@ class GenerateService:
             # Only the proxy itself may name memory to read.
             body.pop(FIELD, None)
             body.pop(SOURCES_KEY, None)
+            body.pop(PROMPT_IDS_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
@@ -77,12 +84,12 @@ class GenerateService:
             session_id=session_id,
             placement_hint=placement_hint,
         )
-        return RelayResponse(lambda client: self._run(job, route, client))
+        return RelayResponse(lambda client: self._run(job, parsed, route, client))
 
-    async def _run(self, job: Job, route: str, client: ClientStream) -> None:
+    async def _run(self, job: Job, request: GenerationRequest, route: str, client: ClientStream) -> None:
         try:
             with self._metrics.track(route, job.arrival_s) as record:
-                await self._run_tracked(job, client, record)
+                await self._run_tracked(job, request, client, record)
         except TandemError as exc:
             await self._fail(job, client, exc)
         except Exception as exc:
@@ -90,10 +97,14 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
-    async def _run_tracked(self, job: Job, client: ClientStream, record: RequestRecord) -> None:
+    async def _run_tracked(
+        self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
+    ) -> None:
         # Until proved otherwise; a cancelled request leaves without passing another line of this.
         record.outcome = "abort"
         try:
+            done = await self._tokenisation.tokenise(request, job.body, job.prompts)
+            job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
             record.outcome = "stop" if client.status == 200 else "error"
         except RelayedAnswer as exc:

@@ -15,6 +15,7 @@ from common.errors import QueueFullError, TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
 from proxy.nodes import NodePool
+from proxy.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True)
@@ -25,10 +26,11 @@ class RequestRecord:
 
 
 class ProxyMetrics:
-    def __init__(self, pool: NodePool, max_concurrency: int) -> None:
+    def __init__(self, pool: NodePool, index: PrefixIndex, max_concurrency: int) -> None:
         self._metrics = Metrics(Role.PROXY, versions=build_labels())
         self._metrics.set_source(self._samples)
         self._pool = pool
+        self._index = index
         self._max_concurrency = max_concurrency
         self.num_running = 0
 
@@ -67,6 +69,12 @@ class ProxyMetrics:
     def observe_ttft(self, seconds: float) -> None:
         self._metrics.observe_ttft(seconds)
 
+    def count_snapshot(self) -> None:
+        self._metrics.inc("prefix_index_snapshots_total")
+
+    def count_tokenised(self, num_prompts: int) -> None:
+        self._metrics.inc("prompts_tokenised_total", num_prompts)
+
     def observe_phase(self, phase: str, seconds: float) -> None:
         self._metrics.observe_phase(phase, seconds)
 
@@ -78,4 +86,5 @@ class ProxyMetrics:
             "requests_running": {(): self.num_running},
             "requests_waiting": {(): 0},
             "node_up": {(node.url,): float(node.is_up) for node in self._pool.nodes},
+            "prefix_index_entries": {(node.url,): self._index.num_entries(node.url) for node in self._pool.nodes},
         }

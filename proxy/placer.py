@@ -88,14 +88,14 @@ class Placer:
         self,
         config: ProxyConfig,
         pool: NodePool,
-        index: PrefixIndex | None = None,
+        index: PrefixIndex,
         *,
         on_start: OnStart | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._pool = pool
-        self._index = index if index is not None else PrefixIndex()
+        self._index = index
         self._on_start = on_start
         self._clock = clock
         self._prefill_policy = create_policy(config.policy)

@@ -73,6 +73,11 @@ def wants_trace(request: Request) -> bool:
     return request.headers.get(TRACE_HEADER) == "1"
 
 
+def is_peer(request: Request) -> bool:
+    """Whether it comes from a process of this service: it has the cluster key, or there is none to have."""
+    return bool(getattr(request.state, "is_peer", False))
+
+
 class RequestIdMiddleware:
     """Takes ``X-Request-Id`` (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or makes one; echoes it."""
 
@@ -115,21 +120,23 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._check(str(scope["path"]), Headers(scope=scope))
+            headers = Headers(scope=scope)
+            has_key = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
+            scope.setdefault("state", {})["is_peer"] = has_key or self._cluster_digest is None
+            error = self._check(str(scope["path"]), headers, has_key=has_key)
             if error is not None:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> AuthenticationError | None:
+    def _check(self, path: str, headers: Headers, *, has_key: bool) -> AuthenticationError | None:
         if path in OPEN_PATHS:
             return None
-        is_peer = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
         if path.startswith(INTERNAL_PREFIX):
-            if self._cluster_digest is None or is_peer:
+            if self._cluster_digest is None or has_key:
                 return None
             return AuthenticationError(f"header {CLUSTER_KEY_HEADER} is missing or wrong", code="invalid_cluster_key")
-        if not self._api_digests or is_peer:
+        if not self._api_digests or has_key:
             return None
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_api_key(key.strip()):
@@ -269,6 +276,11 @@ def _is_too_deep(value: object) -> bool:
             return False
         level = children
     return True
+
+
+def encode_json(value: object) -> bytes:
+    """``value`` as compact JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 # --- client gone ------------------------------------------------------------------------------------------------------

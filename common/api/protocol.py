@@ -19,6 +19,7 @@ from typing import Any
 from common.api.fields import Fields, check_int_list, invalid, is_int, shown
 from common.api.handoff import TransferMode, read_transfer_params
 from common.api.messages import CACHE_CONTROL, CacheMark, Message, parse_cache_marks, parse_messages
+from common.api.prompt_ids import PromptIds, read_prompt_ids
 from common.api.sampling import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,
@@ -72,7 +73,7 @@ class CompletionRequest:
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template; ``cache_marks`` were in
-    them."""
+    them. With ``prompt_ids`` there are none: they were rendered by whoever sent the request on."""
 
     model: str | None
     messages: tuple[Message, ...]
@@ -88,6 +89,7 @@ class ChatRequest:
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[SourceHint, ...] = ()
+    prompt_ids: PromptIds | None = None
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -125,15 +127,17 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     )
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """The checked form of a chat completion request body.
+def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRequest:
+    """The checked form of a chat completion request body. ``is_from_peer``: it may have the prompt's tokens instead of
+    messages (``common.api.prompt_ids``).
 
     Raises:
         InvalidRequestError: naming field, value and bound.
     """
     fields = Fields(body)
     mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
-    messages = parse_messages(body.get("messages"))
+    prompt_ids = read_prompt_ids(body) if is_from_peer else None
+    messages = parse_messages(body.get("messages")) if prompt_ids is None else ()
     add_generation_prompt = fields.boolean("add_generation_prompt", True)
     continue_final_message = fields.boolean("continue_final_message")
     if continue_final_message:
@@ -156,7 +160,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         messages=messages,
         sampling=sampling,
         output=output,
-        cache_marks=parse_cache_marks(body["messages"]),
+        cache_marks=parse_cache_marks(body["messages"]) if messages else (),
         tools=_tools(fields),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -166,6 +170,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
         sources=read_source_hints(body, kv_transfer_params),
+        prompt_ids=prompt_ids,
     )
 
 

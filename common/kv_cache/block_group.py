@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from common.kv_cache.events import EventLog
+from common.kv_cache.events import EventLog, GroupEntries
 from common.kv_cache.eviction import EvictionPolicy
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.spec import KVCacheGroup
@@ -52,6 +52,10 @@ class BlockGroupManager(ABC):
     def place_of(self, block_id: int) -> tuple[bytes, int]:
         """(key of the boundary before it, position of its end) of a published block."""
         return self._parent_key[block_id], self._position[block_id]
+
+    def entries(self) -> GroupEntries:
+        """A copy of what is published."""
+        return GroupEntries(self.group.label, self._by_key.copy(), self._parent_key[:], self._position[:])
 
     @property
     @abstractmethod

@@ -215,15 +215,18 @@ class Coordinator:
     # -- views --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, sequence_number: int) -> CacheSnapshot:
-        """Everything findable, shallow positions first."""
-        stored = []
-        for group in self.groups:
-            for key, block_id in group.items():
-                parent, position = group.place_of(block_id)
-                stored.append(
-                    CacheEvent(sequence_number, EventKind.STORED, group.group.label, (key,), parent, position)
-                )
-        for checkpoint in self.state:
-            keys, parent, position = (checkpoint.key,), checkpoint.boundary_key, checkpoint.position
-            stored.append(CacheEvent(sequence_number, EventKind.STORED, STATE_LABEL, keys, parent, position, True))
-        return CacheSnapshot(sequence_number, tuple(sorted(stored, key=lambda event: event.position)))
+        """Everything findable."""
+        checkpoints = tuple(
+            CacheEvent(
+                sequence_number,
+                EventKind.STORED,
+                STATE_LABEL,
+                (checkpoint.key,),
+                checkpoint.boundary_key,
+                checkpoint.position,
+                is_checkpoint=True,
+                has_row=checkpoint.output_row is not None,
+            )
+            for checkpoint in self.state
+        )
+        return CacheSnapshot(sequence_number, tuple(group.entries() for group in self.groups), checkpoints)

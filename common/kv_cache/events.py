@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 DEFAULT_CAPACITY = 16_384
@@ -30,6 +30,7 @@ class CacheEvent:
         parent: key of the block boundary before the first of ``keys``; b"" for a removal.
         position: token position of the last of ``keys``.
         is_checkpoint: a local request can resume there (as far as the attention groups reach too).
+        has_row: a checkpoint from which a prompt that ends exactly there can go on; told again when it becomes true.
     """
 
     sequence_number: int
@@ -39,14 +40,41 @@ class CacheEvent:
     parent: bytes
     position: int
     is_checkpoint: bool = False
+    has_row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntries:
+    """One attention group's published blocks: block by key; by block the key of the boundary before it and the
+    position of its end."""
+
+    label: str
+    block_of: Mapping[bytes, int]
+    parents: Sequence[bytes]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """Everything findable after the event ``sequence_number``, as stored events of that number."""
+    """Everything findable after the event ``sequence_number``.
+
+    Taken by copying tables, because the engine waits meanwhile; ``events`` may be listed later, by another thread.
+    """
 
     sequence_number: int
-    events: tuple[CacheEvent, ...]
+    groups: tuple[GroupEntries, ...]
+    checkpoints: tuple[CacheEvent, ...]
+
+    @property
+    def events(self) -> tuple[CacheEvent, ...]:
+        """As stored events of that number, shallow positions first."""
+        return tuple(sorted((*self._blocks(), *self.checkpoints), key=lambda event: event.position))
+
+    def _blocks(self) -> Iterator[CacheEvent]:
+        for group in self.groups:
+            for key, block_id in group.block_of.items():
+                parent, position = group.parents[block_id], group.positions[block_id]
+                yield CacheEvent(self.sequence_number, EventKind.STORED, group.label, (key,), parent, position)
 
 
 class EventLog:
@@ -59,10 +87,11 @@ class EventLog:
     def last_sequence_number(self) -> int:
         return self._last
 
-    def stored(
-        self, group: str, parent: bytes, keys: Sequence[bytes], position: int, *, is_checkpoint: bool = False
-    ) -> None:
-        self._append(EventKind.STORED, group, tuple(keys), parent, position, is_checkpoint)
+    def stored(self, group: str, parent: bytes, keys: Sequence[bytes], position: int) -> None:
+        self._append(EventKind.STORED, group, tuple(keys), parent, position)
+
+    def checkpoint_stored(self, group: str, parent: bytes, key: bytes, position: int, *, has_row: bool) -> None:
+        self._append(EventKind.STORED, group, (key,), parent, position, True, has_row)
 
     def removed(self, group: str, key: bytes, position: int, *, is_checkpoint: bool = False) -> None:
         self._append(EventKind.REMOVED, group, (key,), b"", position, is_checkpoint)
@@ -76,8 +105,15 @@ class EventLog:
             return list(self._events)[len(self._events) - num_new :]
 
     def _append(
-        self, kind: EventKind, group: str, keys: tuple[bytes, ...], parent: bytes, position: int, is_checkpoint: bool
+        self,
+        kind: EventKind,
+        group: str,
+        keys: tuple[bytes, ...],
+        parent: bytes,
+        position: int,
+        is_checkpoint: bool = False,
+        has_row: bool = False,
     ) -> None:
         with self._lock:
             self._last += 1
-            self._events.append(CacheEvent(self._last, kind, group, keys, parent, position, is_checkpoint))
+            self._events.append(CacheEvent(self._last, kind, group, keys, parent, position, is_checkpoint, has_row))

@@ -31,7 +31,7 @@ class PromptEnds:
             else:
                 self._keep(seq, output_row, origin)
         elif seq.prompt_end is not None and seq.prompt_end.output_row is None:
-            seq.prompt_end.output_row = output_row
+            self._coordinator.state.give_row(seq.prompt_end, output_row)
         self._sequences.drop_save(seq, num_tokens)
         seq.is_sealed = seq.is_sealed or seal
         end = seq.prompt_end
@@ -50,7 +50,7 @@ class PromptEnds:
         if existing is None:
             return False
         if existing.output_row is None:
-            existing.output_row = output_row
+            self._coordinator.state.give_row(existing, output_row)
         self._pin_end(seq, existing)
         self._coordinator.state.touch(existing)
         return True

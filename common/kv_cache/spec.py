@@ -162,6 +162,11 @@ class KVCacheConfig:
         return self.enable_prefix_caching and not (self.has_state and self.mamba_cache_mode == "none")
 
     @property
+    def keeps_boundaries(self) -> bool:
+        """Whether states are kept at a prompt's semantic boundaries."""
+        return self.has_state and self.caches_states and self.mamba_cache_mode == "auto"
+
+    @property
     def pool_sizes(self) -> dict[str, int]:
         """Pool name -> units, the null entry included. The first block pool and the slots are always there."""
         names = [group.pool_name for group in self.geometry.attention_groups] or ["blocks"]

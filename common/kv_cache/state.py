@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.kv_cache.checkpoint import Checkpoint
 from common.kv_cache.events import EventLog
@@ -111,9 +111,19 @@ class StateManager:
             self.pool.add_content(checkpoint.slot_id)
         self.touch(checkpoint)
         self._policy.checkpoint_stored(checkpoint, block_id)
+        self._announce(checkpoint)
+
+    def give_row(self, checkpoint: Checkpoint, output_row: Any | None) -> None:
+        """The hidden row of a prompt that ends at a checkpoint, for one that has none yet."""
+        checkpoint.output_row = output_row
+        if checkpoint.is_published and output_row is not None:
+            self._announce(checkpoint)
+
+    def _announce(self, checkpoint: Checkpoint) -> None:
         if self._events is not None:
-            self._events.stored(
-                STATE_LABEL, checkpoint.boundary_key, (checkpoint.key,), checkpoint.position, is_checkpoint=True
+            has_row = checkpoint.output_row is not None
+            self._events.checkpoint_stored(
+                STATE_LABEL, checkpoint.boundary_key, checkpoint.key, checkpoint.position, has_row=has_row
             )
 
     def remove(self, checkpoint: Checkpoint) -> None:

@@ -96,6 +96,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("request_e2e_seconds", "Time from arrival to the last token.", buckets=REQUEST_SECONDS),
     _histogram("request_phase_seconds", "Time in one phase of a request.", "phase"),
     _counter("prompt_tokens_total", "Prompt tokens, by where their state came from.", "source", roles=NODES),
+    _counter("prompts_tokenised_total", "Prompts that this process turned into token ids."),
     _counter("generation_tokens_total", "Tokens generated.", roles=NODES),
     _counter(
         "prefix_cache_query_tokens_total",
@@ -144,6 +145,10 @@ METRICS: tuple[MetricSpec, ...] = (
         buckets=RATIOS,
         roles=PROXY,
     ),
+    _gauge(
+        "prefix_index_entries", "Blocks and checkpoints that the proxy knows of a node's cache.", "node", roles=PROXY
+    ),
+    _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
     _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )

@@ -26,12 +26,14 @@ from common.config import NodeConfig, read_key_file
 from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
+from common.node.event_route import add_event_route
 from common.node.load import load_report
 from common.node.node import Node
 from common.node.pull_routes import add_pull_routes
 from common.node.runtime import NodeModel, has_test_hooks
 from common.node.serving import Intake, PrefillLeg, Serving
 from common.node.test_hooks import add_test_hooks
+from common.node.tokenizer_route import add_tokenizer_route
 
 
 def create_node_app(
@@ -73,6 +75,8 @@ def create_node_app(
     _add_public_routes(app, node, serving)
     _add_internal_routes(app, node)
     add_pull_routes(app, node)
+    add_event_route(app, node)
+    add_tokenizer_route(app, node, codec)
     if has_test_hooks():
         add_test_hooks(app, node)
     return app

@@ -77,6 +77,7 @@ def load_node_model(config: NodeConfig) -> NodeModel:
         eviction_policy=config.eviction_policy,
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
+        enable_events=True,
     )
     for line in str(plan.report).splitlines():
         logger.info("%s", line)

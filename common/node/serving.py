@@ -24,13 +24,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.api import responses
 from common.api.handoff import TransferMode, rendezvous_id_of
-from common.api.http import read_json_object, request_id_of, run_until_disconnect, wants_trace
+from common.api.http import is_peer, read_json_object, request_id_of, run_until_disconnect, wants_trace
 from common.api.manifest import Manifest
+from common.api.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.api.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     check_model,
+    check_token_ids,
     parse_chat,
     parse_completion,
     to_sampling_params,
@@ -111,8 +113,7 @@ class Serving:
         self._prefill_leg = prefill_leg
         self._intake = intake
         self._eos_token_ids = frozenset(node.model.loaded.eos_token_ids)
-        cache = node.model.cache_config
-        self._uses_boundaries = cache.has_state and cache.caches_states and cache.mamba_cache_mode == "auto"
+        self._keeps_boundaries = node.model.cache_config.keeps_boundaries
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
@@ -122,7 +123,7 @@ class Serving:
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
         with self._telling_reader(body):
-            return await self._serve(http, parse_chat(body))
+            return await self._serve(http, parse_chat(body, is_from_peer=is_peer(http)))
 
     @contextlib.contextmanager
     def _telling_reader(self, body: Mapping[str, Any]) -> Iterator[None]:
@@ -206,8 +207,13 @@ class Serving:
 
     async def _prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
         if isinstance(request, ChatRequest):
+            if request.prompt_ids is not None:
+                return [self._given(request.prompt_ids)]
+            self._node.metrics.inc("prompts_tokenised_total")
             return [await asyncio.to_thread(self._encode_chat, request)]
         encoded = []
+        num_texts = sum(isinstance(prompt, str) for prompt in request.prompts)
+        self._node.metrics.inc("prompts_tokenised_total", num_texts)
         for prompt in request.prompts:
             if isinstance(prompt, str) and len(prompt) > THREAD_TOKENISE_CHARS:
                 encoded.append(EncodedPrompt(await asyncio.to_thread(self.codec.encode_prompt, prompt)))
@@ -215,10 +221,16 @@ class Serving:
                 encoded.append(EncodedPrompt(self.codec.encode_prompt(prompt)))
         return encoded
 
+    def _given(self, prompt: PromptIds) -> EncodedPrompt:
+        """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""
+        geometry = self._node.model.cache_config.geometry
+        check_token_ids(f"{PROMPT_IDS_KEY}.token_ids", prompt.token_ids, geometry.vocab_size)
+        return EncodedPrompt(list(prompt.token_ids), prompt.boundaries if self._keeps_boundaries else ())
+
     def _encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """Blocks; several milliseconds for a long chat."""
         token_ids = self.codec.encode_chat(request)
-        if not self._uses_boundaries or len(token_ids) > self._node.model.max_model_len:
+        if not self._keeps_boundaries or len(token_ids) > self._node.model.max_model_len:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
 

@@ -1,0 +1,150 @@
+"""Follows what the nodes' caches hold, one task per node, into the prefix index.
+
+1 a node comes up: its first answer is a snapshot, 2 long polls bring what came after it, 3 an answer that is a snapshot
+again (events were missed, or the node lives anew) replaces everything known of it, 4 a node that is silent is asked
+again, later and later; what it had is kept for a while, because most silences are short, 5 a node that left the pool,
+or is down for longer, is forgotten. Nodes without the route are left alone until their next life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from common.api.cache_events import EVENTS_ROUTE, WAIT_S, CacheNews
+from proxy.cache_view import NodeCache
+from proxy.node_calls import NodeCallError, get
+from proxy.nodes import Node, NodePool
+from proxy.observe import ProxyMetrics
+from proxy.prefix_index import PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+KEEP_S = 10.0
+"""For how long a node that is down keeps its entries."""
+
+ANSWER_TIMEOUT_S = WAIT_S + 10.0
+MAX_ANSWER_BYTES = 64 * 2**20
+PAUSE_S = 0.02
+"""Between two answers, so that a busy node's events come in batches."""
+
+BACKOFF_S = (0.1, 2.0)
+THREAD_BYTES = 256 * 1024
+"""Larger answers are read off the event loop (about 3 ms of work)."""
+
+
+class NoFeedError(Exception):
+    """The node does not tell what it has."""
+
+
+class EventFeeds:
+    """Runs from ``start`` to ``close``."""
+
+    def __init__(self, pool: NodePool, index: PrefixIndex, metrics: ProxyMetrics, headers: Mapping[str, str]) -> None:
+        self._pool = pool
+        self._index = index
+        self._metrics = metrics
+        self._headers = dict(headers)
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._seen_up_s: dict[str, float] = {}
+        self._silent: dict[str, str | None] = {}  # url -> the life in which it said that it does not tell
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="event feeds")
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._watching, *self._followed.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            self._update(time.monotonic())
+            await asyncio.sleep(WATCH_S)
+
+    def _update(self, now_s: float) -> None:
+        """Begin to follow who came up, forget who is gone."""
+        nodes = {node.url: node for node in self._pool.nodes}
+        for url, node in nodes.items():
+            if node.is_up:
+                self._seen_up_s[url] = now_s
+                is_silent = url in self._silent and self._silent[url] == node.info.epoch
+                if url not in self._followed and node.info.pull and not is_silent:
+                    self._followed[url] = asyncio.create_task(self._follow(node), name=f"events {url}")
+        for url, seen_s in list(self._seen_up_s.items()):
+            if url not in nodes or now_s - seen_s > KEEP_S:
+                self._forget(url)
+
+    def _forget(self, url: str) -> None:
+        del self._seen_up_s[url]
+        self._silent.pop(url, None)
+        self._index.drop(url)
+        task = self._followed.pop(url, None)
+        if task is not None:
+            task.cancel()
+
+    async def _follow(self, node: Node) -> None:
+        delay_s = BACKOFF_S[0]
+        position: dict[str, str] = {}
+        while True:
+            try:
+                position = await self._ask(node, position)
+            except NoFeedError:
+                self._silent[node.url] = node.info.epoch
+                self._index.drop(node.url)
+                self._followed.pop(node.url, None)
+                return
+            except (NodeCallError, ValueError) as exc:
+                logger.info("no cache events node=%s: %s", node.url, exc)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, BACKOFF_S[1])
+                continue
+            delay_s = BACKOFF_S[0]
+            await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self, node: Node, position: Mapping[str, str]) -> dict[str, str]:
+        """One answer into the index; returns where the next one goes on. Raises NodeCallError and ValueError."""
+        answer = await get(
+            node,
+            EVENTS_ROUTE,
+            params=position or {"limit": str(self._index.max_entries)},
+            headers=self._headers,
+            timeout_s=ANSWER_TIMEOUT_S,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
+        if answer.status == 404:
+            raise NoFeedError
+        if answer.status != 200:
+            raise ValueError(f"{EVENTS_ROUTE} answers {answer.status}")
+        if len(answer.body) > THREAD_BYTES:
+            news, cache = await asyncio.to_thread(_read, answer.body)
+        else:
+            news, cache = _read(answer.body)
+        if cache is not None:
+            self._index.start(node.url, cache)
+            self._metrics.count_snapshot()
+            logger.info("cache snapshot node=%s epoch=%s entries=%d", node.url, news.epoch, len(cache))
+        elif not all(self._index.apply(node.url, change) for change in news.changes):
+            return {}  # somebody dropped the node
+        return {"since": str(news.last), "epoch": news.epoch, "limit": str(self._index.max_entries)}
+
+
+def _read(body: bytes) -> tuple[CacheNews, NodeCache | None]:
+    """An answer, and what a snapshot amounts to. Raises ValueError for what is no answer of the route."""
+    value: Any = json.loads(body)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{EVENTS_ROUTE} answers {type(value).__name__}")
+    news = CacheNews.from_json(value)
+    if not news.is_snapshot:
+        return news, None
+    cache = NodeCache(news.block_size, news.groups, news.has_state)
+    for change in news.changes:
+        cache.apply(change)
+    return news, cache

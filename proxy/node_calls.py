@@ -1,0 +1,50 @@
+"""Small questions of the proxy to a node, apart from requests' legs: one bounded answer within one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from common.errors import TandemError
+from proxy.nodes import Node, describe
+
+
+class NodeCallError(TandemError):
+    """The node did not answer, not in time, or more than is wanted of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswer:
+    status: int
+    body: bytes
+    etag: str | None
+
+
+async def get(
+    node: Node,
+    path: str,
+    *,
+    params: Mapping[str, str],
+    headers: Mapping[str, str],
+    timeout_s: float,
+    max_bytes: int,
+) -> NodeAnswer:
+    """What ``node`` answers to GET ``path``, whatever its status. Raises NodeCallError."""
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            node.client.stream("GET", path, params=dict(params), headers=dict(headers), timeout=timeout_s) as answer,
+        ):
+            body = bytearray()
+            async for chunk in answer.aiter_raw():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise NodeCallError(f"{node.name} answers {path} with more than {max_bytes} bytes")
+            return NodeAnswer(answer.status_code, bytes(body), answer.headers.get("etag"))
+    except TimeoutError as exc:
+        raise NodeCallError(f"{node.name} did not answer {path} within {timeout_s:g} s") from exc
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as exc:
+        raise NodeCallError(f"{node.name} does not answer {path}: {describe(exc)}") from exc
