@@ -118,6 +118,7 @@ class NodeLoad:
     _reported_at_s: float = 0.0
     _other_s: float = 0.0
     _num_other_streams: int = 0
+    _measured: Rates | None = None
 
     def update(self, report: LoadReport | None, now: float) -> None:
         """A report came, or the node gives none (None)."""
@@ -126,6 +127,8 @@ class NodeLoad:
         self._other_s = max(0, report.num_uncomputed_tokens - self.placed_tokens) * token_s
         self._num_other_streams = max(0, report.num_running + report.num_waiting - self.num_charges)
         self._reported_at_s = now
+        is_measured = None not in (report.prefill, report.pull, report.decode_step_s)
+        self._measured = self.rates(Rates()) if is_measured else None
 
     def charge(self, charge: Charge, now: float) -> None:
         """The work is the node's from now on."""
@@ -179,11 +182,14 @@ class NodeLoad:
         excess = self.num_running + 1 - self.report.max_num_seqs
         return excess / self.report.max_num_seqs * self.stream_s if excess > 0 else 0.0
 
+    @property
+    def measured(self) -> Rates | None:
+        """None as long as something was not measured here."""
+        return self._measured
+
     def rates(self, typical: Rates) -> Rates:
         """What was measured here, ``typical`` for the rest."""
         report = self.report
-        if report.prefill is None and report.pull is None and report.decode_step_s is None:
-            return typical
         step_s, token_s = report.prefill or (typical.step_s, typical.token_s)
         pull_s, byte_s = report.pull or (typical.pull_s, typical.byte_s)
         decode_step_s = typical.decode_step_s if report.decode_step_s is None else report.decode_step_s

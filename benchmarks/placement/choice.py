@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 def measure_choice(
     num_prefill: int = 8, num_decode: int = 8, num_tokens: int = 4000, rounds: int = 500
 ) -> tuple[float, float]:
-    """Median seconds of looking the prompt up in the index, and of the whole placement, the lookup included."""
+    """Median CPU seconds of looking the prompt up in the index, and of the whole placement, the lookup included."""
     pool = create_pool(num_prefill, num_decode)
     index = PrefixIndex(1_000_000)
     draw = random.Random(5)
@@ -40,11 +40,11 @@ def measure_choice(
     job = Job("/v1/completions", {}, {}, "id", [token_ids], False, True, 0.0, (keys,))
     lookups, places = [], []
     for _ in range(rounds):
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         index.lookup(keys)
-        looked_up_s = time.perf_counter()
+        looked_up_s = time.thread_time()
         placer.place(job, Avoided())
-        places.append(time.perf_counter() - looked_up_s)
+        places.append(time.thread_time() - looked_up_s)
         lookups.append(looked_up_s - started_s)
         placer.finished(job)
     return statistics.median(lookups), statistics.median(places)

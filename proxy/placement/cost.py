@@ -218,5 +218,5 @@ def _sources(readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence
     for index, (prompt, fill) in enumerate(zip(prompts, fills, strict=False)):
         if fill.source is not None:
             others = prompt.sources(readers[min(index, len(readers) - 1)])
-            return [fill.source, *(node for node in others if node is not fill.source)][:MAX_SOURCES]
+            return [fill.source, *(node for node, _ in others if node is not fill.source)][:MAX_SOURCES]
     return []

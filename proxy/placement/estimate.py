@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from proxy.node_load import Rates, typical_rates
 from proxy.nodes import Node
@@ -29,29 +30,35 @@ MAX_SOURCES = 2
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL; ``holders``: nodes that can be asked for a part of
-    it, deepest state first."""
+    it, and how many tokens that is, the deepest state first."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
-    holders: Sequence[Node] = ()
+    holders: Sequence[tuple[Node, int]] = ()
 
     @classmethod
     def of(cls, num_tokens: int, coverage: Mapping[str, Coverage], nodes: Iterable[Node]) -> Prompt:
         """``nodes``: all that can be asked."""
-        known = [node for node in nodes if node.info.pull and node.url in coverage]
-        known = [node for node in known if coverage[node.url].state_tokens >= MIN_GAIN_TOKENS]
-        known.sort(key=lambda node: -coverage[node.url].state_tokens)
+        known = [
+            (node, have.state_tokens)
+            for node in nodes
+            if (have := coverage.get(node.url)) is not None and have.state_tokens >= MIN_GAIN_TOKENS and node.info.pull
+        ]
+        known.sort(key=_depth, reverse=True)
         # Three: the reader itself may be among them.
         return cls(num_tokens, coverage, known[: MAX_SOURCES + 1])
 
     def on(self, node: Node) -> Coverage:
         return self.coverage.get(node.url, NOTHING)
 
-    def sources(self, reader: Node) -> list[Node]:
-        """Whom ``reader`` would ask, best first: who has more than it has."""
+    def sources(self, reader: Node) -> list[tuple[Node, int]]:
+        """Whom ``reader`` would ask, best first: who has more than it has, and how much."""
         least = self.on(reader).state_tokens + MIN_GAIN_TOKENS
-        better = [node for node in self.holders if node is not reader and self.on(node).state_tokens >= least]
-        return better[:MAX_SOURCES]
+        return [held for held in self.holders if held[1] >= least and held[0] is not reader][:MAX_SOURCES]
+
+
+def _depth(held: tuple[Node, int]) -> int:
+    return held[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +77,11 @@ class Estimator:
 
     def __init__(self, nodes: Iterable[Node], now: float, stream_delay_weight: float) -> None:
         nodes = list(nodes)
-        typical = typical_rates(node.load for node in nodes)
-        self._rates = {node.url: node.load.rates(typical) for node in nodes}
+        measured = {node.url: node.load.measured for node in nodes}
+        if None in measured.values():
+            typical = typical_rates(node.load for node in nodes)
+            measured = {node.url: node.load.rates(typical) for node in nodes}
+        self._rates = cast("Mapping[str, Rates]", measured)
         self._queue_s = {node.url: node.load.queue_s(now) for node in nodes}
         self._weight = stream_delay_weight
 
@@ -88,15 +98,15 @@ class Estimator:
 
     def fill(self, node: Node, prompt: Prompt) -> Fill:
         """The cheaper of computing all that ``node`` has no state for, and pulling a deeper state first."""
-        num_left = prompt.num_tokens - prompt.on(node).state_tokens
+        have = prompt.coverage.get(node.url, NOTHING)
+        num_left = prompt.num_tokens - have.state_tokens
         compute_s = self.compute_s(node, num_left)
         best = Fill(compute_s, compute_s, num_left)
-        if not node.info.pull:
+        if not node.info.pull or not prompt.holders:
             return best
-        for source in prompt.sources(node):
-            depth = prompt.on(source).state_tokens
+        for source, depth in prompt.sources(node):
             compute_s = self.compute_s(node, prompt.num_tokens - depth)
-            seconds = ASK_S + self.pull_s(node, depth - prompt.on(node).attention_tokens, 1) + compute_s
+            seconds = ASK_S + self.pull_s(node, depth - have.attention_tokens, 1) + compute_s
             if seconds < best.seconds:
                 best = Fill(seconds, compute_s, prompt.num_tokens - depth, source)
         return best
