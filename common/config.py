@@ -323,6 +323,9 @@ class ProxyConfig:
     stream_delay_weight: float = number_flag(
         0.5, "cost: what a second of waiting of each running stream counts beside one of the first token", 0.0, 100.0
     )
+    prefix_sources: bool = bool_flag(
+        True, "tell nodes which others have part of a prompt, so that they pull it instead of computing it"
+    )
     session_affinity_seconds: float = seconds_flag(
         0.05, "cost: what staying on the decode node of the session's last turn (X-Session-Id) is worth", 0.0, 60.0
     )

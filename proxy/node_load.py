@@ -8,19 +8,18 @@ to shrink at the node's speed until the next report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A small model on a small machine; replaced by what other nodes measured, then by what this one did.
+# Of a small model, for nodes that do not say.
 DEFAULT_TOKEN_S = 0.0002
-DEFAULT_STEP_S = 0.005
-DEFAULT_DECODE_STEP_S = 0.01
-DEFAULT_BYTE_S = 1e-9
-DEFAULT_PULL_S = 0.003
 DEFAULT_KV_BYTES = 32 * 1024
 DEFAULT_CHUNK = 2048
 DEFAULT_MAX_SEQS = 64
+TRUSTED_OBSERVATIONS = 10.0
+"""As many count as much as what other nodes found."""
+TRUST_HALF_LIFE_S = 30.0
 STREAM_S = 2.0
 """How long a stream lasts, before any has ended."""
 MIN_SHARE_LEFT = 0.25
@@ -28,29 +27,27 @@ MIN_SHARE_LEFT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Seconds of a node's work: ``step_s`` + ``token_s`` a prompt token for a step that computes prompts, ``pull_s`` +
-    ``byte_s`` a byte for a pull, ``decode_step_s`` a step that only decodes."""
+class Measured:
+    """seconds = ``fixed_s`` + ``unit_s`` * units, as a node found. ``trust``, 0 to 1: few observations, or old ones,
+    are mixed with what other nodes found, so that a node that looked slow once is tried again."""
 
-    step_s: float = DEFAULT_STEP_S
-    token_s: float = DEFAULT_TOKEN_S
-    decode_step_s: float = DEFAULT_DECODE_STEP_S
-    pull_s: float = DEFAULT_PULL_S
-    byte_s: float = DEFAULT_BYTE_S
+    fixed_s: float
+    unit_s: float
+    trust: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``load`` of ``/internal/v1/info``. Pairs are (fixed, per unit) seconds; None: nothing was measured yet."""
+    """``load`` of ``/internal/v1/info``. None: nothing was measured yet."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_uncomputed_tokens: int = 0
     max_num_seqs: int = DEFAULT_MAX_SEQS
     chunk: int = DEFAULT_CHUNK
-    prefill: tuple[float, float] | None = None
+    prefill: Measured | None = None
     decode_step_s: float | None = None
-    pull: tuple[float, float] | None = None
+    pull: Measured | None = None
     kv_bytes_per_token: float = DEFAULT_KV_BYTES
     state_bytes: float = 0.0
 
@@ -65,11 +62,14 @@ class LoadReport:
                 return default
             return float(value) if math.isfinite(value) and value >= minimum else default
 
-        def line(value: Any, fixed: str, unit: str) -> tuple[float, float] | None:
+        def line(value: Any, fixed: str, unit: str) -> Measured | None:
             if not isinstance(value, Mapping):
                 return None
-            pair = number(value.get(fixed), -1.0), number(value.get(unit), -1.0)
-            return pair if pair[0] >= 0 and pair[1] > 0 else None
+            fixed_s, unit_s = number(value.get(fixed), -1.0), number(value.get(unit), -1.0)
+            weight = number(value.get("observations"), TRUSTED_OBSERVATIONS)
+            age_s = number(value.get("age_seconds"), 0.0)
+            trust = weight / (weight + TRUSTED_OBSERVATIONS) * 0.5 ** (age_s / TRUST_HALF_LIFE_S)
+            return Measured(fixed_s, unit_s, trust) if fixed_s >= 0 and unit_s > 0 else None
 
         step_s = number(body.get("decode_step_seconds"), 0.0)
         return cls(
@@ -118,17 +118,14 @@ class NodeLoad:
     _reported_at_s: float = 0.0
     _other_s: float = 0.0
     _num_other_streams: int = 0
-    _measured: Rates | None = None
 
     def update(self, report: LoadReport | None, now: float) -> None:
         """A report came, or the node gives none (None)."""
         self.report = report = report or LoadReport()
-        token_s = report.prefill[1] if report.prefill is not None else DEFAULT_TOKEN_S
+        token_s = report.prefill.unit_s if report.prefill is not None else DEFAULT_TOKEN_S
         self._other_s = max(0, report.num_uncomputed_tokens - self.placed_tokens) * token_s
         self._num_other_streams = max(0, report.num_running + report.num_waiting - self.num_charges)
         self._reported_at_s = now
-        is_measured = None not in (report.prefill, report.pull, report.decode_step_s)
-        self._measured = self.rates(Rates()) if is_measured else None
 
     def charge(self, charge: Charge, now: float) -> None:
         """The work is the node's from now on."""
@@ -181,33 +178,3 @@ class NodeLoad:
         """Until one more stream would find room among ``max_num_seqs``."""
         excess = self.num_running + 1 - self.report.max_num_seqs
         return excess / self.report.max_num_seqs * self.stream_s if excess > 0 else 0.0
-
-    @property
-    def measured(self) -> Rates | None:
-        """None as long as something was not measured here."""
-        return self._measured
-
-    def rates(self, typical: Rates) -> Rates:
-        """What was measured here, ``typical`` for the rest."""
-        report = self.report
-        step_s, token_s = report.prefill or (typical.step_s, typical.token_s)
-        pull_s, byte_s = report.pull or (typical.pull_s, typical.byte_s)
-        decode_step_s = typical.decode_step_s if report.decode_step_s is None else report.decode_step_s
-        return Rates(step_s, token_s, decode_step_s, pull_s, byte_s)
-
-
-def typical_rates(loads: Iterable[NodeLoad]) -> Rates:
-    """The means of what nodes measured; defaults for what none did."""
-    reports = [load.report for load in loads]
-    prefill = [each.prefill for each in reports if each.prefill is not None]
-    pull = [each.pull for each in reports if each.pull is not None]
-    decode = [each.decode_step_s for each in reports if each.decode_step_s is not None]
-    step_s, token_s = _mean(prefill, (DEFAULT_STEP_S, DEFAULT_TOKEN_S))
-    pull_s, byte_s = _mean(pull, (DEFAULT_PULL_S, DEFAULT_BYTE_S))
-    return Rates(step_s, token_s, sum(decode) / len(decode) if decode else DEFAULT_DECODE_STEP_S, pull_s, byte_s)
-
-
-def _mean(pairs: list[tuple[float, float]], default: tuple[float, float]) -> tuple[float, float]:
-    if not pairs:
-        return default
-    return sum(pair[0] for pair in pairs) / len(pairs), sum(pair[1] for pair in pairs) / len(pairs)

@@ -19,6 +19,7 @@ from common.config import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.decode_leg import Job
 from proxy.node_load import Charge
+from proxy.node_rates import RateTable
 from proxy.nodes import Node, NodePool, NodeRole
 from proxy.placement.cost import Choice, Cost, CostChooser, Options
 from proxy.placement.create import create_policy
@@ -101,6 +102,7 @@ class Placer:
         self._prefill_policy = create_policy(config.policy)
         self._decode_policy = create_policy(config.decode_policy or config.policy, "--decode-policy")
         self._chooser = CostChooser()
+        self._rates = RateTable()
         self._history = TextHistory(clock=clock)
         self._sessions = SessionNodes()
         self._open: dict[int, _Open] = {}
@@ -124,7 +126,8 @@ class Placer:
             began = ()
         keys = self._keys(job)
         nodes = [*decode, *prefill]
-        prompts = [Prompt.of(each.num_tokens, self._coverage(each), nodes) for each in keys]
+        askable = nodes if self._config.prefix_sources else ()
+        prompts = [Prompt.of(each.num_tokens, self._coverage(each), askable) for each in keys]
         if job.is_local:
             # Computed without a lookup, whoever has it.
             prompts = [Prompt(each.num_tokens, {}) for each in prompts]
@@ -132,7 +135,7 @@ class Placer:
         now = self._clock()
         session_url = self._sessions.get(job.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
-        estimator = Estimator(nodes, now, self._config.stream_delay_weight)
+        estimator = Estimator(nodes, self._rates.rates(self._pool.nodes, now), now, self._config.stream_delay_weight)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         placement = Placement(choice.decode, choice.prefill, self._sources(job, choice, prompts, decode), choice.ttft_s)
         for node, charge in choice.charges:
@@ -233,6 +236,8 @@ class Placer:
     ) -> list[dict[str, Any]]:
         """Whom those who compute the prompts may ask for what they lack: whom the estimate names. A policy that knows
         nothing names the node that is to generate, then one more of its kind: a miss costs little."""
+        if not self._config.prefix_sources:
+            return []
         nodes = list(choice.sources)
         if not nodes and not isinstance(self._prefill_policy, Cost) and choice.decode.info.pull and not job.is_local:
             others = [node for node in decode if node is not choice.decode]

@@ -1,7 +1,8 @@
 """What the proxy's placement is worth: ``python -m benchmarks.placement [sessions|ways|choice ...]``.
 
 *sessions*: 2 prefill and 2 decode nodes, 40 sessions of 6 turns interleaved, once for each policy, beside one pair of
-nodes with the memory of all; then with decode nodes that hold half the sessions. *ways*: local against remote prefill.
+nodes with the memory of all; then with decode nodes that hold half the sessions. ``round_robin-`` is without source
+hints: nothing but turns. *ways*: local against remote prefill.
 *choice*: what a choice costs. Prints the configuration, then a table each.
 """
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--model", default=str(FOLDER), help="checkpoint (default: the built-in model)")
-    parser.add_argument("--policies", nargs="+", default=["cost", "prefix_aware", "round_robin"])
+    parser.add_argument("--policies", nargs="+", default=["cost", "prefix_aware", "round_robin", "round_robin-"])
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--concurrency", type=int, default=4)
@@ -75,11 +76,13 @@ def compare_policies(model: ChosenModel, traffic: Traffic, policies: Sequence[st
     """``share``: of the sessions, what the decode nodes together can hold; None: all, with room."""
     print(f"\n{traffic.num_sessions} sessions x {traffic.num_turns} turns, decode nodes hold {share or 'all'} of them")
     print(
-        "  policy         nodes   cached tokens   of one pair   local  busiest P   busiest D   median e2e", flush=True
+        "  policy         nodes   cached tokens   of one pair   local  busiest P   busiest D      moved   median e2e",
+        flush=True,
     )
     pair: Result | None = None
     for policy, number in (("cost", 1), *((policy, 2) for policy in policies)):
-        with session_service(model, traffic, policy, number, share) as service:
+        name, sources = policy.removesuffix("-"), not policy.endswith("-")
+        with session_service(model, traffic, name, number, share, sources=sources) as service:
             result = asyncio.run(run_sessions(service.url, traffic))
             spreads = [result.spread(names(service, role)) for role in ("prefill", "decode")]
         pair = pair or result
@@ -88,7 +91,7 @@ def compare_policies(model: ChosenModel, traffic: Traffic, policies: Sequence[st
             f" ({100 * result.num_cached_tokens / traffic.num_cacheable_tokens:3.0f} %)"
             f" {100 * result.num_cached_tokens / pair.num_cached_tokens:11.1f} %"
             f" {result.placements['local']:7} {100 * spreads[0]:+9.0f} % {100 * spreads[1]:+9.0f} %"
-            f" {statistics.median(result.e2e_ms):9.0f} ms",
+            f" {result.transferred_bytes / 1e6:7.1f} MB {statistics.median(result.e2e_ms):9.0f} ms",
             flush=True,
         )
 

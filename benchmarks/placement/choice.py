@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-
-import httpx
+from typing import Any, cast
 
 from common.api.cache_events import CHECKPOINT, CacheChange, hint
 from common.config import ProxyConfig
 from proxy.cache_view import NodeCache
 from proxy.decode_leg import Job
-from proxy.node_load import LoadReport
+from proxy.node_load import LoadReport, Measured
 from proxy.nodes import NodeInfo, NodePool
 from proxy.placer import Avoided, Placer
 from proxy.prefix_index import PrefixIndex
@@ -63,12 +62,16 @@ def create_pool(num_prefill: int, num_decode: int) -> NodePool:
     pool = NodePool(
         [f"http://prefill-{number}" for number in range(num_prefill)],
         [f"http://decode-{number}" for number in range(num_decode)],
-        create_client=lambda url: httpx.AsyncClient(base_url=url),
+        create_client=lambda url: cast("Any", None),  # nobody is called
         poll_interval_s=1.0,
         headers={},
     )
     report = LoadReport(
-        prefill=(0.01, 0.0001), decode_step_s=0.01, pull=(0.002, 1e-9), kv_bytes_per_token=20_480, state_bytes=5e6
+        prefill=Measured(0.01, 0.0001),
+        decode_step_s=0.01,
+        pull=Measured(0.002, 1e-9),
+        kv_bytes_per_token=20_480,
+        state_bytes=5e6,
     )
     for node in pool.nodes:
         node.mark_up(NodeInfo(pull=True, host="127.0.0.1", port=1, epoch="1", load=report))

@@ -12,7 +12,7 @@ from common.kv_cache.layout import make_layout
 from tests.support.service import Service
 
 BLOCK_SIZE = 16
-ROOM = 1.5
+ROOM = 1.25
 """Times the memory that all sessions need once: they fit, running requests included, but not on every node."""
 STATES_PER_SESSION = 2
 """Of a session between two turns: that of its end, and that of its last prompt's."""
@@ -48,10 +48,10 @@ def _node_flags(model: ChosenModel, max_model_len: int) -> list[str]:
 
 
 def session_service(
-    model: ChosenModel, traffic: Traffic, policy: str, number: int, share: float | None = None
+    model: ChosenModel, traffic: Traffic, policy: str, number: int, share: float | None = None, *, sources: bool = True
 ) -> Service:
     """``number`` prefill and as many decode nodes with the same memory in all: for every session, or on the decode
-    side for a ``share`` of them."""
+    side for a ``share`` of them. ``sources``: nodes hear who has part of a prompt."""
     flags = _node_flags(model, 2 * traffic.longest)
     roomy = model.session_flags(traffic, ROOM * traffic.num_sessions / number)
     decode = roomy if share is None else model.session_flags(traffic, share * traffic.num_sessions / number)
@@ -59,7 +59,7 @@ def session_service(
         model.folder,
         prefill_flags=[*flags, *roomy],
         decode_flags=[*flags, *decode],
-        proxy_flags=["--policy", policy, "--log-level", "warning"],
+        proxy_flags=["--policy", policy, "--log-level", "warning", *([] if sources else ["--no-prefix-sources"])],
         num_prefill=number,
         num_decode=number,
     )

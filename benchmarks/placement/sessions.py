@@ -61,6 +61,7 @@ class Result:
     num_cached_tokens: int = 0
     served: Counter[str] = field(default_factory=Counter)
     placements: Counter[str] = field(default_factory=Counter)
+    transferred_bytes: int = 0
     e2e_ms: list[float] = field(default_factory=list)
 
     def spread(self, names: Sequence[str]) -> float:
@@ -97,6 +98,7 @@ def count(result: Result, body: dict[str, Any], num_prompt_tokens: int) -> None:
     result.num_prompt_tokens += num_prompt_tokens
     result.num_cached_tokens += body["usage"]["prompt_tokens_details"]["cached_tokens"]
     result.placements[trace["placement"]] += 1
+    result.transferred_bytes += trace["transferred_bytes"]
     result.served[trace["decode_node"]] += 1
     if trace["prefill_node"] is not None:
         result.served[trace["prefill_node"]] += 1

@@ -6,6 +6,7 @@ machine; what was never observed is None and not zero.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 HALF_LIFE = 100
@@ -17,10 +18,12 @@ _MIN_SPREAD = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """seconds = ``fixed_s`` + ``unit_s`` * units; neither is negative."""
+    """seconds = ``fixed_s`` + ``unit_s`` * units; neither is negative. ``weight``: of how many observations, the older
+    ones in part."""
 
     fixed_s: float
     unit_s: float
+    weight: float
 
 
 class LinearCost:
@@ -29,6 +32,7 @@ class LinearCost:
     def __init__(self) -> None:
         # Weight, units, seconds, units squared, units times seconds. Replaced as a whole: a reader sees one moment.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._observed_s = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
         """``units`` is above 0."""
@@ -40,6 +44,12 @@ class LinearCost:
             xx * _FADE + units * units,
             xy * _FADE + units * seconds,
         )
+        self._observed_s = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Since the last observation."""
+        return time.monotonic() - self._observed_s
 
     @property
     def line(self) -> Line | None:
@@ -53,8 +63,8 @@ class LinearCost:
             unit_s = (xy / weight - mean_x * mean_y) / variance
             fixed_s = mean_y - unit_s * mean_x
             if unit_s > 0 and fixed_s >= 0:
-                return Line(fixed_s, unit_s)
-        return Line(0.0, mean_y / mean_x)
+                return Line(fixed_s, unit_s, weight)
+        return Line(0.0, mean_y / mean_x, weight)
 
 
 class StepTimes:

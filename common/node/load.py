@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common.engine.rates import Line
+from common.engine.rates import LinearCost
 
 if TYPE_CHECKING:
     from common.node.node import Node
@@ -23,15 +23,21 @@ def load_report(node: Node) -> dict[str, Any]:
         "uncomputed_prompt_tokens": core.num_uncomputed_prompt_tokens,
         "max_num_seqs": node.config.max_num_seqs,
         "max_num_batched_tokens": node.config.max_num_batched_tokens,
-        "prefill": _line(core.step_times.prefill.line, "step", "token"),
+        "prefill": _cost(core.step_times.prefill, "step", "token"),
         "decode_step_seconds": core.step_times.decode_s,
-        "pull": _line(node.pull_times.line, "pull", "byte"),
+        "pull": _cost(node.pull_times, "pull", "byte"),
         "kv_bytes_per_token": block_bytes / cache.block_size,
         "state_bytes": layout.slot_bytes,
     }
 
 
-def _line(line: Line | None, fixed: str, unit: str) -> dict[str, float] | None:
+def _cost(cost: LinearCost, fixed: str, unit: str) -> dict[str, float] | None:
+    line = cost.line
     if line is None:
         return None
-    return {f"seconds_per_{fixed}": line.fixed_s, f"seconds_per_{unit}": line.unit_s}
+    return {
+        f"seconds_per_{fixed}": line.fixed_s,
+        f"seconds_per_{unit}": line.unit_s,
+        "observations": line.weight,
+        "age_seconds": cost.age_s,
+    }

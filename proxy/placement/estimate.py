@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from proxy.node_load import Rates, typical_rates
+from proxy.node_rates import Rates
 from proxy.nodes import Node
 from proxy.prefix_index import Coverage
 
@@ -75,18 +74,13 @@ class Fill:
 class Estimator:
     """Estimates of one moment for one request."""
 
-    def __init__(self, nodes: Iterable[Node], now: float, stream_delay_weight: float) -> None:
-        nodes = list(nodes)
-        measured = {node.url: node.load.measured for node in nodes}
-        if None in measured.values():
-            typical = typical_rates(node.load for node in nodes)
-            measured = {node.url: node.load.rates(typical) for node in nodes}
-        self._rates = cast("Mapping[str, Rates]", measured)
+    def __init__(
+        self, nodes: Iterable[Node], rates: Mapping[str, Rates], now: float, stream_delay_weight: float
+    ) -> None:
+        """``rates``: by node URL."""
+        self._rates = rates
         self._queue_s = {node.url: node.load.queue_s(now) for node in nodes}
         self._weight = stream_delay_weight
-
-    def rates(self, node: Node) -> Rates:
-        return self._rates[node.url]
 
     def queue_s(self, node: Node) -> float:
         return self._queue_s[node.url]
