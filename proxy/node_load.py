@@ -159,7 +159,7 @@ class NodeLoad:
     def queue_s(self, now: float) -> float:
         """Until the node would begin with one more prompt."""
         own_s = max(self._drained_s(now), MIN_SHARE_LEFT * self.placed_s)
-        return own_s + max(0.0, self._other_s - (now - self._reported_at_s))
+        return own_s + max(0.0, self._other_s - max(0.0, now - self._reported_at_s))
 
     def _drained_s(self, now: float) -> float:
         return max(0.0, self._backlog_s - (now - self._backlog_at_s))

@@ -71,6 +71,7 @@ class Avoided:
 class _Open:
     """What a placed request has charged, and which keys the nodes have once it is computed."""
 
+    job: Job  # held, so that its id stays its own
     placement: Placement
     keys: Sequence[PromptKeys | TextKeys]
     charges: Sequence[tuple[Node, Charge]]
@@ -140,7 +141,7 @@ class Placer:
         placement = Placement(choice.decode, choice.prefill, self._sources(job, choice, prompts, decode), choice.ttft_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
-        self._open[id(job)] = _Open(placement, keys, choice.charges, now)
+        self._open[id(job)] = _Open(job, placement, keys, choice.charges, now)
         self._sessions.put(job.session_id, choice.decode.url)
         return placement
 
