@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import math
+import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import Any, TypeVar
 
 from common.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -97,6 +101,22 @@ def parse_url(text: str) -> str:
     if parts.username is not None or parts.port == 0:  # reading .port raises ValueError when it is out of range
         raise ValueError("not a base URL such as http://127.0.0.1:8100")
     return url
+
+
+DNS_PREFIX = "dns+"
+
+
+def parse_node_url(text: str) -> str:
+    """A base URL, or ``dns+http://name:port``: a node at each address of the name. Raises ValueError."""
+    text = text.strip()
+    if not text.startswith(DNS_PREFIX):
+        return parse_url(text)
+    url = parse_url(text.removeprefix(DNS_PREFIX))
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or parts.path:
+        # Certificates are for names, and here addresses are called.
+        raise ValueError(f"not a name to resolve such as {DNS_PREFIX}http://tandem-decode:8200")
+    return DNS_PREFIX + url
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +210,8 @@ def seconds_flag(default: float, help: str, minimum: float, maximum: float = 86_
     )
 
 
-def share_flag(help: str, minimum: float, maximum: float) -> Any:
-    return flag(None, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+def share_flag(help: str, minimum: float, maximum: float, default: float | None = None) -> Any:
+    return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
 
 
 def number_flag(default: float, help: str, minimum: float, maximum: float) -> Any:
@@ -206,12 +226,14 @@ def choice_flag(default: str | None, help: str, *choices: str) -> Any:
     return flag(default, help, choices=choices, metavar="|".join(choices))
 
 
-def urls_flag(help: str) -> Any:
-    return flag((), help, parse=parse_url, many=True, metavar="URL")
+def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
+    return flag((), help, parse=parse, many=True, metavar="URL")
 
 
+DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
+NODE_KINDS = ("auto", "tandem", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +306,7 @@ class NodeConfig:
     )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
@@ -312,8 +335,11 @@ class ProxyConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8000, "port to listen on (0: any free one)", 0, 65_535)
-    prefill: tuple[str, ...] = urls_flag("base URLs of the prefill nodes")
-    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes")
+    prefill: tuple[str, ...] = urls_flag(
+        "base URLs of the prefill nodes; dns+http://name:port is a node at each address of the name", parse_node_url
+    )
+    decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes, or dns+http://name:port", parse_node_url)
+    dns_interval_seconds: float = seconds_flag(5.0, "time between two resolutions of a dns+http name", 0.01)
     policy: str = choice_flag(
         "cost", "how a prefill node is chosen; cost: and whether one is needed", *PLACEMENT_POLICIES
     )
@@ -329,8 +355,23 @@ class ProxyConfig:
     session_affinity_seconds: float = seconds_flag(
         0.05, "cost: what staying on the decode node of the session's last turn (X-Session-Id) is worth", 0.0, 60.0
     )
-    max_concurrency: int = int_flag(1024, "requests in flight beyond which the answer is 429", 1, 100_000)
+    max_concurrency: int = int_flag(1024, "requests in flight beyond which others wait", 1, 100_000)
+    max_queue_size: int = int_flag(
+        1024, "waiting requests beyond which the answer is 429 (0: nobody waits)", 0, 100_000
+    )
+    max_queue_seconds: float = seconds_flag(60.0, "longest wait of a request for its turn", 0.05)
+    queue_aging_seconds: float = seconds_flag(
+        30.0, "waiting for so long counts as one level of priority (0: priorities are absolute)", 0.0
+    )
+    api_key_limits_file: str | None = flag(
+        None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
+    )
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
+    ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = flag(
+        None, "file with the certificate's private key (default: in --ssl-certfile)", metavar="FILE"
+    )
     prefix_index_entries: int = int_flag(
         500_000, "cached blocks and states of all nodes that placement knows, 150 bytes each", 1_000, 100_000_000
     )
@@ -338,6 +379,27 @@ class ProxyConfig:
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    retry_budget: float = share_flag(
+        "legs that are sent again before the first byte, as a share of the requests of the last 10 s, 10 more allowed; "
+        "0: none",
+        0,
+        1,
+        default=0.2,
+    )
+    breaker_failures: int = int_flag(5, "failed legs in a row after which a node gets none for a while", 1, 1000)
+    breaker_open_seconds: float = seconds_flag(30.0, "how long it gets none; then one leg probes it", 0.05)
+    migration_limit: int = int_flag(
+        0,
+        "how often a stream goes on at another decode node when its own breaks after the first byte; 0: never",
+        0,
+        100,
+    )
+    node_kind: str = choice_flag(
+        "auto",
+        "what the nodes are; vllm: servers with vLLM's kv_transfer_params; auto: vllm where there is no /ready",
+        *NODE_KINDS,
+    )
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
@@ -437,6 +499,8 @@ def read_key_file(path: str, option: str) -> tuple[str, ...]:
     """The keys in a file, one a line; blank lines and lines that start with ``#`` do not count. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IROTH:
+                logger.warning("%s %s can be read by every user of this machine: chmod o-r", option, path)
             lines = [line.strip() for line in file]
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"

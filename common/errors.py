@@ -15,11 +15,14 @@ class TandemError(Exception):
         type: OpenAI error type.
         code: stable machine-readable word.
         param: the request field or flag at fault, when there is one.
+        dropped: why admission turned a request away, when it did (header ``X-Tandem-Dropped``): ``rejected-...``:
+            nothing was spent on it, ``evicted-...``: it had waited, or work was spent.
     """
 
     status: int = 500
     type: str = "server_error"
     code: str = "internal_error"
+    dropped: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,16 +59,48 @@ class AuthenticationError(TandemError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(TandemError):
+    """Nobody may do this here, whatever key they bring."""
+
+    status = 403
+    type = "permission_error"
+    code = "cluster_key_required"
+
+
 class ModelNotFoundError(TandemError):
     status = 404
     type = "not_found_error"
     code = "model_not_found"
 
 
+class NodeNotFoundError(TandemError):
+    status = 404
+    type = "not_found_error"
+    code = "node_not_found"
+
+
 class BodyTooLargeError(TandemError):
     status = 413
     type = "invalid_request_error"
     code = "body_too_large"
+
+
+class HeadTooLargeError(TandemError):
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+
+
+class BodyTimeoutError(TandemError):
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
+class TooManyConnectionsError(TandemError):
+    status = 503
+    type = "rate_limit_error"
+    code = "too_many_connections"
 
 
 class QueueFullError(TandemError):
@@ -78,6 +113,16 @@ class QueueFullError(TandemError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RequestDroppedError(QueueFullError):
+    """Turned away by admission."""
+
+    def __init__(self, message: str, *, dropped: str, code: str | None = None, retry_after_s: int = 1) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.dropped = dropped
+        if code is not None:
+            self.code = code
 
 
 class RequestAbortedError(TandemError):
@@ -116,7 +161,20 @@ class NodeUnavailableError(TandemError):
     code = "no_node"
 
 
+class DrainingError(NodeUnavailableError):
+    """The process finishes what it has and takes nothing new; another one, or its successor, will take it."""
+
+    code = "draining"
+    retry_after_s = 1
+
+
 class DeadlineExceededError(TandemError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class RequestDeadlineError(DeadlineExceededError):
+    """The deadline that the request brought passed while it was worked on."""
+
+    dropped = "evicted-deadline"

@@ -107,6 +107,8 @@ class Request:
             ``prefix_key`` (otherwise opaque to the engine, given to the node's pull function); None: local.
         is_remote_optional: losing ``remote`` is no failure: the prompt is computed here, whatever the policy.
         lost_remote: a peer's prefix was promised and could not be had: compute the prompt here if the policy allows.
+        num_resumed_tokens: how many of the prompt's last tokens were generated before, on another node: for sampling,
+            penalties and limits they are output.
         wants_progress: report finished blocks of a handed-out prompt while the rest computes.
         skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every row).
         arrival_s: monotonic seconds.
@@ -124,6 +126,7 @@ class Request:
     remote: Any = None
     is_remote_optional: bool = False
     lost_remote: bool = False
+    num_resumed_tokens: int = 0
     wants_progress: bool = False
     arrival_s: float = 0.0
     semantic_boundaries: tuple[int, ...] = ()

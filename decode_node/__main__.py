@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+from common.api.serve import end_process
 from common.node.main import run_node
 
 DEFAULT_PORT = 8200
@@ -17,4 +17,4 @@ def import_app() -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(run_node("decode", DEFAULT_PORT, import_app))
+    end_process(run_node("decode", DEFAULT_PORT, import_app))

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 
-from common.api.serve import bind_socket, configure_logging, run_app, run_main
+from common.api.serve import bind_socket, configure_logging, end_process, run_app, run_main
 from common.config import ProxyConfig, parse_config
 from proxy.app import create_app
 
@@ -20,4 +20,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, program="tandem proxy"))
+    end_process(run_main(main, program="tandem proxy"))

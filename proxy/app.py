@@ -11,19 +11,27 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from common.api import drain as draining
 from common.api.errors import install_error_handlers
-from common.api.http import CLUSTER_KEY_HEADER, install_middleware, read_json_object
+from common.api.http import CLUSTER_KEY_HEADER, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from proxy.admin import add_node_routes
+from proxy.admission import Admission
+from proxy.breaker import Breaker
+from proxy.discovery import Discovery, Resolver, split_urls
 from proxy.event_feed import EventFeeds
 from proxy.forward import forward
+from proxy.front import Front, ProxyApp
 from proxy.generate import GenerateService, forwarded_headers
+from proxy.key_limits import KeyLimits, read_key_limits
 from proxy.leases import LeaseReleaser
-from proxy.nodes import KEEP_ALIVE_S, NodePool
+from proxy.node import NodeRole
+from proxy.node_client import NodeClient
+from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
@@ -39,58 +47,99 @@ class Service:
     metrics: ProxyMetrics
     generate: GenerateService
     index: PrefixIndex
+    drain: draining.Drain
     node_headers: Mapping[str, str]
 
 
-def create_app(config: ProxyConfig) -> FastAPI:
-    """The proxy for ``config``. Raises ConfigError for key files that cannot be read."""
+def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastAPI:
+    """The proxy for ``config``. Raises ConfigError for files that cannot be read. ``resolve``: instead of the system's
+    resolver."""
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     cluster_keys = read_key_file(config.cluster_key_file, "--cluster-key-file") if config.cluster_key_file else ()
     node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
+    key_limits = read_key_limits(config.api_key_limits_file, api_keys) if config.api_key_limits_file else KeyLimits()
+    drain = draining.Drain(
+        "the proxy",
+        config.drain_timeout_seconds,
+        cut_off=lambda error: app.state.service.generate.cut_off(error),
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        prefill_urls, prefill_names = split_urls(config.prefill, NodeRole.PREFILL)
+        decode_urls, decode_names = split_urls(config.decode, NodeRole.DECODE)
         pool = NodePool(
-            config.prefill,
-            config.decode,
-            create_client=lambda url: _create_client(url, config),
+            prefill_urls,
+            decode_urls,
+            create_client=lambda url: NodeClient(url, connect_timeout_s=config.connect_timeout_seconds),
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
+            node_kind=config.node_kind,
+            create_breaker=lambda url: Breaker(
+                url, failures=config.breaker_failures, open_s=config.breaker_open_seconds
+            ),
         )
         index = PrefixIndex(config.prefix_index_entries)
-        metrics = ProxyMetrics(pool, index, config.max_concurrency)
+        discovery = Discovery(
+            pool, [*prefill_names, *decode_names], interval_s=config.dns_interval_seconds, resolve=resolve
+        )
+        metrics = ProxyMetrics(pool, index)
+        admission = Admission(
+            max_running=config.max_concurrency,
+            max_waiting=config.max_queue_size,
+            max_wait_s=config.max_queue_seconds,
+            aging_s=config.queue_aging_seconds,
+            limits=KeyLimits(key_limits.default, key_limits.by_key),
+            on_drop=metrics.count_drop,
+        )
+        metrics.watch(admission)
         feeds = EventFeeds(pool, index, metrics, node_headers)
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)
         orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics)
-        app.state.service = Service(pool, metrics, generate, index, node_headers)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain)
+        app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
         pool.start()
         feeds.start()
         tokenisation.start()
+        discovery.start()
         try:
             yield
         finally:
+            admission.close()
+            await discovery.close()
             await tokenisation.close()
             await feeds.close()
             await releaser.close()
             await pool.close()
 
-    app = FastAPI(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = ProxyApp(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    install_middleware(
-        app,
+    gate = Gate(
         max_body_bytes=config.max_body_bytes,
+        body_timeout_s=config.body_timeout_seconds,
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
     )
+    app.add_middleware(GateMiddleware, gate=gate)
+    app.front = Front(
+        gate,
+        drain,
+        {
+            "/v1/completions": lambda request: _service(request).generate.completions(request),
+            "/v1/chat/completions": lambda request: _service(request).generate.chat(request),
+        },
+    )
+    draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
+    add_node_routes(app, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
     return app
 
 
 def _add_openai_routes(app: FastAPI) -> None:
+    # POST is the front's; these say 405 to other methods.
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _service(request).generate.completions(request)
@@ -121,7 +170,10 @@ def _add_operator_routes(app: FastAPI) -> None:
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
-        reasons = _service(request).pool.reasons()
+        service = _service(request)
+        reasons = service.pool.reasons()
+        if service.drain.is_draining:
+            return JSONResponse({"status": draining.STATUS, "reasons": [draining.STATUS]}, status_code=503)
         if reasons:
             return JSONResponse({"status": "not_ready", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ready"})
@@ -145,14 +197,3 @@ async def _forward(request: Request) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-def _create_client(url: str, config: ProxyConfig) -> httpx.AsyncClient:
-    # No limit on connections: admission bounds them, and a request must never wait for the pool.
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=config.max_concurrency, keepalive_expiry=KEEP_ALIVE_S
-    )
-    timeout = httpx.Timeout(config.prefill_timeout_seconds, connect=config.connect_timeout_seconds)
-    # Bytes pass through as the node made them, so it must not compress.
-    headers = {"accept-encoding": "identity", "user-agent": "tandem-proxy"}
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=headers, trust_env=False)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from common.errors import DeadlineExceededError, TransferError
+from common.errors import QueueFullError, TransferError
+from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
-from proxy.legs import LegFailedError, RelayedAnswer, open_decode_leg
+from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
+from proxy.node_client import NodeStream
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.placement.hint import PlacementHint
+from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.prompt_keys import PromptKeys
 from proxy.relay import ClientStream
+
+END_OF_STREAM = DONE + END_OF_EVENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +45,18 @@ class TransferFailedError(LegFailedError):
     """The decode node could not get the prompt from its prefill node; ``answer`` is what it said."""
 
     def __init__(self, node: Node, answer: RelayedAnswer) -> None:
-        super().__init__(f"decode node {node.name} could not get its prompt: {answer.body[:200]!r}")
-        self.answer = answer
+        message = f"decode node {node.name} could not get its prompt: {answer.body[:200]!r}"
+        super().__init__(message, reason="transfer", answer=answer)
 
 
 class DecodeLegs:
     """Relays decode legs. Stateless."""
 
-    def __init__(self, metrics: ProxyMetrics, first_timeout: httpx.Timeout, idle_s: float) -> None:
-        """``first_timeout``: until the answer begins, which may take as long as the prompt; ``idle_s``: the longest
+    def __init__(self, metrics: ProxyMetrics, first_timeout_s: float, idle_s: float) -> None:
+        """``first_timeout_s``: until the answer begins, which may take as long as the prompt; ``idle_s``: the longest
         silence of a stream from then on."""
         self._metrics = metrics
-        self._first_timeout = first_timeout
+        self._first_timeout_s = first_timeout_s
         self._idle_s = idle_s
 
     async def relay(
@@ -64,43 +67,81 @@ class DecodeLegs:
         headers: Mapping[str, str],
         client: ClientStream,
         leases: LeaseGuard,
+        progress: StreamProgress | None = None,
     ) -> None:
-        """Send the leg and pass its answer on; from the first good status on the node owns the request's leases.
+        """Send the leg and pass its answer on; from the first good status on the node owns the request's leases. With
+        ``progress`` the client may have part of the stream already.
 
         Raises:
             TransferFailedError: the node says 502 before the first byte.
+            NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
-        async with open_decode_leg(node, job.route, content, headers, self._first_timeout) as answer:
-            if answer.status_code < 400:
+        async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
+            if answer.status < 400:
                 leases.hand_over()
-            if answer.status_code == TransferError.status:
-                raise TransferFailedError(node, RelayedAnswer(answer.status_code, answer.headers, await answer.aread()))
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await client.send_whole(answer.status_code, answer.headers, await answer.aread())
+            if answer.status != 200:
+                judge(leg, answer.status)
+                await self._pass_refusal(node, answer, client)
                 return
-            async for chunk in self._chunks(node, answer):
+            is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+            if is_stream is not job.is_stream:
+                raise LegFailedError(f"decode node {node.name} answers what was not asked for", reason="garbage")
+            if is_stream:
+                await self._pass_stream(node, job, answer, leg, client, progress)
+            else:
+                body = await answer.read()
+                _check_json(node, body)
+                leg.succeed()
+                await client.send_whole(answer.status, answer.headers, body)
+
+    @staticmethod
+    async def _pass_refusal(node: Node, answer: NodeStream, client: ClientStream) -> None:
+        relayed = RelayedAnswer(answer.status, answer.headers, await answer.read())
+        check_draining(node, answer.status, relayed.body)
+        if answer.status == TransferError.status:
+            raise TransferFailedError(node, relayed)
+        is_ours = 400 <= answer.status < 500 and answer.status != QueueFullError.status
+        if client.is_started or not is_ours:
+            message = f"decode node {node.name} answers {answer.status}"
+            raise LegFailedError(message, reason=status_reason(answer.status), answer=relayed)
+        await client.send_whole(relayed.status, relayed.headers, relayed.body)
+
+    async def _pass_stream(
+        self,
+        node: Node,
+        job: Job,
+        answer: NodeStream,
+        leg: Leg,
+        client: ClientStream,
+        progress: StreamProgress | None,
+    ) -> None:
+        end, has_error = b"", False
+        async for chunk in answer.chunks(self._idle_s):
+            leg.begin_answer()
+            data = chunk if progress is None else progress.feed(chunk)
+            if data:
                 if not client.is_started:
                     self._metrics.observe_ttft(time.monotonic() - job.arrival_s)
-                    await client.start_stream(answer.status_code, answer.headers)
-                await client.send_chunk(chunk)
-            if not client.is_started:
-                raise LegFailedError(f"decode node {node.name} ended its stream without a byte")
-            await client.finish()
+                    await client.start_stream(answer.status, answer.headers)
+                await client.send_chunk(data)
+            if progress is not None and progress.failure is not None:
+                raise progress.failure
+            end = (end + chunk)[-len(END_OF_STREAM) :]
+            has_error = has_error or ERROR in chunk
+        if not client.is_started:
+            raise LegFailedError(f"decode node {node.name} ended its stream without a byte")
+        is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete
+        if not is_complete:
+            raise LegFailedError(f"decode node {node.name} ended its stream early")
+        leg.succeed()
+        await client.finish()
 
-    async def _chunks(self, node: Node, answer: httpx.Response) -> AsyncIterator[bytes]:
-        chunks = answer.aiter_raw()
-        timeout_s: float | None = None  # the first one has httpx's
-        while True:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    chunk = await anext(chunks)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as exc:
-                node.suspect("silent", down=False)
-                raise DeadlineExceededError(
-                    f"decode node {node.name} was silent for more than {self._idle_s:g} s"
-                ) from exc
-            timeout_s = self._idle_s
-            yield chunk
+
+def _check_json(node: Node, body: bytes) -> None:
+    try:
+        is_object = isinstance(json.loads(body), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise LegFailedError(f"decode node {node.name} answers what is no JSON object", reason="garbage")

@@ -45,11 +45,20 @@ class NoFeedError(Exception):
 class EventFeeds:
     """Runs from ``start`` to ``close``."""
 
-    def __init__(self, pool: NodePool, index: PrefixIndex, metrics: ProxyMetrics, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        pool: NodePool,
+        index: PrefixIndex,
+        metrics: ProxyMetrics,
+        headers: Mapping[str, str],
+        *,
+        keep_s: float = KEEP_S,
+    ) -> None:
         self._pool = pool
         self._index = index
         self._metrics = metrics
         self._headers = dict(headers)
+        self._keep_s = keep_s
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._seen_up_s: dict[str, float] = {}
         self._silent: dict[str, str | None] = {}  # url -> the life in which it said that it does not tell
@@ -79,7 +88,7 @@ class EventFeeds:
                 if url not in self._followed and node.info.pull and not is_silent:
                     self._followed[url] = asyncio.create_task(self._follow(node), name=f"events {url}")
         for url, seen_s in list(self._seen_up_s.items()):
-            if url not in nodes or now_s - seen_s > KEEP_S:
+            if url not in nodes or now_s - seen_s > self._keep_s:
                 self._forget(url)
 
     def _forget(self, url: str) -> None:

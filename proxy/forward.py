@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import httpx
 from starlette.responses import Response
 
 from common.errors import NodeUnavailableError
@@ -25,9 +24,9 @@ async def forward(
     failure: NodeUnavailableError = NodeUnavailableError("; ".join(pool.reasons()) or "no node is ready")
     for node in nodes[:MAX_TRIES]:
         try:
-            answer = await call(node, method, route, content, headers, httpx.Timeout(TIMEOUT_S))
+            answer = await call(node, method, route, content, headers, TIMEOUT_S)
         except LegFailedError as exc:
             failure = exc
             continue
-        return Response(answer.content, answer.status_code, relayed_headers(answer.headers))
+        return Response(answer.body, answer.status, relayed_headers(answer.headers))
     raise failure

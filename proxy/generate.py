@@ -7,23 +7,29 @@ The body is parsed here to refuse it early, before a prefill node has spent anyt
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from common.api.drain import Drain
 from common.api.errors import error_response
 from common.api.handoff import FIELD
 from common.api.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
 from common.api.prompt_ids import PROMPT_IDS_KEY
 from common.api.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.responses import sse_error
+from common.api.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.api.source_hints import SOURCES_KEY
-from common.errors import TandemError
+from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from proxy.admission import Admission, Ask
+from proxy.asking import DEADLINE_HEADER, read_ask
 from proxy.decode_leg import Job
 from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
@@ -40,12 +46,29 @@ class GenerateService:
     """Turns requests into jobs for the orchestrator and outcomes into answers."""
 
     def __init__(
-        self, pool: NodePool, tokenisation: Tokenisation, orchestrator: Orchestrator, metrics: ProxyMetrics
+        self,
+        pool: NodePool,
+        tokenisation: Tokenisation,
+        orchestrator: Orchestrator,
+        metrics: ProxyMetrics,
+        admission: Admission,
+        drain: Drain,
     ) -> None:
         self._pool = pool
         self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
+        self._admission = admission
+        self._drain = drain
+        self._limits: set[asyncio.Timeout] = set()
+        self._cut_off_by: TandemError | None = None
+
+    def cut_off(self, error: TandemError) -> None:
+        """Everything that is in flight, waiting or streaming, ends now with ``error``."""
+        self._cut_off_by = error
+        self._admission.evict_all(error)
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def completions(self, request: Request) -> Response:
         return await self._respond(request, "completions", parse_completion, _completion_prompts)
@@ -62,16 +85,20 @@ class GenerateService:
     ) -> Response:
         arrival_s = time.monotonic()
         with self._metrics.track_parsing(route, arrival_s):
+            self._drain.check_admission()
             body = await read_json_object(request)
             # Only the proxy itself may name memory to read.
             body.pop(FIELD, None)
             body.pop(SOURCES_KEY, None)
+            body.pop(RESUME_KEY, None)
+            body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
+            ask = read_ask(request, parsed, arrival_s)
         job = Job(
             route=request.url.path,
             body=body,
@@ -84,12 +111,23 @@ class GenerateService:
             session_id=session_id,
             placement_hint=placement_hint,
         )
-        return RelayResponse(lambda client: self._run(job, parsed, route, client))
+        return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 
-    async def _run(self, job: Job, request: GenerationRequest, route: str, client: ClientStream) -> None:
+    async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
             with self._metrics.track(route, job.arrival_s) as record:
-                await self._run_tracked(job, request, client, record)
+                # Until proved otherwise; a cancelled request leaves without passing another line of this.
+                record.outcome = "abort"
+                try:
+                    async with self._admission.admitted(ask), self._bounded(ask):
+                        self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
+                        await self._run_admitted(job, request, client, record)
+                except RequestDroppedError:
+                    record.outcome = "rejected"
+                    raise
+                except Exception:
+                    record.outcome = "error"
+                    raise
         except TandemError as exc:
             await self._fail(job, client, exc)
         except Exception as exc:
@@ -97,11 +135,9 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
-    async def _run_tracked(
+    async def _run_admitted(
         self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
     ) -> None:
-        # Until proved otherwise; a cancelled request leaves without passing another line of this.
-        record.outcome = "abort"
         try:
             done = await self._tokenisation.tokenise(request, job.body, job.prompts)
             job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
@@ -110,9 +146,30 @@ class GenerateService:
         except RelayedAnswer as exc:
             record.outcome = "rejected"
             await client.send_whole(exc.status, exc.headers, exc.body)
-        except Exception:
-            record.outcome = "error"
-            raise
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, ask: Ask) -> AsyncIterator[None]:
+        """The block ends by the client's deadline, or when everything is cut off, wherever it is then: what it holds is
+        given up as on any other way out.
+
+        Raises RequestDeadlineError, or what ``cut_off`` was given.
+        """
+        left_s = None if ask.deadline_s is None else ask.deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError as exc:
+            if self._cut_off_by is not None:
+                raise self._cut_off_by from exc
+            total_ms = round(((ask.deadline_s or 0.0) - ask.arrival_s) * 1000)
+            self._metrics.count_drop(str(RequestDeadlineError.dropped))
+            raise RequestDeadlineError(
+                f"the deadline of {total_ms} ms ({DEADLINE_HEADER}) passed while the request was worked on"
+            ) from exc
 
     async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
         status = error.status if isinstance(error, TandemError) else TandemError.status

@@ -13,9 +13,8 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
-import httpx
-
 from proxy.legs import encode
+from proxy.node_client import NodeClientError
 from proxy.nodes import Node, describe
 
 logger = logging.getLogger(__name__)
@@ -29,12 +28,14 @@ class LeaseGuard:
 
     def __init__(self) -> None:
         self._held: list[tuple[Node, str]] = []
+        self.is_handed_over = False
 
     def hold(self, node: Node, lease_id: str) -> None:
         self._held.append((node, lease_id))
 
     def hand_over(self) -> None:
-        """The decode node owns them from here on."""
+        """The decode node owns them from here on; what it was to read may be gone when it fails."""
+        self.is_handed_over = True
         self._held.clear()
 
     def take(self) -> dict[Node, list[str]]:
@@ -74,13 +75,14 @@ class LeaseReleaser:
 
     async def _send(self, node: Node, lease_ids: list[str]) -> None:
         try:
-            answer = await node.client.post(
+            answer = await node.client.request(
+                "POST",
                 RELEASE_ROUTE,
                 # A leg whose connection was closed may still be on its way into the node.
                 content=encode({"lease_ids": lease_ids, "may_come": True}),
                 headers=self._headers,
-                timeout=RELEASE_TIMEOUT_S,
+                timeout_s=RELEASE_TIMEOUT_S,
             )
-            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status_code)
-        except httpx.HTTPError as exc:
+            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status)
+        except NodeClientError as exc:
             logger.warning("leases left to expire node=%s num=%d: %s", node.name, len(lease_ids), describe(exc))

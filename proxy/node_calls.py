@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import httpx
-
 from common.errors import TandemError
+from proxy.node_client import NodeClientError
 from proxy.nodes import Node, describe
 
 
@@ -17,7 +17,7 @@ class NodeCallError(TandemError):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeAnswer:
+class CallAnswer:
     status: int
     body: bytes
     etag: str | None
@@ -31,20 +31,21 @@ async def get(
     headers: Mapping[str, str],
     timeout_s: float,
     max_bytes: int,
-) -> NodeAnswer:
+) -> CallAnswer:
     """What ``node`` answers to GET ``path``, whatever its status. Raises NodeCallError."""
+    route = f"{path}?{urllib.parse.urlencode(params)}" if params else path
     try:
         async with (
             asyncio.timeout(timeout_s),
-            node.client.stream("GET", path, params=dict(params), headers=dict(headers), timeout=timeout_s) as answer,
+            node.client.stream("GET", route, headers=headers, timeout_s=timeout_s) as answer,
         ):
             body = bytearray()
-            async for chunk in answer.aiter_raw():
+            async for chunk in answer.chunks(timeout_s):
                 body += chunk
                 if len(body) > max_bytes:
                     raise NodeCallError(f"{node.name} answers {path} with more than {max_bytes} bytes")
-            return NodeAnswer(answer.status_code, bytes(body), answer.headers.get("etag"))
+            return CallAnswer(answer.status, bytes(body), answer.headers.get("etag"))
     except TimeoutError as exc:
         raise NodeCallError(f"{node.name} did not answer {path} within {timeout_s:g} s") from exc
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as exc:
+    except NodeClientError as exc:
         raise NodeCallError(f"{node.name} does not answer {path}: {describe(exc)}") from exc

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.api.versions import build_labels
-from common.errors import QueueFullError, TandemError
+from common.errors import TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
+from proxy.admission import Admission
 from proxy.nodes import NodePool
 from proxy.prefix_index import PrefixIndex
 
@@ -26,27 +27,24 @@ class RequestRecord:
 
 
 class ProxyMetrics:
-    def __init__(self, pool: NodePool, index: PrefixIndex, max_concurrency: int) -> None:
+    def __init__(self, pool: NodePool, index: PrefixIndex) -> None:
         self._metrics = Metrics(Role.PROXY, versions=build_labels())
         self._metrics.set_source(self._samples)
         self._pool = pool
         self._index = index
-        self._max_concurrency = max_concurrency
-        self.num_running = 0
+        self._admission: Admission | None = None
+
+    def watch(self, admission: Admission) -> None:
+        """Shows how many requests it runs and how many wait."""
+        self._admission = admission
 
     @contextlib.contextmanager
     def track(self, route: str, arrival_s: float) -> Iterator[RequestRecord]:
-        """Count one request from admission to its end. Raises QueueFullError when too many are in flight."""
+        """Count one request, from where its body was found good to its end."""
         record = RequestRecord()
-        is_admitted = self.num_running < self._max_concurrency
-        self.num_running += is_admitted
         try:
-            if not is_admitted:
-                record.outcome = "rejected"
-                raise QueueFullError(f"{self.num_running} requests in flight, the limit is {self._max_concurrency}")
             yield record
         finally:
-            self.num_running -= is_admitted
             self._metrics.request_finished(route, record.outcome, time.monotonic() - arrival_s)
 
     @contextlib.contextmanager
@@ -57,6 +55,9 @@ class ProxyMetrics:
         except TandemError:
             self._metrics.request_finished(route, "rejected", time.monotonic() - arrival_s)
             raise
+
+    def count_drop(self, reason: str) -> None:
+        self._metrics.inc("requests_dropped_total", reason=reason)
 
     def count_decision(self, policy: str, placement: str) -> None:
         self._metrics.inc("proxy_decisions_total", policy=policy, placement=placement)
@@ -78,13 +79,27 @@ class ProxyMetrics:
     def observe_phase(self, phase: str, seconds: float) -> None:
         self._metrics.observe_phase(phase, seconds)
 
+    def count_retry(self, reason: str) -> None:
+        """A leg is sent again. ``reason``: that of the ``LegFailedError``."""
+        self._metrics.inc("proxy_retries_total", reason=reason)
+
+    def count_refused_retry(self) -> None:
+        self._metrics.inc("proxy_retries_refused_total")
+
+    def count_migration(self, outcome: str) -> None:
+        """``outcome``: resumed (the stream goes on elsewhere), or gave_up."""
+        self._metrics.inc("proxy_migrations_total", outcome=outcome)
+
     def render(self) -> tuple[bytes, str]:
         return self._metrics.render()
 
     def _samples(self) -> Samples:
+        admission = self._admission
         return {
-            "requests_running": {(): self.num_running},
-            "requests_waiting": {(): 0},
+            "requests_running": {(): 0 if admission is None else admission.num_running},
+            "requests_waiting": {(): 0 if admission is None else admission.num_waiting},
             "node_up": {(node.url,): float(node.is_up) for node in self._pool.nodes},
+            "breaker_state": {(node.url,): float(node.breaker.state.value) for node in self._pool.nodes},
+            "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in self._pool.nodes},
             "prefix_index_entries": {(node.url,): self._index.num_entries(node.url) for node in self._pool.nodes},
         }

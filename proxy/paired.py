@@ -17,20 +17,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from common.api.handoff import Rendezvous
+from common.errors import QueueFullError
 from proxy.decode_leg import DecodeLegs, Job
 from proxy.leases import LeaseReleaser
-from proxy.legs import LegFailedError, RelayedAnswer, call, decode_body, prefill_body
+from proxy.legs import (
+    LegFailedError,
+    RelayedAnswer,
+    call,
+    check_draining,
+    check_prefilled,
+    decode_body,
+    prefill_body,
+)
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.progress import StreamProgress
 from proxy.relay import ClientStream
 
 logger = logging.getLogger(__name__)
 
 ABORTED_STATUS = 499
 """A prefill leg that its reader called off: nobody's failure."""
+
+
+class PrefillBusyError(LegFailedError):
+    """The prefill node's queue is full: another one may have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +58,40 @@ class PairedLegs:
     """Runs pairs of legs. Stateless."""
 
     def __init__(
-        self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout: httpx.Timeout
+        self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout_s: float
     ) -> None:
         self._decode_legs = decode_legs
         self._releaser = releaser
         self._metrics = metrics
-        self._prefill_timeout = prefill_timeout
+        self._prefill_timeout_s = prefill_timeout_s
 
     async def run(
-        self, job: Job, pair: Pair, headers: Mapping[str, str], decode_headers: Mapping[str, str], client: ClientStream
+        self,
+        job: Job,
+        pair: Pair,
+        headers: Mapping[str, str],
+        decode_headers: Mapping[str, str],
+        client: ClientStream,
+        progress: StreamProgress | None = None,
     ) -> None:
-        """Answer ``job`` on ``client``. ``headers`` are the prefill legs'.
+        """Answer ``job`` on ``client``. ``headers`` are the prefill legs'; ``progress``: what the client has of a
+        stream that may go on elsewhere.
 
         Raises:
             RelayedAnswer: a prefill node refuses its leg, before the first byte.
-            LegFailedError: the decode leg broke; TransferFailedError when it says 502.
+            NodeDrainingError: one of the nodes drains; before the first byte.
+            LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
             DeadlineExceededError: a leg was silent for too long.
         """
         names = [uuid.uuid4().hex for _ in pair.prefill]
         params = [self._rendezvous(node, name) for node, name in zip(pair.prefill, names, strict=True)]
-        content = decode_body(job.body, params[0] if len(params) == 1 else params)
+        handoff = params[0] if len(params) == 1 else params
+        content = decode_body(job.body, handoff, reports_state=progress is not None)
         with self._releaser.guard() as leases:
             for node, name in zip(pair.prefill, names, strict=True):
                 leases.hold(node, name)
             decode = asyncio.create_task(
-                self._decode_legs.relay(pair.decode, job, content, decode_headers, client, leases)
+                self._decode_legs.relay(pair.decode, job, content, decode_headers, client, leases, progress)
             )
             prefill = [
                 asyncio.create_task(self._prefill(job, node, prompt, name, pair.sources, headers))
@@ -108,18 +129,24 @@ class PairedLegs:
         headers: Mapping[str, str],
     ) -> None:
         """One prefill leg. Its answer is read, so that the node sees it taken, and not used. Raises RelayedAnswer for a
-        4xx and DeadlineExceededError."""
-        content = prefill_body(job.body, prompt, rendezvous_id=name, sources=sources)
+        4xx, PrefillBusyError for a 429, NodeDrainingError and DeadlineExceededError."""
+        content = prefill_body(node, job.body, prompt, rendezvous_id=name, sources=sources)
         started_s = time.monotonic()
         try:
-            answer = await call(node, "POST", job.route, content, headers, self._prefill_timeout)
+            answer = await call(
+                node, "POST", job.route, content, headers, self._prefill_timeout_s, check=check_prefilled
+            )
         except LegFailedError as exc:
             logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
             return
         self._metrics.observe_phase("prefill", time.monotonic() - started_s)
-        status = answer.status_code
+        check_draining(node, answer.status, answer.body)
+        status = answer.status
         if 400 <= status < 500 and status != ABORTED_STATUS:
-            raise RelayedAnswer(status, answer.headers, answer.content)
+            relayed = RelayedAnswer(status, answer.headers, answer.body)
+            if status == QueueFullError.status:
+                raise PrefillBusyError(f"prefill node {node.name} answers {status}", reason="busy", answer=relayed)
+            raise relayed
         if status != 200:
             logger.info("prefill leg ended request_id=%s node=%s status=%d", job.request_id, node.name, status)
 

@@ -36,6 +36,15 @@ class PromptKeys:
         num_blocks = len(token_ids) // block_size
         return cls(len(token_ids), block_size, tuple(keys.boundary_keys(num_blocks)), array("I", token_ids))
 
+    def followed_by(self, token_ids: Sequence[int]) -> PromptKeys:
+        """The keys of the prompt with ``token_ids`` behind it."""
+        size = self.block_size
+        all_ids = self.token_ids + array("I", token_ids)
+        keys = list(self.boundary_keys)
+        for start in range(self.num_blocks * size, len(all_ids) - size + 1, size):
+            keys.append(chain_key(keys[-1], all_ids[start : start + size]))
+        return PromptKeys(len(all_ids), size, tuple(keys), all_ids)
+
     @property
     def num_blocks(self) -> int:
         return len(self.boundary_keys) - 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,9 @@ class ClientStream:
     """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
     answer begins."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
+        self._request_id = request_id
         self.status: int | None = None
         self.is_finished = False
         self.on_start: Callable[[int], None] | None = None
@@ -64,7 +65,9 @@ class ClientStream:
         self.status = status
         if self.on_start is not None:
             self.on_start(status)
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        # As they came: the client to nodes decodes headers like this.
+        raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
+        raw.append((b"x-request-id", self._request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _body(self, body: bytes, *, more: bool) -> None:
@@ -80,29 +83,31 @@ class RelayResponse(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = ClientStream(send)
-        work = asyncio.create_task(self._work(client))
-        gone = asyncio.create_task(_wait_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            # A finished answer also wakes `gone`: what is left then is closing the node's connection.
-            if not work.done() and not client.is_finished:
-                request_id = scope.get("state", {}).get("request_id")
+        request_id = scope["state"]["request_id"]
+        client = ClientStream(send, request_id)
+        work = asyncio.current_task()
+        assert work is not None
+        is_gone = False
+
+        async def watch() -> None:
+            nonlocal is_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            # A finished answer also wakes this: what is left then is closing the node's connection.
+            if not client.is_finished:
                 logger.info("request aborted by client request_id=%s started=%s", request_id, client.is_started)
+                is_gone = True
                 work.cancel()
-            await asyncio.wait({work})
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._work(client)
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled too: theirs goes on.
+            if not is_gone or work.uncancel():
+                raise
         finally:
-            gone.cancel()
-            work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if not work.cancelled():
-            work.result()
-
-
-async def _wait_gone(receive: Receive) -> None:
-    message: Message = {}
-    while message.get("type") != "http.disconnect":
-        message = await receive()
+            watcher.cancel()
 
 
 def relayed_headers(headers: Mapping[str, str]) -> dict[str, str]:

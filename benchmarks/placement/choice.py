@@ -74,5 +74,5 @@ def create_pool(num_prefill: int, num_decode: int) -> NodePool:
         state_bytes=5e6,
     )
     for node in pool.nodes:
-        node.mark_up(NodeInfo(pull=True, host="127.0.0.1", port=1, epoch="1", load=report))
+        node.mark_ready(NodeInfo(pull=True, host="127.0.0.1", port=1, epoch="1", load=report))
     return pool

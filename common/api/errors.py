@@ -17,10 +17,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from common.errors import InvalidRequestError, PrefillLegRejectedError, QueueFullError, RequestAbortedError, TandemError
+from common.errors import (
+    DrainingError,
+    InvalidRequestError,
+    PrefillLegRejectedError,
+    QueueFullError,
+    RequestAbortedError,
+    TandemError,
+)
 
 logger = logging.getLogger(__name__)
 
+DROPPED_HEADER = "X-Tandem-Dropped"
 INTERNAL_MESSAGE = "internal error"
 
 # Status -> (type, code) of errors that frameworks raise.
@@ -43,8 +51,12 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, RequestAbortedError):
         return Response(status_code=error.status)
     headers: dict[str, str] = {}
-    if isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status:
+    if isinstance(error, DrainingError) or (
+        isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status
+    ):
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if isinstance(error, TandemError) and error.dropped is not None:
+        headers[DROPPED_HEADER] = error.dropped
     status = error.status if isinstance(error, TandemError) else TandemError.status
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -71,6 +83,24 @@ def install_error_handlers(app: Starlette) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
+def answer_error(error: Exception, *, request_id: str, path: str) -> Response:
+    """Log ``error`` as its kind deserves, and its response."""
+    if isinstance(error, RequestAbortedError):
+        logger.info("request aborted by client request_id=%s path=%s", request_id, path)
+    elif not isinstance(error, TandemError):
+        logger.error("unexpected error request_id=%s path=%s", request_id, path, exc_info=error)
+    elif error.status >= 500:
+        logger.warning(
+            "request failed request_id=%s path=%s status=%d code=%s message=%s",
+            request_id,
+            path,
+            error.status,
+            error.code,
+            error.message,
+        )
+    return error_response(error)
+
+
 def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -80,19 +110,7 @@ def _request_id(request: Request) -> str:
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TandemError)
-    if isinstance(error, RequestAbortedError):
-        logger.info("request aborted by client request_id=%s path=%s", _request_id(request), request.url.path)
-    elif error.status >= 500:
-        logger.warning(
-            "request failed request_id=%s path=%s status=%d code=%s message=%s",
-            _request_id(request),
-            request.url.path,
-            error.status,
-            error.code,
-            error.message,
-        )
-    return error_response(error)
+    return answer_error(error, request_id=_request_id(request), path=request.url.path)
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -116,9 +134,7 @@ async def _on_client_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    request_id = _request_id(request)
-    logger.error("unexpected error request_id=%s path=%s", request_id, request.url.path, exc_info=error)
-    response = error_response(error)
+    response = await _on_tandem_error(request, error)
     # This handler runs outside the middleware that adds the header.
-    response.headers["X-Request-Id"] = request_id
+    response.headers["X-Request-Id"] = _request_id(request)
     return response

@@ -1,7 +1,7 @@
 """What every app has round its routes: request ids, keys, a body limit, a JSON reader, and client disconnects.
 
-``install_middleware`` puts the three pure ASGI middlewares round an app, outermost first: request id (so that each
-refusal carries one), keys, body limit. They hold their configuration only. Streaming responses pass through untouched.
+``install_middleware`` puts a ``Gate`` round an app, as one pure ASGI middleware: it looks at each request's head once,
+for its id (so that each refusal carries one), its key and its length. Streaming responses pass through untouched.
 """
 
 from __future__ import annotations
@@ -13,26 +13,33 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.api.errors import error_response
+from common.api.head_limit import check_head
 from common.errors import (
     AuthenticationError,
+    BodyTimeoutError,
     BodyTooLargeError,
     ConfigError,
     InvalidRequestError,
     RequestAbortedError,
+    TandemError,
 )
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BODY_BYTES = 16 * 2**20
+DEFAULT_BODY_TIMEOUT_S = 60.0
+BODY_KEY = "tandem.body"
+"""Where a route that has read the body itself leaves it in the scope."""
 MAX_JSON_DEPTH = 64
 REQUEST_ID_HEADER = "X-Request-Id"
 CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
@@ -40,6 +47,8 @@ TRACE_HEADER = "X-Tandem-Trace"
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 INTERNAL_PREFIX = "/internal/"
 
+_REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
+_CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _T = TypeVar("_T")
 
@@ -48,13 +57,15 @@ def install_middleware(
     app: Starlette,
     *,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     api_keys: Collection[str] = (),
     cluster_key: str | None = None,
 ) -> None:
-    """Put request ids, key checks and the body limit round ``app``. No keys: that check is off."""
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
-    app.add_middleware(KeyMiddleware, api_keys=tuple(api_keys), cluster_key=cluster_key)
-    app.add_middleware(RequestIdMiddleware)
+    """Put request ids, key checks and the limits of head and body round ``app``. No keys: that check is off."""
+    gate = Gate(
+        max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s, api_keys=api_keys, cluster_key=cluster_key
+    )
+    app.add_middleware(GateMiddleware, gate=gate)
 
 
 # --- request ids ------------------------------------------------------------------------------------------------------
@@ -78,58 +89,57 @@ def is_peer(request: Request) -> bool:
     return bool(getattr(request.state, "is_peer", False))
 
 
-class RequestIdMiddleware:
-    """Takes ``X-Request-Id`` (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or makes one; echoes it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    return getattr(request.state, "api_key_digest", None)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-class KeyMiddleware:
-    """Who may call what.
+class Gate:
+    """Who may come in: one look at a request's head, before anything is done for it.
 
     ``OPEN_PATHS`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
+    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made. Bodies that say of
+    themselves that they are too large are refused here, others while they come (``read_body``).
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Collection[str] = (), cluster_key: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+        body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+        api_keys: Collection[str] = (),
+        cluster_key: str | None = None,
+    ) -> None:
         if any(not key for key in api_keys) or cluster_key == "":
             raise ConfigError("an API key or cluster key must not be empty")
-        self._app = app
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
         # Digests have one length, so that comparing tells nothing about a key's.
         self._api_digests = tuple(_digest(key.encode()) for key in api_keys)
         self._cluster_digest = None if cluster_key is None else _digest(cluster_key.encode())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            has_key = self._is_cluster_key(headers.get(CLUSTER_KEY_HEADER))
-            scope.setdefault("state", {})["is_peer"] = has_key or self._cluster_digest is None
-            error = self._check(str(scope["path"]), headers, has_key=has_key)
-            if error is not None:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def check(self, scope: Scope) -> TandemError | None:
+        """Why the request is refused, or None. Puts ``request_id``, ``is_peer`` and, with an API key, its digest
+        into the request's state."""
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        state = scope.setdefault("state", {})
+        given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
+        state["is_peer"] = has_key or self._cluster_digest is None
+        return (
+            check_head(scope)
+            or self._check_key(str(scope["path"]), headers, state, has_key=has_key)
+            or self._check_length(headers)
+        )
 
-    def _check(self, path: str, headers: Headers, *, has_key: bool) -> AuthenticationError | None:
+    def _check_key(
+        self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
+    ) -> AuthenticationError | None:
         if path in OPEN_PATHS:
             return None
         if path.startswith(INTERNAL_PREFIX):
@@ -138,18 +148,33 @@ class KeyMiddleware:
             return AuthenticationError(f"header {CLUSTER_KEY_HEADER} is missing or wrong", code="invalid_cluster_key")
         if not self._api_digests or has_key:
             return None
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_api_key(key.strip()):
-            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            digest = _digest(key.strip())
+            if self._is_api_key(digest):
+                # Who it is, for limits per key; the key itself goes no further.
+                state["api_key_digest"] = digest.hex()
+                return None
         return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
-    def _is_cluster_key(self, given: str | None) -> bool:
+    def _check_length(self, headers: Mapping[bytes, bytes]) -> BodyTooLargeError | None:
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > self.max_body_bytes):
+            return self.too_large(f"{declared.decode()} bytes")
+        return None
+
+    def too_large(self, got: str) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the body must be at most {self.max_body_bytes} bytes, got {got}")
+
+    def too_slow(self) -> BodyTimeoutError:
+        return BodyTimeoutError(f"the body did not arrive within {self.body_timeout_s:g} s of the headers")
+
+    def _is_cluster_key(self, given: bytes | None) -> bool:
         if self._cluster_digest is None or given is None:
             return False
-        return hmac.compare_digest(_digest(given.encode("latin-1")), self._cluster_digest)
+        return hmac.compare_digest(_digest(given), self._cluster_digest)
 
-    def _is_api_key(self, given: str) -> bool:
-        digest = _digest(given.encode("latin-1"))
+    def _is_api_key(self, digest: bytes) -> bool:
         is_known = False
         for known in self._api_digests:
             # No early end: the time must not tell which key came near.
@@ -164,52 +189,91 @@ def _digest(key: bytes) -> bytes:
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-class BodyLimitMiddleware:
-    """Refuses bodies over ``max_body_bytes`` with 413, by ``Content-Length`` at once, else by the bytes that come."""
+class GateMiddleware:
+    """A gate round an app: its refusals, the request id on every answer, and bodies of bounded size and time."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> None:
+    def __init__(self, app: ASGIApp, *, gate: Gate) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("Content-Length", "")
-        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > self._max_body_bytes):
-            await error_response(self._error(f"{declared} bytes"))(scope, receive, send)
-            return
-        num_bytes = 0
-        is_started = False
+        gate, error = self._gate, self._gate.check(scope)
+        request_id = scope["state"]["request_id"]
+        num_bytes, is_started, is_whole = 0, False, False
+        deadline_s = asyncio.get_running_loop().time() + gate.body_timeout_s
 
-        async def counting_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    raise self._error(f"more than {self._max_body_bytes} bytes")
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes, error, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                error = gate.too_slow()
+                raise error from None
+            is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > gate.max_body_bytes:
+                error = gate.too_large(f"more than {gate.max_body_bytes} bytes")
+                raise error
             return message
 
-        async def guarded_send(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal is_started
             # A framework that turned the error into an answer of its own is overruled.
-            if num_bytes > self._max_body_bytes and not is_started:
+            if error is not None and not is_started:
                 return
             is_started = True
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        try:
-            await self._app(scope, counting_receive, guarded_send)
-        except BodyTooLargeError:
-            if is_started:
-                raise
-        if num_bytes > self._max_body_bytes and not is_started:
-            error = self._error(f"more than {self._max_body_bytes} bytes")
-            await error_response(error)(scope, receive, send)
+        if error is None:
+            try:
+                await self._app(scope, bounded_receive, send_with_id)
+            except (BodyTooLargeError, BodyTimeoutError):
+                if is_started:
+                    raise
+        if error is not None and not is_started:
+            await refusal(error, request_id)(scope, receive, send)
 
-    def _error(self, got: str) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body must be at most {self._max_body_bytes} bytes, got {got}")
+
+def refusal(error: TandemError, request_id: str) -> Response:
+    """What a gate says. The connection ends with it when a body was to come that nobody reads."""
+    response = error_response(error)
+    response.headers[REQUEST_ID_HEADER] = request_id
+    if isinstance(error, BodyTooLargeError | BodyTimeoutError):
+        response.headers["Connection"] = "close"
+    return response
+
+
+async def read_body(receive: Receive, gate: Gate) -> bytes:
+    """A request's whole body.
+
+    Raises:
+        BodyTooLargeError, BodyTimeoutError: it passes the gate's limits.
+        RequestAbortedError: the client went away while sending.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(gate.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestAbortedError("the client closed the connection while sending the body")
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > gate.max_body_bytes:
+                    raise gate.too_large(f"more than {gate.max_body_bytes} bytes")
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        raise gate.too_slow() from None
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
@@ -220,10 +284,12 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             ``MAX_JSON_DEPTH``.
         RequestAbortedError: the client went away while sending.
     """
-    try:
-        raw = await request.body()
-    except ClientDisconnect as exc:
-        raise RequestAbortedError("the client closed the connection while sending the body") from exc
+    raw = request.scope.get(BODY_KEY)
+    if raw is None:
+        try:
+            raw = await request.body()
+        except ClientDisconnect as exc:
+            raise RequestAbortedError("the client closed the connection while sending the body") from exc
     return parse_json_object(raw)
 
 

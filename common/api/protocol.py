@@ -20,6 +20,7 @@ from common.api.fields import Fields, check_int_list, invalid, is_int, shown
 from common.api.handoff import TransferMode, read_transfer_params
 from common.api.messages import CACHE_CONTROL, CacheMark, Message, parse_cache_marks, parse_messages
 from common.api.prompt_ids import PromptIds, read_prompt_ids
+from common.api.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
 from common.api.sampling import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,
@@ -57,7 +58,8 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one."""
+    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one.
+    ``reports_state``, ``resume``: see ``common.api.resume``."""
 
     model: str | None
     prompts: tuple[Prompt, ...]
@@ -68,6 +70,8 @@ class CompletionRequest:
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[SourceHint, ...] = ()
+    resume: Resume | None = None
+    reports_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class ChatRequest:
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[SourceHint, ...] = ()
     prompt_ids: PromptIds | None = None
+    resume: Resume | None = None
+    reports_state: bool = False
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -107,11 +113,15 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     fields = Fields(body)
     mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
     prompts = parse_prompts(body.get("prompt"))
-    sampling, output = SamplingFields(), OutputFields()
+    resume = read_resume(body, num_prompts=len(prompts))
+    sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         sampling = parse_sampling(fields, fields.integer("logprobs", ge=0, le=MAX_LOGPROBS))
+        echoes_logprobs = output.echo and sampling.logprobs is not None
+        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=echoes_logprobs)
+        reports_state = fields.boolean(STREAM_STATE_KEY)
         if sampling.max_tokens == 0 and not output.echo:
             invalid("max_tokens", 0, "at least 1 unless echo is true")
     return CompletionRequest(
@@ -124,6 +134,8 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
         sources=read_source_hints(body, kv_transfer_params),
+        resume=resume,
+        reports_state=reports_state,
     )
 
 
@@ -146,12 +158,15 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         add_generation_prompt = False
-    sampling, output = SamplingFields(), OutputFields()
+    resume = read_resume(body, num_prompts=1)
+    sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         if output.echo:
             invalid("echo", True, "false for chat completions")
+        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=False)
+        reports_state = fields.boolean(STREAM_STATE_KEY)
         sampling = parse_sampling(fields, parse_chat_logprobs(fields))
         if sampling.max_tokens == 0:
             invalid("max_tokens", 0, "at least 1")
@@ -171,6 +186,8 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         kv_transfer_params=kv_transfer_params,
         sources=read_source_hints(body, kv_transfer_params),
         prompt_ids=prompt_ids,
+        resume=resume,
+        reports_state=reports_state,
     )
 
 

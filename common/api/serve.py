@@ -1,45 +1,79 @@
 """Running an app under uvicorn, the same way for every process of the service.
 
 Life cycle: 1 ``bind_socket`` takes the port before anything slow happens, so a port in use is a ``ConfigError`` and
-not a surprise after the model was loaded, 2 ``run_app`` serves until SIGTERM or SIGINT, 3 connections get ``grace_s``
-to end, 4 the app's lifespan closes. Handlers are installed explicitly: a process that a script started in the
-background inherits SIGINT as ignored and must stop all the same.
+not a surprise after the model was loaded, 2 ``run_app`` serves until SIGTERM or SIGINT, 3 the app drains
+(``common.api.drain``, which bounds the time), 4 connections get ``GRACE_S`` to end, 5 the app's lifespan closes, 6 the
+process ends without the interpreter's own clean-up. A second signal ends it at once, from wherever it is. Handlers are
+installed explicitly: a process that a script started in the background inherits SIGINT as ignored and must stop all the
+same.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from starlette.applications import Starlette
 
+from common.api.drain import Drain
+from common.api.head_limit import http_protocol
 from common.errors import ConfigError, TandemError
 
 logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 KEEP_ALIVE_S = 75
+GRACE_S = 1
+FORCED_STATUS = 1
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that ends normally on a signal instead of raising the signal again: being stopped is success.
+    """uvicorn's server that drains on the first signal, ends normally then instead of raising the signal again (being
+    stopped is success), and ends the process on the second."""
 
-    From the signal on ``app.state.is_stopping`` is true: answers without an end have to find one.
-    """
-
-    def __init__(self, config: uvicorn.Config, app: Starlette) -> None:
+    def __init__(self, config: uvicorn.Config, drain: Drain | None) -> None:
         super().__init__(config)
-        self._app = app
+        self._drain = drain
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_signals = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app.state.is_stopping = True
-        super().handle_exit(sig, frame)
+        self._num_signals += 1
+        if self._num_signals > 1:
+            # Whatever a drain or a clean-up still waits for, nobody else does.
+            end_process(FORCED_STATUS)
+        if self._drain is None or self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_to_end, signal.Signals(sig).name)
+
+    def _begin_to_end(self, reason: str) -> None:
+        assert self._drain is not None
+        self._drain.begin(reason)
+        self._ending = asyncio.create_task(self._end(self._drain), name="drain")
+
+    async def _end(self, drain: Drain) -> None:
+        try:
+            await drain.wait()
+        except Exception:  # whatever is wrong with counting, the process has been told to end
+            logger.exception("draining failed")
+        finally:
+            drain.stopped.set()
+            self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,21 +101,22 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info", grace_s: int = 5) -> int:
+def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info") -> int:
     """Serve ``app`` on a bound socket until a signal; returns the process's exit status. Main thread only."""
     config = uvicorn.Config(
         app,
         access_log=False,
+        http=http_protocol(),
         lifespan="on",
         log_config=None,
         # uvicorn's own "info" is about itself; who started what is ours to say.
         log_level="warning" if log_level == "info" else log_level,
         server_header=False,
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
     )
-    server = _Server(config, app)
+    server = _Server(config, getattr(app.state, "drain", None))
     try:
         server.run(sockets=[sock])
     finally:
@@ -96,6 +131,15 @@ def run_main(main: Callable[[], int], *, program: str) -> int:
     except TandemError as exc:
         sys.stderr.write(f"{program}: error: {exc.message}\n")
         return 1
+
+
+def end_process(status: int) -> NoReturn:
+    """End now, without the interpreter's clean-up: taking torch apart costs a node 2-3 s and gives back nothing that
+    the system does not take anyway. Everything that has to be closed has been closed, or is given up."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def configure_logging(log_level: str) -> None:

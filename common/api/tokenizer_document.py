@@ -145,7 +145,7 @@ class TokenizerDocument:
         """Raises UnusableTokenizerError for a body that is no such document."""
         try:
             return cls._read(body)
-        except (InvalidRequestError, TypeError, ValueError, AttributeError) as exc:
+        except (InvalidRequestError, TypeError, ValueError, AttributeError, LookupError) as exc:
             raise UnusableTokenizerError(f"{TOKENIZER_ROUTE} answers what cannot be read: {exc}") from exc
 
     @classmethod
@@ -158,7 +158,7 @@ class TokenizerDocument:
         raw = body.get("tokenizer")
         return cls(
             fingerprint=fingerprint,
-            root_key=bytes.fromhex(body["root_key"]) if "root_key" in body else b"",
+            root_key=bytes.fromhex(body["root_key"]),
             block_size=block_size,
             vocab_size=vocab_size,
             max_model_len=max_model_len,

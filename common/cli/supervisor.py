@@ -2,8 +2,9 @@
 
 Life cycle: 1 start every child, each in a session of its own (a Ctrl-C in the terminal reaches the supervisor alone),
 2 wait until each is ready; a child that dies before that ends everything, 3 watch: a restartable child that dies is
-started again after 1, 2, 4 .. 30 s, any other death ends everything, 4 stop: SIGTERM to all, SIGKILL to what is left
-after a deadline. Leaves by: a signal (status 0), a death at start or of an essential child (status 1). No child
+started again after 1, 2, 4 .. 30 s, any other death ends everything, 4 stop: SIGTERM to those that others depend on
+least (the proxy, whose requests need the nodes to the end), then to the rest, SIGKILL to what is left after a deadline.
+Leaves by: a signal (status 0), a death at start or of an essential child (status 1). No child
 outlives ``run``.
 """
 
@@ -159,7 +160,7 @@ class Supervisor:
         try:
             await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                self._say("stopping")
+                self._say("stopping; requests in flight get their time to end, a second signal ends everything at once")
                 return 0
             return work.result()
         finally:
@@ -231,7 +232,9 @@ class Supervisor:
                 ready_at_s = time.monotonic()
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(child.stop(self._stop_deadline_s) for child in self._children.values()))
+        for is_restarted in (False, True):
+            children = [child for child in self._children.values() if child.spec.is_restarted is is_restarted]
+            await asyncio.gather(*(child.stop(self._stop_deadline_s) for child in children))
 
     def _report_death(self, death: ChildDiedError, where: str) -> None:
         self._say(f"error: {death} {where}")

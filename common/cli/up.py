@@ -20,6 +20,8 @@ from common.cli.supervisor import ChildSpec, Supervisor, check_port_free
 from common.config import NodeConfig, ProxyConfig, to_argv
 
 ENVIRONMENT_PREFIX = "TANDEM_"
+STOP_MARGIN_S = 5.0
+"""What a child gets beyond its drain before it is killed."""
 
 
 def run_up(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -60,6 +62,7 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
         child_specs(config, model),
         environ=child_environ,
         startup_timeout_s=config.startup_timeout_seconds,
+        stop_deadline_s=config.proxy_config().drain_timeout_seconds + STOP_MARGIN_S,
         on_ready=lambda spec: _print(f"{spec.name:<14} ready at {spec.url}"),
         on_all_ready=lambda: _print(welcome(config.proxy_config())),
     )

@@ -392,7 +392,7 @@ class EngineCore:
             tasks.append(
                 SampleTask(
                     params=sequence.sampling,
-                    prompt_token_ids=sequence.request.prompt_token_ids,
+                    prompt_token_ids=sequence.given_token_ids,
                     output_token_ids=sequence.output_token_ids,
                     eos_token_ids=sequence.request.eos_token_ids,
                     index=sequence.index,

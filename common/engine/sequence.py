@@ -28,6 +28,8 @@ class Sequence:
 
     Attributes:
         token_ids: prompt and generated tokens, in order.
+        given_token_ids: the prompt without what of it was generated on another node (``Request.num_resumed_tokens``);
+            what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
             exact prefix hit, a handed-over prompt or a fork.
@@ -42,6 +44,8 @@ class Sequence:
         self.seq_id = f"{request.request_id}#{index}"
         self.keys = keys
         self.token_ids = list(request.prompt_token_ids)
+        num_given = len(request.prompt_token_ids) - request.num_resumed_tokens
+        self.given_token_ids = self.token_ids[:num_given] if request.num_resumed_tokens else request.prompt_token_ids
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.pending_row: Any = None
@@ -83,11 +87,11 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - len(self.given_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[len(self.given_token_ids) :]
 
     @property
     def num_uncomputed_tokens(self) -> int:

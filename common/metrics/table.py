@@ -145,11 +145,22 @@ METRICS: tuple[MetricSpec, ...] = (
         buckets=RATIOS,
         roles=PROXY,
     ),
+    _counter("proxy_retries_total", "Legs sent again before the first byte, by reason.", "reason", roles=PROXY),
+    _counter("proxy_retries_refused_total", "Legs not sent again: the retry budget was spent.", roles=PROXY),
+    _counter(
+        "proxy_migrations_total",
+        "Streams that broke after the first byte, by what became of them.",
+        "outcome",
+        roles=PROXY,
+    ),
     _gauge(
         "prefix_index_entries", "Blocks and checkpoints that the proxy knows of a node's cache.", "node", roles=PROXY
     ),
     _counter("prefix_index_snapshots_total", "Node caches read as a whole, at first and after gaps.", roles=PROXY),
-    _gauge("node_up", "1 while the node answers, else 0.", "node", roles=PROXY),
+    _counter("requests_dropped_total", "Requests that admission turned away, by reason.", "reason", roles=PROXY),
+    _gauge("node_up", "1 while the node answers (also while it drains), else 0.", "node", roles=PROXY),
+    _gauge("breaker_state", "A node's circuit breaker: 0 closed, 1 half-open, 2 open.", "node", roles=PROXY),
+    _counter("breaker_opened_total", "How often a node's breaker opened.", "node", roles=PROXY, sourced=True),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from common.api import responses
+from common.api import drain, responses
 from common.api.errors import install_error_handlers
 from common.api.fields import Fields
 from common.api.http import install_middleware, read_json_object
@@ -70,6 +70,7 @@ def create_node_app(
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
+    drain.add_drain(app, node.drain, has_cluster_key=node.cluster_key is not None)
     app.add_api_route("/v1/completions", serving.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", serving.chat, methods=["POST"])
     _add_public_routes(app, node, serving)
@@ -129,6 +130,8 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
+        if node.drain.is_draining:
+            return JSONResponse({"status": drain.STATUS, "reason": drain.STATUS}, status_code=503)
         reason = node.not_ready_reason()
         if reason is not None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
@@ -157,6 +160,7 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "engine_id": node.engine_id,
             "epoch": str(manager.generations.epoch),
             "pull": True,
+            "resume": True,
             "host": node.advertised_host,
             "port": node.config.port,
             "model": node.served_model_name,
@@ -179,7 +183,7 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             ],
             "max_num_seqs": node.config.max_num_seqs,
             "running": node.core.num_running,
-            "waiting": node.core.num_waiting,
+            "waiting": node.num_waiting,
             "load": load_report(node),
         }
 

@@ -12,13 +12,16 @@ from typing import Any
 from common.api.detokenizer import TextStream
 from common.api.protocol import OutputFields
 from common.api.responses import chat_logprobs, completion_logprobs
+from common.api.resume import RESUME_KEY
 from common.api.tokenizer import TextCodec
+from common.errors import InvalidRequestError
 from common.request import FinishReason, RequestOutput, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one engine output added. ``is_visible``: worth a chunk of its own."""
+    """What one engine output added. ``is_visible``: worth a chunk of its own. ``output_token_ids``: ``token_ids``
+    without an echoed prompt."""
 
     index: int
     text: str
@@ -28,6 +31,7 @@ class ChoiceDelta:
     stop_reason: int | str | None
     is_first: bool
     is_visible: bool
+    output_token_ids: Sequence[int]
 
 
 class Choice:
@@ -79,6 +83,7 @@ class Choice:
         ended_by_token = output.finish_reason is FinishReason.STOP and bool(output.token_ids)
         delta = self._stream.add(output.token_ids, hide_last=ended_by_token)
         text, token_ids = delta.text, list(output.token_ids[: delta.num_tokens_consumed])
+        output_token_ids = token_ids
         entries: list[TokenLogprob | None] = list((output.logprobs or [])[: delta.num_tokens_consumed])
         if delta.stopped is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, delta.stopped
@@ -101,8 +106,31 @@ class Choice:
         is_visible = bool(text) or is_first or self.finish_reason is not None
         is_visible = is_visible or (bool(token_ids) and (logprobs is not None or self._output.return_token_ids))
         return ChoiceDelta(
-            self.index, text, token_ids, logprobs, self.finish_reason, self.stop_reason, is_first, is_visible
+            self.index,
+            text,
+            token_ids,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            is_first,
+            is_visible,
+            output_token_ids,
         )
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Takes in what the client got from another node, so that the next text joins it without a seam.
+
+        Raises:
+            InvalidRequestError: a stop string is in it: the answer has ended.
+        """
+        if self._stream.add(token_ids).stopped is not None:
+            raise InvalidRequestError(
+                f"{RESUME_KEY}.output_token_ids hold the stop string {self._stream.stopped!r}: the answer has ended",
+                param=RESUME_KEY,
+            )
+        self._is_first = False
+        if self._num_logprobs is not None:
+            self._advance_text_offset(token_ids)
 
     def all_logprobs(self) -> dict[str, Any] | None:
         """The block of the whole choice."""
@@ -116,17 +144,19 @@ class Choice:
             return None
         if self._is_chat:
             return chat_logprobs([e for e in entries if e is not None], self._codec.piece, num_top=self._num_logprobs)
-        skip = self._output.skip_special_tokens
         block = completion_logprobs(
             entries,
             self._codec.piece,
             token_ids=token_ids,
             text_offset=self._text_offset,
-            skip_special_tokens=skip,
+            skip_special_tokens=self._output.skip_special_tokens,
             num_top=self._num_logprobs,
         )
-        for token_id in token_ids[: len(entries)]:
-            piece = self._codec.piece(token_id)
-            if not (piece.is_special and skip):
-                self._text_offset += piece.num_chars
+        self._advance_text_offset(token_ids[: len(entries)])
         return block
+
+    def _advance_text_offset(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            piece = self._codec.piece(token_id)
+            if not (piece.is_special and self._output.skip_special_tokens):
+                self._text_offset += piece.num_chars

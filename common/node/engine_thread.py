@@ -110,6 +110,11 @@ class EngineThread:
         if outputs is not None:
             outputs.put_nowait(RequestOutput(request_id, 0, [], error=error))
 
+    def interrupt_all(self, error: TandemError) -> None:
+        """``interrupt`` for everybody. Event loop only."""
+        for request_id in list(self._outputs):
+            self.interrupt(request_id, error)
+
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation early (a stop string matched); what it computed stays cached."""
         self.post(lambda: self._core.finish(request_id, index))

@@ -52,11 +52,11 @@ async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | No
         return None
     num_keys = itertools.accumulate(len(event.keys) for event in found)
     batch = [event for event, total in zip(found, num_keys, strict=True) if total - len(event.keys) < MAX_KEYS]
-    return list(_changes(batch)), batch[-1].sequence_number if batch else since
+    return list(changes_of(batch)), batch[-1].sequence_number if batch else since
 
 
 def _snapshot_answer(node: Node, snapshot: CacheSnapshot, limit: int | None) -> Response:
-    return _answer(node, snapshot.sequence_number, list(_changes(snapshot.events[:limit])), is_snapshot=True)
+    return _answer(node, snapshot.sequence_number, list(changes_of(snapshot.events[:limit])), is_snapshot=True)
 
 
 def _answer(node: Node, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
@@ -73,7 +73,7 @@ def _answer(node: Node, last: int, changes: list[CacheChange], *, is_snapshot: b
     return Response(encode_json(news.to_json()), media_type="application/json")
 
 
-def _changes(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
+def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
     """The events in order; neighbours that say the same of the same group are one change."""
     keyed = itertools.groupby(events, key=_merge_key)
     for (is_stored, group, number), run in keyed:

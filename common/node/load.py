@@ -19,7 +19,7 @@ def load_report(node: Node) -> dict[str, Any]:
     block_bytes = sum(num_bytes for group, num_bytes in groups if group.window is None)
     return {
         "running": core.num_running,
-        "waiting": core.num_waiting,
+        "waiting": node.num_waiting,
         "uncomputed_prompt_tokens": core.num_uncomputed_prompt_tokens,
         "max_num_seqs": node.config.max_num_seqs,
         "max_num_batched_tokens": node.config.max_num_batched_tokens,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from common.node.runtime import NodeModel
 
-GRACE_S = 30
-
 
 def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[NodeConfig, NodeModel], FastAPI]]) -> int:
     """Exit status of the process. ``import_app`` imports the role's app module and returns its ``create_app``."""
@@ -35,6 +33,6 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         from common.node.runtime import load_node_model
 
         model = load_node_model(config)
-        return run_app(create_app(config, model), sock, log_level=config.log_level, grace_s=GRACE_S)
+        return run_app(create_app(config, model), sock, log_level=config.log_level)
 
     return run_main(main, program=f"tandem {role}")

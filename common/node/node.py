@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
 
+from common.api.drain import Drain
 from common.config import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
-from common.errors import QueueFullError, RequestAbortedError
+from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError
 from common.kv_cache.results import PullPlan
 from common.kv_cache.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
@@ -54,6 +56,10 @@ class Node:
         self.served_model_name = config.served_model_name or config.model
         self.cluster_key = read_cluster_key(config)
         self.verify = config.kv_transfer_verify
+        self.num_in_intake = 0
+        self.drain = Drain(
+            self.name, config.drain_timeout_seconds, count_held=self._count_leases, cut_off=self._interrupt_all
+        )
         self.core: EngineCore = create_core(config, model)
         self.prefix_sources = PrefixSources(self)
         self.pull_times = LinearCost()
@@ -105,12 +111,40 @@ class Node:
     # --- requests
 
     def check_admission(self) -> None:
-        """Raises QueueFullError when too many requests wait for their turn already."""
+        """Raises DrainingError, or QueueFullError when too many requests wait for their turn already."""
+        self.drain.check_admission()
         waiting = self.core.num_waiting
         if waiting > self.config.max_queue:
             raise QueueFullError(
                 f"{waiting} requests are waiting on {self.name}, --max-queue is {self.config.max_queue}"
             )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait: for the engine, or for the first part of a prompt that a peer computes."""
+        return self.core.num_waiting + self.num_in_intake
+
+    @contextlib.contextmanager
+    def in_intake(self) -> Iterator[None]:
+        self.num_in_intake += 1
+        try:
+            yield
+        finally:
+            self.num_in_intake -= 1
+
+    # --- what draining needs
+
+    async def _count_leases(self) -> int:
+        """Prompts that are held for readers; none when the engine has ended."""
+        try:
+            return (await self._read_stats()).leases_active
+        except TimeoutError:  # a long step: they are there as long as nobody says otherwise
+            return 1
+        except NodeUnavailableError:
+            return 0
+
+    def _interrupt_all(self, error: NodeUnavailableError) -> None:
+        self.engine.interrupt_all(error)
 
     # --- common.node.pulling.PullListener
 
@@ -151,7 +185,7 @@ class Node:
     def _samples(self) -> Samples:
         core = self.core
         return cache_samples(
-            self.cache_stats, running=core.num_running, waiting=core.num_waiting, preemptions=core.num_preemptions
+            self.cache_stats, running=core.num_running, waiting=self.num_waiting, preemptions=core.num_preemptions
         )
 
     async def refresh_stats(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -37,7 +38,7 @@ def add_pull_routes(app: FastAPI, node: Node) -> None:
 
     @app.get(LIVENESS_ROUTE)
     async def liveness() -> StreamingResponse:
-        return StreamingResponse(_beats(app, node), media_type="application/x-ndjson")
+        return StreamingResponse(_beats(node), media_type="application/x-ndjson")
 
     @app.post(PULL_ROUTE)
     async def pull(http: HttpRequest) -> Response:
@@ -77,14 +78,15 @@ async def _follow(node: Node, query: RendezvousQuery) -> Response:
     return JSONResponse(nothing_new_answer(query.after) if found is None else found.to_params())
 
 
-async def _beats(app: FastAPI, node: Node) -> AsyncIterator[str]:
+async def _beats(node: Node) -> AsyncIterator[str]:
     """A line each ``BEAT_S`` until the reader leaves or the process stops serving."""
     life = {"engine_id": node.engine_id, "epoch": str(node.model.manager.generations.epoch)}
     beat = 0
-    while not getattr(app.state, "is_stopping", False):
+    while not node.drain.stopped.is_set():
         yield json.dumps({**life, "beat": beat}) + "\n"
         beat += 1
-        await asyncio.sleep(BEAT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(node.drain.stopped.wait(), BEAT_S)
 
 
 def _lease_ids(body: Mapping[str, Any]) -> list[str]:

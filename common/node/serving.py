@@ -37,6 +37,7 @@ from common.api.protocol import (
     parse_completion,
     to_sampling_params,
 )
+from common.api.resume import RESUME_KEY, Resume, state_line
 from common.api.tokenizer import TextCodec
 from common.errors import InvalidRequestError, RequestAbortedError, TandemError
 from common.node.choices import Choice, ChoiceDelta
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 THREAD_TOKENISE_CHARS = 20_000
 """Longer texts are tokenised off the event loop (about 10 ms of work)."""
+THREAD_RESUME_TOKENS = 256
+"""More tokens of a resumed answer are turned into text off the event loop (about 10 ms of work)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Intake(Protocol):
 @dataclass(slots=True)
 class PromptJob:
     """One prompt of a request on its way through the engine. ``taken``: what became of ``handover``, once it was looked
-    at."""
+    at. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far."""
 
     index: int
     request_id: str
@@ -99,6 +102,7 @@ class PromptJob:
     sampling: SamplingParams
     handover: Handover | None
     choices: list[Choice]
+    num_resumed: int = 0
     taken: Taken = field(default_factory=Taken)
 
 
@@ -206,6 +210,15 @@ class Serving:
     # --- from body to engine requests
 
     async def _prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
+        """One entry per prompt; the answer so far of one that is resumed is part of it."""
+        prompts = await self._given_prompts(request)
+        if request.resume is None:
+            return prompts
+        [prompt] = prompts
+        token_ids = [*prompt.token_ids, *self._resumed_tokens(request.resume)]
+        return [EncodedPrompt(token_ids, prompt.semantic_boundaries)]
+
+    async def _given_prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
         if isinstance(request, ChatRequest):
             if request.prompt_ids is not None:
                 return [self._given(request.prompt_ids)]
@@ -234,6 +247,11 @@ class Serving:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
 
+    def _resumed_tokens(self, resume: Resume) -> tuple[int, ...]:
+        vocab_size = self._node.model.cache_config.geometry.vocab_size
+        check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, vocab_size)
+        return resume.output_token_ids
+
     def _sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
         return to_sampling_params(
             request,
@@ -255,9 +273,14 @@ class Serving:
             )
         else:
             prompts = await self._prompts(request)
+        num_resumed = len(request.resume.output_token_ids) if request.resume is not None else 0
         jobs = []
         for index, prompt in enumerate(prompts):
-            sampling = self._sampling(request, prompt.token_ids)
+            given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
+            sampling = self._sampling(request, given)
+            choices = self._choices(request, index, given, sampling)
+            if request.resume is not None:
+                await self._resume(request.resume, prompt.token_ids, sampling, choices[0])
             jobs.append(
                 PromptJob(
                     index=index,
@@ -266,10 +289,29 @@ class Serving:
                     semantic_boundaries=prompt.semantic_boundaries,
                     sampling=sampling,
                     handover=handovers[index] if handovers and not sampling.prompt_logprobs else None,
-                    choices=self._choices(request, index, prompt.token_ids, sampling),
+                    choices=choices,
+                    num_resumed=num_resumed,
                 )
             )
         return jobs
+
+    @staticmethod
+    async def _resume(resume: Resume, token_ids: Sequence[int], sampling: SamplingParams, choice: Choice) -> None:
+        output_token_ids = resume.output_token_ids
+        if len(token_ids) <= len(output_token_ids) or tuple(token_ids[-len(output_token_ids) :]) != output_token_ids:
+            raise InvalidRequestError(
+                f"{RESUME_KEY}.output_token_ids must be the end of the prompt that was handed over", param=RESUME_KEY
+            )
+        if len(output_token_ids) >= sampling.max_tokens:
+            raise InvalidRequestError(
+                f"{RESUME_KEY}.output_token_ids must be fewer than max_tokens {sampling.max_tokens}, got "
+                f"{len(output_token_ids)}",
+                param=RESUME_KEY,
+            )
+        if len(output_token_ids) > THREAD_RESUME_TOKENS:
+            await asyncio.to_thread(choice.resume, output_token_ids)
+        else:
+            choice.resume(output_token_ids)
 
     def _handovers(self, request: GenerationRequest) -> list[Handover]:
         if self._intake is None:
@@ -319,7 +361,8 @@ class Serving:
             if job.handover is not None:
                 assert self._intake is not None
                 taking = self._intake.take(job.handover, job.token_ids, request.cache_salt)
-                job.taken = await stack.enter_async_context(taking)
+                with self._node.in_intake():
+                    job.taken = await stack.enter_async_context(taking)
             remote = job.taken.prefix
             if job.handover is None and not job.sampling.prompt_logprobs:
                 asking = self._node.prefix_sources.prefix(job.token_ids, request.cache_salt, request.sources)
@@ -337,6 +380,7 @@ class Serving:
                 lost_remote=job.taken.is_lost,
                 arrival_s=time.monotonic(),
                 semantic_boundaries=job.semantic_boundaries,
+                num_resumed_tokens=job.num_resumed,
             )
             outputs = await stack.enter_async_context(contextlib.aclosing(self._node.engine.generate(engine_request)))
             async for output in outputs:
@@ -367,10 +411,13 @@ class _ResponseBuilder:
         self._is_chat = isinstance(request, ChatRequest)
         self._num_cached_tokens = 0
         self._record = record
+        resume = request.resume
+        self._unreported: list[int] = []
+        self._has_reported = False
         self._envelope = {
             "response_id": _response_id(http, request),
             "model": self._node.served_model_name,
-            "created": int(time.time()),
+            "created": int(time.time()) if resume is None or resume.created is None else resume.created,
         }
 
     async def whole(self) -> Response:
@@ -403,8 +450,10 @@ class _ResponseBuilder:
         try:
             async with contextlib.aclosing(self._deltas()) as deltas:
                 async for delta in deltas:
+                    self._unreported += delta.output_token_ids
                     if delta.is_visible:
-                        yield responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+                        event = responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+                        yield self._state_line(delta) + event if self._request.reports_state else event
                         is_started = True
             include_usage = self._request.output.include_usage
             if include_usage or self._trace is not None:
@@ -426,6 +475,17 @@ class _ResponseBuilder:
                 raise
             logger.exception("stream failed id=%s", self._envelope["response_id"])
             yield responses.sse_error(exc)
+
+    def _state_line(self, delta: ChoiceDelta) -> bytes:
+        """What the client knows once it has the event that follows, tokens without an event of their own included."""
+        token_ids, self._unreported = self._unreported, []
+        is_first, self._has_reported = not self._has_reported, True
+        return state_line(
+            token_ids,
+            created=self._envelope["created"],
+            num_cached_tokens=self._num_cached_tokens if is_first else None,
+            is_end=delta.finish_reason is not None,
+        )
 
     def _chunk_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         token_ids = delta.token_ids if self._request.output.return_token_ids else None
@@ -477,13 +537,17 @@ class _ResponseBuilder:
         report = job.taken.report
         prefill_computed = report.computed_tokens if report is not None else 0
         computed = prefill_computed + output.num_local_computed_tokens
-        self._num_cached_tokens += max(0, len(job.token_ids) - computed)
+        resume = self._request.resume
+        if resume is not None and resume.num_cached_tokens is not None:
+            self._num_cached_tokens = resume.num_cached_tokens
+        else:
+            self._num_cached_tokens += max(0, len(job.token_ids) - job.num_resumed - computed)
         self._record.prompt_done(len(job.token_ids), output)
         if self._trace is not None:
             self._trace.add_prompt(job.taken, output)
 
     def _usage(self) -> dict[str, Any]:
-        num_prompt_tokens = sum(len(job.token_ids) for job in self._jobs)
+        num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
         num_completion_tokens = sum(choice.num_completion_tokens for job in self._jobs for choice in job.choices)
         return responses.usage_block(num_prompt_tokens, num_completion_tokens, self._num_cached_tokens)
 

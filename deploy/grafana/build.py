@@ -64,6 +64,13 @@ OVERVIEW = (
                 ),
             ),
             Panel(
+                "Turned away",
+                "By the proxy's admission. 'rejected': nothing was spent. 'evicted': it had waited or been worked on.",
+                "reqps",
+                (("{{reason}}", "sum by (reason) (rate(tandem_requests_dropped_total[5m]))"),),
+                stacked=True,
+            ),
+            Panel(
                 "Tokens",
                 "Prompt tokens by where their state came from (only 'computed' cost work), and generated tokens.",
                 "short",

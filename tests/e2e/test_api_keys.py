@@ -29,6 +29,8 @@ INTERNAL_ROUTES = [
     ("GET", "/internal/v1/info"),
     ("GET", "/internal/v1/transfer"),
     ("GET", "/internal/v1/cache/check"),
+    ("GET", "/internal/v1/cache/events"),
+    ("GET", "/internal/v1/tokenizer"),
     ("POST", "/internal/v1/leases/renew"),
     ("POST", "/internal/v1/leases/release"),
 ]
@@ -140,3 +142,16 @@ def test_keys_when_processes_run_then_are_in_no_command_line_and_no_log(keyed: K
         for key in (FIRST_KEY, SECOND_KEY, CLUSTER_KEY):
             assert key not in command_line
             assert key not in node.process.log.read_text(errors="replace")
+
+
+def test_tandem_prompt_when_the_cluster_key_is_missing_then_it_is_an_unknown_field(keyed: Keyed) -> None:
+    url = keyed.service.decode[0].url + "/v1/chat/completions"
+    ids = {"tandem_prompt": {"token_ids": PROMPT}, "max_tokens": 2}
+    given = {**ids, "messages": [{"role": "user", "content": "hello"}]}
+    alone = httpx.post(url, json=ids, headers=bearer(FIRST_KEY), timeout=60)
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "messages")
+    answers = [
+        httpx.post(url, json=given, headers=headers, timeout=60).json()["usage"]["prompt_tokens"]
+        for headers in (bearer(FIRST_KEY), {"X-Tandem-Cluster-Key": CLUSTER_KEY})
+    ]
+    assert answers[0] != answers[1] == len(PROMPT)

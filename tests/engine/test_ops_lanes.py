@@ -11,6 +11,7 @@ import torch
 from common.models.fingerprint import user_cache_dir
 from common.ops.cpp.backend import CppOps
 from common.ops.cpp.build import BuildError, load_library
+from common.ops.cpp.linear import large_pages
 from common.ops.interface import Ops
 from tests.engine.test_ops_cpp import CUTS, DTYPES, HEADS, SCANS, Heads, attend_in_pieces, make_scan
 from tests.support.ops import make_ops
@@ -19,9 +20,15 @@ pytestmark = pytest.mark.full
 MACHINES = {
     "8_lanes": ("-march=x86-64-v3", "-fopenmp"),
     "16_lanes_without_bf16": ("-march=x86-64-v4", "-fopenmp"),
+    "16_lanes_without_tiles": ("-march=cooperlake", "-fopenmp"),
     "4_lanes": ("-march=x86-64", "-fopenmp"),
 }
-NEEDS = {"8_lanes": "avx2", "16_lanes_without_bf16": "avx512vl", "4_lanes": "sse2"}
+NEEDS = {
+    "8_lanes": "avx2",
+    "16_lanes_without_bf16": "avx512vl",
+    "16_lanes_without_tiles": "avx512_bf16",
+    "4_lanes": "sse2",
+}
 
 
 @pytest.fixture(params=MACHINES)
@@ -64,3 +71,20 @@ def test_attention_when_compiled_for_fewer_lanes_then_cuts_keep_every_bit_and_to
     reference = attend_in_pieces(make_ops("torch"), heads, dtype, (), window)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert float((expected.float() - reference.float()).abs().max()) < tolerance
+
+
+@DTYPES
+def test_linear_when_compiled_for_fewer_lanes_then_each_row_keeps_its_bits_and_is_no_further_than_torch(
+    ops: Ops, dtype: torch.dtype
+) -> None:
+    assert isinstance(ops, CppOps)
+    linears = ops.linears
+    weight = torch.randn(100, 515, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(40, 515, generator=torch.Generator().manual_seed(2)).to(dtype)
+    packed = linears.pack(weight, large_pages(linears.num_words(weight)))
+    found = linears.linear(x, packed)
+    assert torch.equal(torch.cat([linears.linear(row[None], packed) for row in x]), found)
+    truth, theirs = x.double() @ weight.double().T, torch.nn.functional.linear(x, weight)
+    allowed = 1.1 if dtype == torch.bfloat16 else 3.0
+    assert (found.double() - truth).abs().mean() <= allowed * (theirs.double() - truth).abs().mean() + 1e-7
+    assert torch.equal(linears.rows(packed, torch.arange(100)), weight)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 
 WAIT_S = 20.0
+T = TypeVar("T")
+
+
+class _Server(uvicorn.Server):
+    loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
 
 class AppServer:
     """One running app. ``stop`` closes its listener and connections; it may be called twice."""
 
-    def __init__(self, app: Starlette, port: int = 0) -> None:
+    def __init__(self, app: Starlette, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.app = app
+        self.host = host
         config = uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+            app, host=host, port=port, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_for(lambda: self._server.started or not self._thread.is_alive(), "the server to start")
@@ -29,7 +43,11 @@ class AppServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the app's event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._server.loop).result(WAIT_S)
 
     def ask_to_stop(self) -> None:
         """Begin to stop without waiting, for stopping several at once."""

@@ -26,6 +26,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
+DRAIN_WAIT_S = 5.0
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 PORTS = (10_240, 32_000)
@@ -84,13 +85,15 @@ class Process:
         return self.log.read_text(errors="replace")[-num_chars:]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends the process; SIGKILL when it does not go. Returns its exit status."""
+        """Ends the process: asks, asks again when it still drains (which ends it at once), then SIGKILL. Returns its
+        exit status."""
+        for wait_s in (DRAIN_WAIT_S, STOP_TIMEOUT_S):
+            if self.popen.poll() is None:
+                self.popen.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.popen.wait(wait_s)
         if self.popen.poll() is None:
-            self.popen.send_signal(number)
-            try:
-                self.popen.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
+            self.kill()
         self._file.close()
         return int(self.popen.wait())
 

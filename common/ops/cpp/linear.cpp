@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "step.h"
 
 #if defined(__linux__)
@@ -45,7 +46,9 @@ struct Linear {
 struct Layout {  // of one packed weight
     int64_t steps, panels;
     Layout(int64_t dtype, int64_t in, int64_t out)
-        : steps(dtype == kFloat32 ? in : (in + 1) / 2), panels((out + kPanel - 1) / kPanel) {}
+        : steps(dtype == kFloat32 ? in : (in + 1) / 2), panels((out + kPanel - 1) / kPanel) {
+        if (dtype == kBFloat16 && has_amx()) steps = (steps + kTileSteps - 1) / kTileSteps * kTileSteps;
+    }
     int64_t words() const { return panels * steps * kPanel; }
 };
 
@@ -224,6 +227,89 @@ void run(const Linear& args) {
     });
 }
 
+#if defined(TANDEM_AMX)
+constexpr int64_t kBlockTiles = kBlockSteps / kTileSteps;
+constexpr int64_t kCachedBytes = 768 << 10;  // of x, which every panel reads: they stay in the L2 cache
+constexpr int64_t kMaxCachedRows = 512;
+constexpr int64_t kTaskPanels = 4;
+
+struct Chunk {  // rows [first, last), all of one weight
+    int64_t weight, first, last;
+};
+
+// sums [count, kPanel] -> rows [first, first + count) of the output.
+void store_rows(const Linear& args, int64_t first, int64_t count, int64_t channel, const float* sums) {
+    const bool is_plain = args.bias == nullptr && channel + kPanel <= args.out_features;
+    uint16_t* out = static_cast<uint16_t*>(args.out) + first * args.out_stride + channel;
+    for (int64_t r = 0; r < count; r++, sums += kPanel, out += args.out_stride) {
+        const vf both[kVectors] = {load(sums), load(sums + kLanes)};
+        if (is_plain) {
+            const auto rounded = _mm512_cvtne2ps_pbh((__m512)both[1], (__m512)both[0]);
+            std::memcpy(out, &rounded, sizeof rounded);
+        } else {
+            store_panel(args, first + r, channel, both);
+        }
+    }
+}
+
+// One panel for the rows of a chunk. totals: [rows, kPanel]
+void run_panel(const Linear& args, const Layout& layout, Tiles& tiles, const Chunk& chunk, int64_t panel, const char* x,
+               int64_t row_bytes, float* totals) {
+    const uint32_t* weight = args.weight + (chunk.weight * layout.panels + panel) * layout.steps * kPanel;
+    const int64_t num_tiles = layout.steps / kTileSteps;
+    const bool is_single = chunk.last - chunk.first <= kGroupRows;
+    for (int64_t begin = 0; begin < num_tiles; begin += kBlockTiles) {  // a block of the panel stays in the L1 cache
+        const int64_t end = std::min(begin + kBlockTiles, num_tiles);
+        for (int64_t first = chunk.first; first < chunk.last; first += kGroupRows) {
+            const int64_t count = std::min(kGroupRows, chunk.last - first);
+            const auto multiply = count > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
+            tiles.set_rows(count);
+            float* sums = totals + (first - chunk.first) * kPanel;
+            multiply(x + first * row_bytes + begin * 64, row_bytes, weight + begin * kTileSteps * kPanel, end - begin,
+                     begin != 0, is_single ? kFarWords : 0, sums);
+            if (end == num_tiles) store_rows(args, first, count, panel * kPanel, sums);
+        }
+    }
+}
+
+void run_amx(const Linear& args) {
+    const Layout layout(args.dtype, args.in_features, args.out_features);
+    const int64_t num_rows = args.begin[args.num_groups];
+    const char* x = static_cast<const char*>(args.x);
+    int64_t row_bytes = args.x_stride * 2;
+    if (args.in_features != 2 * layout.steps) {  // rows must be whole tiles wide
+        const int64_t from_bytes = row_bytes;
+        row_bytes = layout.steps * 4;
+        char* padded_x = reinterpret_cast<char*>(scratch(num_rows * layout.steps));
+        for (int64_t r = 0; r < num_rows; r++) {
+            std::memcpy(padded_x + r * row_bytes, x + r * from_bytes, args.in_features * 2);
+            std::memset(padded_x + r * row_bytes + args.in_features * 2, 0, row_bytes - args.in_features * 2);
+        }
+        x = padded_x;
+    }
+    const int64_t fitting = kCachedBytes / (layout.steps * 4) / kGroupRows * kGroupRows;
+    const int64_t chunk_rows = std::min(std::max(fitting, kGroupRows), kMaxCachedRows);
+    std::vector<Chunk> chunks;
+    for (int64_t g = 0; g < args.num_groups; g++) {
+        for (int64_t first = args.begin[g]; first < args.begin[g + 1]; first += chunk_rows) {
+            chunks.push_back({g, first, std::min(first + chunk_rows, args.begin[g + 1])});
+        }
+    }
+    const int64_t tasks = (layout.panels + kTaskPanels - 1) / kTaskPanels;
+    parallel(tasks * int64_t(chunks.size()), args.num_threads, num_rows * args.in_features * args.out_features,
+             [&](int64_t task) {
+                 static thread_local std::vector<float> totals;
+                 const Chunk& chunk = chunks[task / tasks];
+                 const int64_t begin = task % tasks * kTaskPanels, end = std::min(begin + kTaskPanels, layout.panels);
+                 totals.resize(chunk_rows * kPanel);
+                 Tiles tiles;
+                 for (int64_t panel = begin; panel < end; panel++) {
+                     run_panel(args, layout, tiles, chunk, panel, x, row_bytes, totals.data());
+                 }
+             });
+}
+#endif
+
 struct Pack {
     const void* weight;  // [num_groups, out, in], dense
     uint32_t* packed;
@@ -242,6 +328,7 @@ inline uint32_t word(const Pack& args, const void* row, int64_t step) {
         return bits;
     }
     const uint16_t* p = static_cast<const uint16_t*>(row) + 2 * step;
+    if (2 * step >= args.in_features) return 0;
     return 2 * step + 1 < args.in_features ? p[0] | uint32_t(p[1]) << 16 : p[0];
 }
 
@@ -260,11 +347,11 @@ struct Unpack {
 extern "C" {
 
 void tandem_linear(const Linear* args) {
-    if (args->dtype == kFloat32) {
-        run<Float32>(*args);
-    } else {
-        run<BFloat16>(*args);
-    }
+    if (args->dtype == kFloat32) return run<Float32>(*args);
+#if defined(TANDEM_AMX)
+    if (has_amx()) return run_amx(*args);
+#endif
+    run<BFloat16>(*args);
 }
 
 // 32-bit words of one packed weight.
@@ -307,7 +394,7 @@ void tandem_unpack(const Unpack* args) {
         char* to = static_cast<char*>(args->out) + i * row_bytes;
         const int64_t whole = args->in_features / per_word;
         for (int64_t s = 0; s < whole; s++) std::memcpy(to + 4 * s, from + s * kPanel, 4);
-        if (whole < layout.steps) std::memcpy(to + 4 * whole, from + whole * kPanel, 2);
+        if (per_word * whole < args->in_features) std::memcpy(to + 4 * whole, from + whole * kPanel, 2);
     });
 }
 

@@ -15,7 +15,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import (
     CLUSTER_KEY_HEADER,
     MAX_JSON_DEPTH,
-    KeyMiddleware,
+    Gate,
     install_middleware,
     parse_json_object,
     read_json_object,
@@ -202,7 +202,7 @@ async def test_cluster_key_guards_internal_routes_and_lets_a_peer_in() -> None:
 async def test_empty_key_is_refused_at_start() -> None:
     for bad in ({"api_keys": [""]}, {"cluster_key": ""}):
         with pytest.raises(ConfigError):
-            KeyMiddleware(create_app(), **bad)  # type: ignore[arg-type]
+            Gate(**bad)  # type: ignore[arg-type]
 
 
 async def test_request_id_is_taken_when_valid_and_made_otherwise() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from common.config import parse_node_url
 from common.metrics.table import METRICS, PREFIX, Kind
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,6 +163,40 @@ def test_kubernetes_workloads_when_read_then_probes_ports_and_roles_are_those_of
         }
         assert paths == {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_drain_timeouts_when_read_then_end_before_the_grace_periods() -> None:
+    margin_s = 10  # the end itself, and a slow machine
+    base = DEPLOY / "kubernetes" / "base"
+    settings = list(yaml.safe_load_all((base / "config.yaml").read_text()))
+    [of_nodes] = [each["data"] for each in settings if each["metadata"]["name"] == "tandem-node"]
+    for name in ("proxy", "prefill", "decode"):
+        documents = list(yaml.safe_load_all((base / f"{name}.yaml").read_text()))
+        [pod] = [each["spec"]["template"]["spec"] for each in documents if "template" in each["spec"]]
+        [container] = pod["containers"]
+        own = {each["name"]: each.get("value") for each in container["env"]}
+        drain_s = float(own.get("TANDEM_DRAIN_TIMEOUT_SECONDS") or of_nodes["TANDEM_DRAIN_TIMEOUT_SECONDS"])
+        [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert float(pause) + drain_s + margin_s <= pod["terminationGracePeriodSeconds"], name
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("proxy", "prefill", "decode", "prefill-gpu", "decode-gpu"):
+        grace_s = float(services[name]["stop_grace_period"].removesuffix("s"))
+        assert float(services[name]["environment"]["TANDEM_DRAIN_TIMEOUT_SECONDS"]) + margin_s <= grace_s, name
+
+
+def test_kubernetes_proxy_when_read_then_its_nodes_are_the_addresses_of_their_services() -> None:
+    base = DEPLOY / "kubernetes" / "base"
+    [deployment] = [
+        each for each in yaml.safe_load_all((base / "proxy.yaml").read_text()) if each["kind"] == "Deployment"
+    ]
+    given = {each["name"]: each["value"] for each in deployment["spec"]["template"]["spec"]["containers"][0]["env"]}
+    for role in ("prefill", "decode"):
+        documents = yaml.safe_load_all((base / f"{role}.yaml").read_text())
+        [service] = [each for each in documents if each["kind"] == "Service"]
+        [port] = service["spec"]["ports"]
+        assert service["spec"]["clusterIP"] == "None"
+        url = f"dns+http://{service['metadata']['name']}:{port['port']}"
+        assert parse_node_url(given[f"TANDEM_{role.upper()}"]) == url
 
 
 def run_tool(*command: str, cwd: Path = ROOT) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,21 @@ class Cluster:
     prefill: list[FakeNode]
     decode: list[FakeNode]
     servers: dict[str, AppServer] = field(default_factory=dict)
+    proxy: AppServer | None = None
 
     def stop_node(self, node: FakeNode) -> None:
         self.servers[node.name].stop()
+
+    def end_drain(self) -> None:
+        """Drain the proxy as a signal would, to the end of its deadline."""
+        assert self.proxy is not None
+        drain = self.proxy.app.state.drain
+
+        async def work() -> None:
+            drain.begin("a test")
+            await drain.wait()
+
+        self.proxy.run(work())
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one series of the proxy; 0 when it is not there."""
@@ -48,15 +60,27 @@ StartCluster = Callable[..., Cluster]
 def start_cluster() -> Iterator[StartCluster]:
     """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to.
 
-    ``pull``: nodes that can follow a prompt while it is computed.
+    ``pull``: nodes that can follow a prompt while it is computed. ``documents``: internal routes that they all have.
+    ``pull``: nodes that can follow a prompt while it is computed; ``resume``: that go on with others' answers.
+    ``more_prefill``, ``more_decode``: URLs of nodes of the test's own.
     """
     with contextlib.ExitStack() as stack:
 
         def start(
-            num_prefill: int = 1, num_decode: int = 1, *, wait: bool = True, pull: bool = False, **config: Any
+            num_prefill: int = 1,
+            num_decode: int = 1,
+            *,
+            wait: bool = True,
+            pull: bool = False,
+            documents: Mapping[str, Any] | None = None,
+            resume: bool = False,
+            more_prefill: Sequence[str] = (),
+            more_decode: Sequence[str] = (),
+            **config: Any,
         ) -> Cluster:
-            prefill = [FakeNode(f"prefill-{index}", pull=pull) for index in range(num_prefill)]
-            decode = [FakeNode(f"decode-{index}", pull=pull) for index in range(num_decode)]
+            common = {"pull": pull, "documents": dict(documents or {})}
+            prefill = [FakeNode(f"prefill-{index}", **common) for index in range(num_prefill)]
+            decode = [FakeNode(f"decode-{index}", resume=resume, **common) for index in range(num_decode)]
             servers = {}
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())
@@ -70,8 +94,8 @@ def start_cluster() -> Iterator[StartCluster]:
             proxy = AppServer(
                 create_app(
                     ProxyConfig(
-                        prefill=tuple(servers[node.name].url for node in prefill),
-                        decode=tuple(servers[node.name].url for node in decode),
+                        prefill=(*(servers[node.name].url for node in prefill), *more_prefill),
+                        decode=(*(servers[node.name].url for node in decode), *more_decode),
                         **config,
                     )
                 )
@@ -82,9 +106,9 @@ def start_cluster() -> Iterator[StartCluster]:
             client = stack.enter_context(httpx.Client(base_url=proxy.url, timeout=20, trust_env=False))
             if wait:
                 wait_for(lambda: client.get("/ready").status_code == 200, "the proxy to be ready")
-                names = [server.url for server in servers.values()]
-                cluster = Cluster(client, prefill, decode, servers)
+                names = [*(server.url for server in servers.values()), *more_prefill, *more_decode]
+                cluster = Cluster(client, prefill, decode, servers, proxy)
                 wait_for(lambda: all(cluster.metric("tandem_node_up", node=url) for url in names), "all nodes up")
-            return Cluster(client, prefill, decode, servers)
+            return Cluster(client, prefill, decode, servers, proxy)
 
         yield start

@@ -10,6 +10,7 @@ import asyncio
 import enum
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ class Fault(enum.Enum):
     NO_PARAMS = "no_params"  # a prefill answer without kv_transfer_params
     BREAK_EARLY = "break_early"  # breaks the connection after the headers, before the first byte of the body
     BREAK_LATE = "break_late"  # breaks the connection in the middle of the stream
+    BREAK_LAST = "break_last"  # breaks the connection when only the [DONE] is missing
+    END_EARLY = "end_early"  # ends the stream in the middle, as if it were complete
+    TELL_ERROR = "tell_error"  # an error event in the middle of the stream
     STALL = "stall"  # falls silent after the first chunk
 
 
@@ -45,9 +49,15 @@ class FakeNode:
     fault: Fault = Fault.NONE
     status: int = 500
     is_ready: bool = True
+    is_draining: bool = False
+    refuses_as_draining: bool = False
+    num_refused: int = 0
+    role: str | None = None
+    epoch: str = "77"
     model: str = "fake"
     fingerprint: str = "f00d"
     pull: bool = False
+    resume: bool = False
     code: str = "no"
     port: int = 0
     may_finish: bool = True
@@ -58,8 +68,13 @@ class FakeNode:
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)  # further internal routes: path -> JSON
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
+    may_answer: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     @property
     def bodies(self) -> list[Any]:
@@ -70,6 +85,8 @@ class FakeNode:
 
         @app.get("/ready")
         async def ready() -> Response:
+            if self.is_draining:
+                return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
 
         @app.get("/internal/v1/info")
@@ -80,9 +97,18 @@ class FakeNode:
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.resume:
+                body |= {"resume": True}
+            if self.role is not None:
+                body["role"] = self.role
             if self.pull:
-                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": "77"}
+                body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
             return body
+
+        @app.get("/internal/v1/{path:path}")
+        async def document(path: str) -> Response:
+            known = path in self.documents
+            return JSONResponse(self.documents.get(path), 200 if known else 404)
 
         @app.post("/internal/v1/leases/release")
         async def release(request: Request) -> dict[str, Any]:
@@ -109,6 +135,9 @@ class FakeNode:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
+        if self.refuses_as_draining:
+            self.num_refused += 1
+            return JSONResponse({"error": {"message": "draining", "code": "draining"}}, 503)
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
@@ -125,8 +154,10 @@ class FakeNode:
             params = {"do_remote_prefill": True, "remote_host": self.name, "tandem_lease_id": self._lease_id()}
             return JSONResponse({} if self.fault is Fault.NO_PARAMS else {"kv_transfer_params": params})
         await self._follow(body.get("kv_transfer_params"))
+        while not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
         if body.get("stream"):
-            return StreamingResponse(self._events(), media_type="text/event-stream")
+            return StreamingResponse(self._events(body), media_type="text/event-stream")
         return JSONResponse({"node": self.name, "object": "text_completion"})
 
     def _lease_id(self) -> str:
@@ -162,16 +193,33 @@ class FakeNode:
             pass
         self.num_aborted += 1
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """Chunk N has the tokens 10 * N and 10 * N + 1."""
+        known = (body.get("tandem_resume") or {}).get("output_token_ids", [])
         try:
             if self.fault is Fault.BREAK_EARLY:
                 raise ConnectionError("on demand")
-            for index in range(NUM_CHUNKS):
+            for index in range(len(known) // 2, NUM_CHUNKS):
+                if body.get("tandem_stream_state"):
+                    state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}
+                    state |= {"created": 7, "num_cached_tokens": 3} if not index else {}
+                    state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
+                    yield f": tandem {json.dumps(state)}\n"
                 yield f"data: {json.dumps({'index': index, 'node': self.name})}\n\n"
                 if self.fault is Fault.BREAK_LATE:
+                    await asyncio.sleep(0.05)  # what was sent is on its way
                     raise ConnectionError("on demand")
+                if self.fault is Fault.TELL_ERROR:
+                    error = {"message": f"{self.name} is out of luck", "type": "server_error", "code": "luck"}
+                    yield f"data: {json.dumps({'error': error})}\n\n"
+                    return
+                if self.fault is Fault.END_EARLY:
+                    return
                 if self.fault is Fault.STALL:
                     await asyncio.Event().wait()
+            if self.fault is Fault.BREAK_LAST:
+                await asyncio.sleep(0.05)
+                raise ConnectionError("on demand")
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1

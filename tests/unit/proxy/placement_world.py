@@ -66,7 +66,7 @@ def make_pool(num_prefill: int, num_decode: int) -> NodePool:
         headers={},
     )
     for port, node in enumerate(pool.nodes, start=1):
-        node.mark_up(NodeInfo(pull=True, host="127.0.0.1", port=port, epoch="1", load=report()))
+        node.mark_ready(NodeInfo(pull=True, host="127.0.0.1", port=port, epoch="1", load=report()))
     return pool
 
 

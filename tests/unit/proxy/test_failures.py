@@ -130,14 +130,14 @@ def test_decode_leg_when_broken_before_the_first_byte_then_another_takes_over(st
     assert len(cluster.decode[0].bodies) == 1
 
 
-def test_decode_leg_when_answering_500_then_it_is_relayed_and_lease_released(start_cluster: StartCluster) -> None:
+def test_decode_leg_when_all_answer_500_then_it_is_relayed_and_lease_released(start_cluster: StartCluster) -> None:
     cluster = start_cluster(1, 2)
     for node in cluster.decode:
         node.fault = Fault.STATUS
     answer = post(cluster, STREAM)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "no"
-    assert sum(len(node.bodies) for node in cluster.decode) == 1
+    assert sum(len(node.bodies) for node in cluster.decode) == 2
     wait_for(lambda: cluster.prefill[0].released, "the lease's release")
 
 
@@ -214,7 +214,7 @@ def test_client_when_gone_while_streaming_then_decode_is_aborted_and_keeps_the_l
 
 
 def test_concurrency_when_at_its_limit_then_429_with_retry_after(start_cluster: StartCluster) -> None:
-    cluster = start_cluster(max_concurrency=1)
+    cluster = start_cluster(max_concurrency=1, max_queue_size=0)
     cluster.decode[0].fault = Fault.STALL
     with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
         lines = answer.iter_lines()  # dropping the iterator would close the stream
@@ -223,6 +223,7 @@ def test_concurrency_when_at_its_limit_then_429_with_retry_after(start_cluster: 
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "queue_full"
     assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["x-tandem-dropped"] == "rejected-queue-full"
 
 
 @pytest.mark.parametrize(

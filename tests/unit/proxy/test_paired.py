@@ -132,12 +132,12 @@ def test_prefill_leg_when_refused_then_the_client_hears_it_and_the_decode_leg_is
     assert answer.json()["error"]["message"].startswith("prefill-")
     [decode] = cluster.decode
     wait_for(lambda: decode.num_aborted == len(decode.received), "the decode leg, if it was sent, to be closed")
-    assert sum(len(node.bodies) for node in cluster.prefill) == 1
+    assert sum(len(node.bodies) for node in cluster.prefill) == (2 if status == 429 else 1)
     assert cluster.metric("tandem_requests_total", route="completions", outcome="rejected") == 1
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-def test_decode_leg_when_refused_then_the_client_hears_it_and_the_prefill_leg_is_aborted(
+def test_decode_leg_when_all_refuse_then_the_client_hears_it_and_the_prefill_leg_is_aborted(
     start_cluster: StartCluster, status: int
 ) -> None:
     cluster = start_cluster(1, 2, pull=True)
@@ -148,8 +148,9 @@ def test_decode_leg_when_refused_then_the_client_hears_it_and_the_prefill_leg_is
     assert answer.status_code == status
     assert answer.json()["error"]["message"].startswith("decode-")
     [prefill] = cluster.prefill
-    wait_for(lambda: prefill.released == prefill.names, "the lease's release")
-    assert sum(len(node.bodies) for node in cluster.decode) == 1
+    # A leg that was called off at once need not have come.
+    wait_for(lambda: prefill.released and set(prefill.names) <= set(prefill.released), "the lease's release")
+    assert sum(len(node.bodies) for node in cluster.decode) == (1 if status == 400 else 2)
 
 
 @pytest.mark.parametrize("fault", [Fault.STATUS, Fault.NO_PARAMS])

@@ -1,0 +1,190 @@
+"""What one API key may use: requests at once, requests a minute, tokens a minute.
+
+The file is JSON: ``{"default": LIMITS, "keys": {KEY: LIMITS}}`` with ``LIMITS = {"max_concurrency": N,
+"requests_per_minute": N, "tokens_per_minute": N}``; a limit that is left out does not exist. ``KEY`` is a key of
+``--api-key-file`` or ``sha256:HEX`` of one. ``default`` holds for each key that is not named, for each by itself, and
+for all clients together when there are no keys. Rates are token buckets that hold one minute: a key that was quiet may
+use a minute's worth at once. Keys never appear in messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from common.errors import ConfigError, InvalidRequestError, RequestDroppedError
+
+OPTION = "--api-key-limits-file"
+MAX_LIMIT = 10**12
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: no such limit."""
+
+    max_concurrency: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class Bucket:
+    """A token bucket that holds and refills ``per_minute``. ``None``: endless."""
+
+    def __init__(self, per_minute: int | None, now_s: float) -> None:
+        self._size = per_minute
+        self._left = float(per_minute or 0)
+        self._seen_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until ``amount`` is there; 0: now. Takes nothing."""
+        if self._size is None:
+            return 0.0
+        rate = self._size / 60
+        self._left = min(float(self._size), self._left + (now_s - self._seen_s) * rate)
+        self._seen_s = now_s
+        return max(0.0, (amount - self._left) / rate)
+
+    def take(self, amount: float) -> None:
+        """``amount`` that ``wait_s`` said is there; negative gives back."""
+        if self._size is not None:
+            self._left = min(float(self._size), self._left - amount)
+
+
+@dataclass(slots=True)
+class _Use:
+    limits: Limits
+    requests: Bucket
+    tokens: Bucket
+    num_open: int = 0
+
+
+@dataclass(slots=True)
+class Charge:
+    """What a request was charged; ``give_back`` undoes it, once."""
+
+    use: _Use | None
+    num_tokens: int
+
+    def give_back(self) -> None:
+        if self.use is not None:
+            self.use.requests.take(-1)
+            self.use.tokens.take(-self.num_tokens)
+            self.use = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """All keys' limits and what they use. A key is known by the hex digest that ``Gate`` leaves."""
+
+    default: Limits = Limits()
+    by_key: Mapping[str, Limits] = field(default_factory=dict)
+    _uses: dict[str | None, _Use] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def hold(self, key: str | None, num_tokens: int) -> Iterator[Charge]:
+        """One request of ``key`` for as long as the block runs. The caller has authenticated the key, so that there are
+        only so many.
+
+        Raises:
+            RequestDroppedError: over a limit now.
+            InvalidRequestError: over the tokens a minute by itself: it can never be served.
+        """
+        use = self._use(key)
+        limits = use.limits
+        if limits.max_concurrency is not None and use.num_open >= limits.max_concurrency:
+            raise _dropped(
+                f"{use.num_open} requests of this API key are in flight, its max_concurrency is "
+                f"{limits.max_concurrency}",
+                "rejected-concurrency",
+                1.0,
+            )
+        if limits.tokens_per_minute is not None and num_tokens > limits.tokens_per_minute:
+            raise InvalidRequestError(
+                f"the request may use {num_tokens} tokens (its prompt, and max_tokens for each choice), the "
+                f"tokens_per_minute of this API key are {limits.tokens_per_minute}",
+                param="max_tokens",
+                code="over_token_limit",
+            )
+        now_s = time.monotonic()
+        waits = ((use.requests, 1, "requests"), (use.tokens, num_tokens, "tokens"))
+        for bucket, amount, name in waits:
+            if wait_s := bucket.wait_s(amount, now_s):
+                limit = limits.requests_per_minute if name == "requests" else limits.tokens_per_minute
+                text = (
+                    f"this API key has used its {name}_per_minute of {limit}; {amount} will be there in {wait_s:.1f} s"
+                )
+                raise _dropped(text, "rejected-rate-limit", wait_s)
+        for bucket, amount, _ in waits:
+            bucket.take(amount)
+        use.num_open += 1
+        try:
+            yield Charge(use, num_tokens)
+        finally:
+            use.num_open -= 1
+
+    def _use(self, key: str | None) -> _Use:
+        use = self._uses.get(key)
+        if use is None:
+            limits = self.default if key is None else self.by_key.get(key, self.default)
+            now_s = time.monotonic()
+            requests, tokens = Bucket(limits.requests_per_minute, now_s), Bucket(limits.tokens_per_minute, now_s)
+            use = self._uses[key] = _Use(limits, requests, tokens)
+        return use
+
+
+def read_key_limits(path: str, api_keys: Collection[str]) -> KeyLimits:
+    """The limits of a file. Raises ConfigError naming the file and the entry, never the key."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            body = json.load(file)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else f"not JSON: {exc}"
+        raise _bad(path, str(reason)) from exc
+    if not isinstance(body, dict) or not isinstance(body.get("keys", {}), dict):
+        raise _bad(path, 'must be {"default": LIMITS, "keys": {KEY: LIMITS}}')
+    if unknown := set(body) - {"default", "keys"}:
+        raise _bad(path, f"knows default and keys, not {sorted(unknown)}")
+    known = {digest_of(key) for key in api_keys}
+    by_key = {}
+    for number, (key, limits) in enumerate(body.get("keys", {}).items(), start=1):
+        where = f"entry {number} of keys"
+        match = _DIGEST.fullmatch(key)
+        digest = match[1].lower() if match else digest_of(key)
+        if digest not in known:
+            raise _bad(path, f"{where} is not a key of --api-key-file")
+        by_key[digest] = _read_limits(path, limits, where)
+    return KeyLimits(_read_limits(path, body.get("default", {}), "default"), by_key)
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _read_limits(path: str, body: Any, where: str) -> Limits:
+    if not isinstance(body, dict):
+        raise _bad(path, f"{where} must be an object, got {type(body).__name__}")
+    names = [each.name for each in fields(Limits)]
+    for name, value in body.items():
+        if name not in names:
+            raise _bad(path, f"{where} has {name}; the limits are {', '.join(names)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
+            raise _bad(path, f"{where}: {name} must be a whole number from 1 to {MAX_LIMIT}, got {value!r}")
+    return Limits(**body)
+
+
+def _bad(path: str, text: str) -> ConfigError:
+    return ConfigError(f"{OPTION} {path}: {text}", param=OPTION)
+
+
+def _dropped(text: str, reason: str, wait_s: float) -> RequestDroppedError:
+    return RequestDroppedError(
+        text, dropped=reason, code="rate_limit_exceeded", retry_after_s=max(1, math.ceil(wait_s))
+    )

@@ -1,0 +1,67 @@
+"""Draining by itself: when it waits, when it ends, who is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from common.api.drain import Drain
+from common.errors import DrainingError, NodeUnavailableError
+
+
+def test_drain_when_work_is_open_and_then_held_for_others_then_it_waits_for_both() -> None:
+    async def scenario() -> None:
+        held = 0
+
+        async def count() -> int:
+            return held
+
+        drain = Drain("node", 20.0, count_held=count)
+        drain.check_admission()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(drain.open())
+            drain.begin("a test")
+            with pytest.raises(DrainingError, match="node is draining"):
+                drain.check_admission()
+            waiting = asyncio.create_task(drain.wait())
+            await asyncio.sleep(0.06)
+            held = 1
+        await asyncio.sleep(0.06)
+        assert not waiting.done()  # nothing is open, but something is held
+        held = 0
+        assert await waiting
+
+    asyncio.run(scenario())
+
+
+def test_drain_when_its_time_is_over_then_what_is_left_is_cut_off_once() -> None:
+    async def scenario() -> None:
+        errors: list[NodeUnavailableError] = []
+        drain = Drain("node", 0.1, cut_off=errors.append)
+        with drain.open():
+            drain.begin("a test")
+            started_s = time.monotonic()
+            assert not await drain.wait()
+            assert 0.1 <= time.monotonic() - started_s < 2.0
+        [error] = errors
+        assert "--drain-timeout-seconds 0.1" in error.message
+        assert error.code == "shutting_down"
+
+    asyncio.run(scenario())
+
+
+def test_drain_when_begun_twice_then_the_first_deadline_stays() -> None:
+    async def scenario() -> None:
+        drain = Drain("node", 0.1)
+        with drain.open():
+            drain.begin("an operator")
+            await asyncio.sleep(0.08)
+            drain.begin("a signal")
+            started_s = time.monotonic()
+            assert not await drain.wait()
+            assert time.monotonic() - started_s < 0.9  # what was left of 0.1 s, and the grace of those cut off
+
+    asyncio.run(scenario())

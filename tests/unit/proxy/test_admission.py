@@ -1,0 +1,301 @@
+"""Who begins, who waits, who is dropped: admission by itself, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError, NodeUnavailableError, RequestDroppedError
+from proxy.admission import Admission, Ask
+from proxy.key_limits import Bucket, KeyLimits, Limits
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(bounded())
+
+
+def ask(priority: int = 0, deadline_s: float | None = None, **more: Any) -> Ask:
+    now_s = time.monotonic()
+    more.setdefault("arrival_s", now_s)
+    return Ask(priority=priority, deadline_s=None if deadline_s is None else now_s + deadline_s, **more)
+
+
+@dataclass
+class Line:
+    """An admission whose requests work until the test says so. ``began``: names in the order of their turns."""
+
+    admission: Admission
+    began: list[str] = field(default_factory=list)
+    dropped: dict[str, RequestDroppedError] = field(default_factory=dict)
+    drops: list[str] = field(default_factory=list)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    ends: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def send(self, name: str, asked: Ask) -> None:
+        self.ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._run(name, asked))
+        await settle()
+
+    async def end(self, name: str) -> None:
+        self.ends[name].set()
+        await self.tasks[name]
+        await settle()
+
+    async def _run(self, name: str, asked: Ask) -> None:
+        try:
+            async with self.admission.admitted(asked):
+                self.began.append(name)
+                await self.ends[name].wait()
+        except RequestDroppedError as exc:
+            self.dropped[name] = exc
+
+    async def close(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        self.admission.close()
+        assert self.admission.num_running == 0
+        assert self.admission.num_waiting == 0
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def line(**settings: Any) -> Line:
+    drops: list[str] = []
+    values: dict[str, Any] = {"max_running": 1, "max_waiting": 4, "max_wait_s": 10.0, "aging_s": 0.0, **settings}
+    return Line(Admission(**values, on_drop=drops.append), drops=drops)
+
+
+@contextlib.asynccontextmanager
+async def closing(subject: Line):  # type: ignore[no-untyped-def]
+    try:
+        yield subject
+    finally:
+        await subject.close()
+
+
+def test_turns_when_priorities_differ_then_lowest_first_and_in_order_within() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("running", ask())
+            for name, priority in (("a", 0), ("b", 0), ("low", 5), ("urgent", -3)):
+                await requests.send(name, ask(priority))
+            assert requests.admission.num_waiting == 4
+            for name in ("running", "urgent", "a", "b", "low"):
+                await requests.end(name)
+            assert requests.began == ["running", "urgent", "a", "b", "low"]
+            assert requests.drops == []
+
+    run(work)
+
+
+def test_turns_when_somebody_has_waited_long_then_it_is_before_newer_ones_of_better_priority() -> None:
+    async def work() -> None:
+        async with closing(line(aging_s=10.0)) as requests:
+            now_s = time.monotonic()
+            await requests.send("running", ask())
+            await requests.send("old", ask(5, arrival_s=now_s - 60))
+            await requests.send("new", ask(0))
+            await requests.send("urgent", ask(-5))
+            for name in ("running", "urgent", "old"):
+                await requests.end(name)
+            assert requests.began == ["running", "urgent", "old", "new"]
+
+    run(work)
+
+
+def test_queue_when_full_then_equal_newcomer_is_rejected_and_a_better_one_evicts_the_last() -> None:
+    async def work() -> None:
+        async with closing(line(max_waiting=2)) as requests:
+            await requests.send("running", ask())
+            await requests.send("a", ask(1))
+            await requests.send("b", ask(1))
+            await requests.send("equal", ask(1))
+            assert requests.dropped["equal"].dropped == "rejected-queue-full"
+            assert "--max-queue-size 2" in requests.dropped["equal"].message
+            await requests.send("better", ask(0))
+            assert requests.dropped["b"].dropped == "evicted-priority"
+            assert requests.drops == ["rejected-queue-full", "evicted-priority"]
+            for name in ("running", "better", "a"):
+                await requests.end(name)
+            assert requests.began == ["running", "better", "a"]
+
+    run(work)
+
+
+def test_waiting_when_the_client_leaves_then_its_place_in_the_queue_is_free_at_once() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("running", ask())
+            await requests.send("gone", ask())
+            await requests.send("next", ask())
+            requests.tasks["gone"].cancel()
+            await settle()
+            assert requests.admission.num_waiting == 1
+            await requests.end("running")
+            assert requests.began == ["running", "next"]
+
+    run(work)
+
+
+def test_turn_when_it_comes_as_the_client_leaves_then_it_goes_to_the_next() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("running", ask())
+            await requests.send("leaving", ask())
+            await requests.send("next", ask())
+            requests.ends["running"].set()
+            while not requests.tasks["running"].done():  # its place is given on; nobody has woken up yet
+                await asyncio.sleep(0)
+            requests.tasks["leaving"].cancel()
+            await settle()
+            assert "next" in requests.began
+
+    run(work)
+
+
+def test_deadline_when_it_passes_in_the_queue_then_evicted_without_having_begun() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("running", ask())
+            await requests.send("late", ask(deadline_s=0.05))
+            await requests.tasks["late"]
+            assert requests.dropped["late"].dropped == "evicted-deadline"
+            assert requests.began == ["running"]
+
+    run(work)
+
+
+def test_deadline_when_the_turn_would_come_after_it_then_rejected_at_once_with_retry_after() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("slow", ask())
+            await asyncio.sleep(0.3)
+            await requests.end("slow")  # requests take 0.3 s
+            await requests.send("running", ask())
+            for index in range(4):
+                await requests.send(f"waiting-{index}", ask())
+            await requests.send("hopeless", ask(-1, deadline_s=0.1))
+            assert requests.dropped["hopeless"].dropped == "rejected-deadline"
+            assert requests.dropped["hopeless"].retry_after_s >= 2  # five turns of 0.3 s before it
+            await requests.send("possible", ask(-1, deadline_s=5.0))
+            assert "possible" not in requests.dropped
+
+    run(work)
+
+
+def test_deadline_when_the_queue_before_it_grows_then_shed_before_it_passes() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            await requests.send("slow", ask())
+            await asyncio.sleep(0.4)
+            await requests.end("slow")  # requests take 0.4 s
+            await requests.send("running", ask())
+            await requests.send("victim", ask(5, deadline_s=1.5))
+            for index in range(3):
+                await requests.send(f"better-{index}", ask(0))
+            started_s = time.monotonic()
+            await requests.tasks["victim"]
+            assert requests.dropped["victim"].dropped == "evicted-deadline"
+            assert time.monotonic() - started_s < 1.0
+            assert "its turn would come in about" in requests.dropped["victim"].message
+
+    run(work)
+
+
+def test_waiting_when_longer_than_allowed_then_evicted() -> None:
+    async def work() -> None:
+        async with closing(line(max_wait_s=0.05)) as requests:
+            await requests.send("running", ask())
+            await requests.send("waiting", ask())
+            await requests.tasks["waiting"]
+            assert requests.dropped["waiting"].dropped == "evicted-timeout"
+            assert "--max-queue-seconds is 0.05" in requests.dropped["waiting"].message
+
+    run(work)
+
+
+def test_everybody_when_evicted_then_each_gets_the_error() -> None:
+    async def work() -> None:
+        admission = Admission(max_running=1, max_waiting=4, max_wait_s=10, aging_s=0)
+        async with admission.admitted(ask()):
+            waiting = [asyncio.create_task(admission.admitted(ask()).__aenter__()) for _ in range(3)]
+            await settle()
+            admission.evict_all(NodeUnavailableError("the end"))
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [str(each) for each in results] == ["the end"] * 3
+
+    run(work)
+
+
+def test_key_when_at_its_concurrency_then_rejected_and_others_are_not() -> None:
+    async def work() -> None:
+        limits = KeyLimits(Limits(max_concurrency=1), {"b": Limits(max_concurrency=2)})
+        async with closing(line(max_running=8, limits=limits)) as requests:
+            for name, key in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b"), ("b3", "b")):
+                await requests.send(name, ask(key=key))
+            assert requests.began == ["a1", "b1", "b2"]
+            assert {error.dropped for error in requests.dropped.values()} == {"rejected-concurrency"}
+            await requests.end("a1")
+            await requests.send("a3", ask(key="a"))
+            assert requests.began[-1] == "a3"
+
+    run(work)
+
+
+def test_key_when_its_requests_a_minute_are_used_then_told_when_there_is_one() -> None:
+    limits = KeyLimits(Limits(requests_per_minute=2))
+    for _ in range(2):
+        with limits.hold("key", 0):
+            pass
+    with pytest.raises(RequestDroppedError, match="requests_per_minute of 2") as caught, limits.hold("key", 0):
+        pass
+    assert caught.value.dropped == "rejected-rate-limit"
+    assert caught.value.retry_after_s == 30
+    with limits.hold("other key", 0):
+        pass
+
+
+def test_key_when_its_tokens_a_minute_are_used_then_rejected_and_too_large_ones_are_the_clients_fault() -> None:
+    limits = KeyLimits(Limits(tokens_per_minute=100))
+    with limits.hold("key", 60):
+        pass
+    with pytest.raises(RequestDroppedError) as caught, limits.hold("key", 60):
+        pass
+    assert 11 <= caught.value.retry_after_s <= 12  # 20 tokens at 100 a minute
+    with pytest.raises(InvalidRequestError, match="may use 101 tokens"), limits.hold("key", 101):
+        pass
+
+
+def test_key_when_its_request_is_dropped_from_the_queue_then_it_was_charged_nothing() -> None:
+    async def work() -> None:
+        limits = KeyLimits(Limits(requests_per_minute=2))
+        async with closing(line(max_waiting=0, limits=limits)) as requests:
+            await requests.send("running", ask())
+            for index in range(3):
+                await requests.send(f"full-{index}", ask())
+            assert {error.dropped for error in requests.dropped.values()} == {"rejected-queue-full"}
+
+    run(work)
+
+
+def test_bucket_when_time_passes_then_it_refills_to_its_size_only() -> None:
+    bucket = Bucket(60, 0.0)
+    assert bucket.wait_s(60, 0.0) == 0
+    bucket.take(60)
+    assert bucket.wait_s(5, 1.0) == 4.0
+    assert bucket.wait_s(60, 1000.0) == 0
+    assert bucket.wait_s(61, 1000.0) == 1.0

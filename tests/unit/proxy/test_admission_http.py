@@ -1,0 +1,162 @@
+"""Admission as clients meet it: headers, statuses, metrics, limits per key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.errors import ConfigError
+from proxy.key_limits import read_key_limits
+from tests.support.http_server import wait_for
+from tests.unit.proxy.conftest import Cluster, StartCluster
+from tests.unit.proxy.fake_node import Fault
+
+BODY = {"prompt": "abc"}
+STREAM = {"prompt": "abc", "stream": True}
+
+
+@contextlib.contextmanager
+def busy(cluster: Cluster) -> Iterator[None]:
+    """One request holds the only place for as long as the block runs."""
+    cluster.decode[0].fault = Fault.STALL
+    with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        cluster.decode[0].fault = Fault.NONE
+        yield
+
+
+def in_thread(cluster: Cluster, answers: dict[str, httpx.Response], name: str, **headers: str) -> threading.Thread:
+    def send() -> None:
+        answers[name] = cluster.client.post("/v1/completions", json=BODY, headers=headers)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_request_when_all_places_are_taken_then_it_waits_and_is_served(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(max_concurrency=1)
+    answers: dict[str, httpx.Response] = {}
+    with busy(cluster):
+        thread = in_thread(cluster, answers, "second")
+        wait_for(lambda: cluster.metric("tandem_requests_waiting") == 1, "the second to wait")
+        assert cluster.metric("tandem_requests_running") == 1
+    thread.join()
+    assert answers["second"].status_code == 200
+    wait_for(lambda: cluster.metric("tandem_requests_running") == 0, "everything to end")
+    assert cluster.metric("tandem_requests_waiting") == 0
+
+
+def test_client_when_it_leaves_the_queue_then_its_place_is_free(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(max_concurrency=1)
+    with busy(cluster):
+        with (
+            httpx.Client(base_url=cluster.client.base_url, trust_env=False) as client,
+            contextlib.suppress(httpx.HTTPError),
+        ):
+            client.post("/v1/completions", json=BODY, timeout=0.3)
+        wait_for(lambda: cluster.metric("tandem_requests_waiting") == 0, "the queue to be empty")
+        assert len(cluster.decode[0].bodies) == 1
+    wait_for(lambda: cluster.metric("tandem_requests_total", outcome="abort") == 2, "both to be counted")
+
+
+def test_deadline_when_it_passes_before_the_first_byte_then_504_and_legs_are_closed(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].fault = Fault.HANG
+    started_s = time.monotonic()
+    answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": "400"})
+    assert time.monotonic() - started_s < 5
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert "400 ms (X-Request-Deadline-Ms)" in answer.json()["error"]["message"]
+    assert answer.headers["x-tandem-dropped"] == "evicted-deadline"
+    wait_for(lambda: cluster.decode[0].num_aborted == 1, "the leg to be closed")
+    wait_for(lambda: cluster.prefill[0].released == ["prefill-0-lease-0"], "the lease's release")
+    assert cluster.metric("tandem_requests_dropped_total", reason="evicted-deadline") == 1
+
+
+def test_deadline_when_it_passes_in_a_stream_then_an_error_event_ends_it(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].fault = Fault.STALL
+    answer = cluster.client.post("/v1/completions", json=STREAM, headers={"X-Request-Deadline-Ms": "400"})
+    assert answer.status_code == 200
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert "[DONE]" not in events
+    assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+    wait_for(lambda: cluster.decode[0].num_aborted == 1, "the leg to be closed")
+
+
+def test_deadline_when_it_cannot_be_met_from_the_queue_then_429(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(max_concurrency=1)
+    with busy(cluster):
+        answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": "100"})
+    assert answer.status_code == 429
+    assert answer.headers["x-tandem-dropped"] == "evicted-deadline"
+    assert answer.json()["error"]["code"] == "deadline_unreachable"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "86400001", "1e3", "", "9" * 40])
+def test_deadline_when_malformed_then_400_names_header_value_and_bound(start_cluster: StartCluster, value: str) -> None:
+    cluster = start_cluster(0)
+    answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "X-Request-Deadline-Ms"
+    assert repr(value[:40]) in error["message"]
+    assert "from 1 to 86400000" in error["message"]
+
+
+def test_keys_when_one_is_over_its_limits_then_the_other_is_served(start_cluster: StartCluster, tmp_path: Path) -> None:
+    keys, limits = tmp_path / "keys", tmp_path / "limits.json"
+    keys.write_text("small\nlarge\n")
+    limits.write_text(json.dumps({"keys": {"small": {"requests_per_minute": 1}}}))
+    cluster = start_cluster(0, api_key_file=str(keys), api_key_limits_file=str(limits))
+
+    def post(key: str) -> httpx.Response:
+        return cluster.client.post("/v1/completions", json=BODY, headers={"Authorization": f"Bearer {key}"})
+
+    assert post("small").status_code == 200
+    refused = post("small")
+    assert refused.status_code == 429
+    assert refused.headers["x-tandem-dropped"] == "rejected-rate-limit"
+    assert 55 <= int(refused.headers["retry-after"]) <= 60
+    assert "small" not in refused.text
+    assert post("large").status_code == 200
+    assert cluster.metric("tandem_requests_dropped_total", reason="rejected-rate-limit") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be {"),
+        ('{"defaults": {}}', "not ['defaults']"),
+        ('{"default": {"rpm": 1}}', "default has rpm; the limits are max_concurrency"),
+        ('{"default": {"max_concurrency": 0}}', "max_concurrency must be a whole number from 1 to"),
+        ('{"default": {"max_concurrency": true}}', "got True"),
+        ('{"keys": {"secret": {}}}', "entry 1 of keys is not a key of --api-key-file"),
+        ('{"keys": {"known": 5}}', "entry 1 of keys must be an object, got int"),
+    ],
+)
+def test_limits_file_when_wrong_then_error_names_file_and_entry_but_no_key(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    path = tmp_path / "limits.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_key_limits(str(path), ["known"])
+    assert what in caught.value.message
+    assert str(path) in caught.value.message
+    assert "--api-key-limits-file" in caught.value.message
+    assert "secret" not in caught.value.message

@@ -1,0 +1,203 @@
+"""The index against the caches whose events it follows, and against a picture with sets."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.api.cache_events import HINT_BYTES, CacheChange, CacheNews
+from common.kv_cache.manager import KVCacheManager
+from common.node.event_route import changes_of
+from proxy.cache_view import NodeCache
+from proxy.prefix_index import Coverage, PrefixIndex
+from proxy.prompt_keys import PromptKeys
+from tests.unit.kv_cache.test_random_interleavings import Driver
+from tests.unit.kv_cache.world import World, make_config
+
+URL = "http://node"
+ROOT = b"test model"
+KINDS: dict[str, dict[str, Any]] = {
+    "hybrid": {},
+    "dense": {"state": False},
+    "states_alone": {"attention": False},
+    "two_full_groups": {"mla": True},
+    "windows": {"windows": (6,)},
+    "dense_with_windows": {"state": False, "windows": (6, 9)},
+    "windows_alone": {"attention": False, "state": False, "windows": (6,)},
+}
+
+
+def prompt_keys(token_ids: Sequence[int], block_size: int = 4) -> PromptKeys:
+    return PromptKeys.of_prompt(ROOT, block_size, token_ids)
+
+
+def travelled(changes: Sequence[CacheChange]) -> tuple[CacheChange, ...]:
+    """As the proxy reads them from the wire."""
+    news = CacheNews("1", 0, True, 4, (), True, tuple(changes))
+    return CacheNews.from_json(json.loads(json.dumps(news.to_json()))).changes
+
+
+def new_cache(manager: KVCacheManager) -> NodeCache:
+    config = manager.config
+    return NodeCache(config.block_size, [group.label for group in config.geometry.attention_groups], config.has_state)
+
+
+def expected(manager: KVCacheManager, token_ids: Sequence[int]) -> Coverage:
+    """What the node itself would find."""
+    keys = manager.prefix_keys(token_ids)
+    hit = manager.lookup(keys, len(token_ids))
+    return Coverage(hit.num_attention_tokens, hit.num_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_when_it_follows_events_or_begins_with_a_snapshot_then_it_finds_what_the_node_finds(kind: str) -> None:
+    world = World(make_config(num_blocks=24, num_slots=8, events=True, **KINDS[kind]))
+    manager, driver, rng = world.manager, Driver(world, 5), random.Random(6)
+    assert manager.events is not None
+    has_full = any("window" not in group.label for group in manager.config.geometry.attention_groups)
+    followed = PrefixIndex(100_000)
+    followed.start(URL, new_cache(manager))
+    last, prompts, num_found = 0, [[0, 1]], 0
+    for _ in range(60):
+        driver.play(rng.randint(1, 4))
+        events = manager.events.since(last)
+        assert events is not None
+        last += len(events)
+        assert all(followed.apply(URL, change) for change in travelled(list(changes_of(events))))
+        fresh = PrefixIndex(100_000)
+        fresh.start(URL, new_cache(manager))
+        assert all(fresh.apply(URL, change) for change in travelled(list(changes_of(manager.snapshot().events))))
+        assert followed.num_entries(URL) == fresh.num_entries(URL)
+        prompts = [*prompts[-40:], *(list(tokens) for tokens in world.tokens.values()), driver.prompt()]
+        for prompt in rng.sample(prompts, min(6, len(prompts))):
+            wanted = expected(manager, prompt)
+            for index in (followed, fresh):
+                found = index.lookup(prompt_keys(prompt)).get(URL, Coverage(0, 0))
+                assert found.state_tokens == wanted.state_tokens, prompt
+                if has_full:
+                    # A checkpoint's tail counts here, and whole blocks alone there.
+                    assert wanted.attention_tokens <= found.attention_tokens < wanted.attention_tokens + 4
+                    assert found.attention_tokens == wanted.attention_tokens or found.attention_tokens % 4
+            num_found += wanted.state_tokens > 0
+    assert num_found > 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_index_when_blocks_come_and_go_on_several_nodes_then_it_agrees_with_sets(data: st.DataObject) -> None:
+    """Dense nodes, no bound in reach: coverage is the run of blocks from the left."""
+    index = PrefixIndex(100_000)
+    urls = ["http://a", "http://b", "http://c"]
+    held: dict[str, set[bytes]] = {url: set() for url in urls}
+    for url in urls:
+        index.start(url, NodeCache(2, ["attention"], has_state=False))
+    tokens = st.lists(st.integers(0, 1), min_size=2, max_size=12)
+    for _ in range(data.draw(st.integers(1, 12))):
+        url, keys = data.draw(st.sampled_from(urls)), prompt_keys(data.draw(tokens), 2)
+        hints = [key[:HINT_BYTES] for key in keys.boundary_keys[1:]]
+        is_stored = data.draw(st.booleans())
+        first = data.draw(st.integers(0, len(hints) - 1))
+        changed = tuple(hints[first:])
+        held[url] = held[url] | set(changed) if is_stored else held[url] - set(changed)
+        assert index.apply(url, CacheChange(is_stored, "attention", changed))
+    keys = prompt_keys(data.draw(tokens), 2)
+    wanted = {}
+    for url in urls:
+        run = 0
+        while run < keys.num_blocks and keys.boundary_keys[run + 1][:HINT_BYTES] in held[url]:
+            run += 1
+        if run:
+            wanted[url] = Coverage(2 * run, min(2 * run, keys.num_tokens - 1))
+    assert index.lookup(keys) == wanted
+    assert [index.num_entries(url) for url in urls] == [len(held[url]) for url in urls]
+
+
+def stored(keys: PromptKeys) -> CacheChange:
+    return CacheChange(True, "attention", tuple(key[:HINT_BYTES] for key in keys.boundary_keys[1:]))
+
+
+def test_index_when_it_is_full_then_unused_prompts_go_and_of_the_others_the_tails_first() -> None:
+    index = PrefixIndex(1000)
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    prompts = [prompt_keys([number] * 401) for number in range(40)]  # 100 blocks each
+    for number, keys in enumerate(prompts):
+        index.apply(URL, stored(keys))
+        assert index.num_entries(URL) <= 1000
+        if number >= 5:
+            assert index.lookup(prompts[0])[URL].attention_tokens > 200  # used all the time
+    assert index.lookup(prompts[-1]) == {URL: Coverage(400, 400)}
+    assert URL not in index.lookup(prompts[20])
+
+
+def test_index_when_one_node_is_large_then_small_ones_keep_theirs() -> None:
+    index = PrefixIndex(1000)
+    small = prompt_keys([7] * 401)
+    for url in ("http://small", URL):
+        index.start(url, NodeCache(4, ["attention"], has_state=False))
+    index.apply("http://small", stored(small))
+    for number in range(30):
+        index.apply(URL, stored(prompt_keys([number + 10] * 401)))
+    assert index.lookup(small) == {"http://small": Coverage(400, 400)}
+
+
+def test_index_when_a_node_is_dropped_or_begins_anew_then_nothing_of_before_is_found() -> None:
+    index, keys = PrefixIndex(1000), prompt_keys([1] * 9)
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    assert index.apply(URL, stored(keys))
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    assert index.lookup(keys) == {}
+    assert index.apply(URL, stored(keys))
+    index.drop(URL)
+    assert index.lookup(keys) == {}
+    assert not index.apply(URL, stored(keys))
+
+
+def test_index_when_block_sizes_differ_then_nothing_is_found() -> None:
+    index = PrefixIndex(1000)
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    index.apply(URL, stored(prompt_keys([1] * 9)))
+    assert index.lookup(prompt_keys([1] * 9, 8)) == {}
+
+
+def test_observed_prompts_when_their_time_is_over_or_the_node_tells_then_they_are_forgotten() -> None:
+    now_s = 0.0
+    index = PrefixIndex(1000, lifetime_s=10.0, clock=lambda: now_s)
+    keys, longer = prompt_keys([1] * 10), prompt_keys([1] * 18)
+    index.observe(URL, keys)
+    assert index.lookup(longer) == {URL: Coverage(8, 8)}
+    now_s = 6.0
+    index.observe(URL, keys)
+    now_s = 15.0
+    assert index.lookup(keys) == {URL: Coverage(8, 8)}
+    now_s = 16.0
+    assert index.lookup(keys) == {}
+    index.observe(URL, longer)
+    assert index.num_entries(URL) == 4
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    index.observe(URL, keys)
+    assert index.lookup(keys) == {}
+
+
+def test_lookup_of_a_long_prompt_takes_well_under_a_millisecond_per_node() -> None:
+    index, keys = PrefixIndex(1_000_000), prompt_keys(list(range(4096)), 16)
+    urls = [f"http://node-{number}" for number in range(8)]
+    for url in urls:
+        index.start(url, NodeCache(16, ["attention"], has_state=True))
+        index.apply(url, stored(keys))
+        index.apply(url, CacheChange(True, "state", (keys.key_at(4090)[:8],), keys.boundary_keys[255][:8], 4090, True))
+    best_s = min(_timed(index, keys) for _ in range(20))
+    assert index.lookup(keys) == dict.fromkeys(urls, Coverage(4096, 4090))
+    assert best_s / len(urls) < 0.0005  # 0.02 ms where nothing else runs
+
+
+def _timed(index: PrefixIndex, keys: PromptKeys) -> float:
+    started_s = time.perf_counter()
+    index.lookup(keys)
+    return time.perf_counter() - started_s

@@ -1,0 +1,297 @@
+"""Prompts reach the nodes as the ids of their own tokenizer, or as they came."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.api.protocol import parse_chat, parse_completion
+from common.api.tokenizer import TextCodec
+from common.api.tokenizer_document import TokenizerDocument
+from common.kv_cache.keys import PrefixKeys, chain_root
+from common.node.tokenizer_route import take_apart
+from proxy.tokenise import Tokenisation
+from tests.support.http_server import wait_for
+from tests.unit.api.vocabulary import train_byte_level
+from tests.unit.proxy.conftest import Cluster, StartCluster
+
+BLOCK_SIZE = 16
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "You know the quick brown fox. " * 4},
+        {"role": "user", "content": "Where does the fox jump? " * 3},
+        {"role": "assistant", "content": "Over the lazy dog."},
+        {"role": "user", "content": "stop"},
+    ],
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    tokenizer: Any = train_byte_level()
+    return TextCodec(tokenizer, vocab_size=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def document(codec: TextCodec) -> TokenizerDocument:
+    return TokenizerDocument("f00d", b"root", BLOCK_SIZE, codec.vocab_size, 4096, True, parts=take_apart(codec))
+
+
+@pytest.fixture
+def cluster(start_cluster: StartCluster, document: TokenizerDocument) -> Cluster:
+    running = start_cluster(pull=True, documents={"tokenizer": document.to_json()})
+    _wait_for_tokenizer(running)
+    return running
+
+
+def _wait_for_tokenizer(cluster: Cluster) -> None:
+    def is_there() -> bool:
+        cluster.client.post("/v1/completions", json={"prompt": "a"})
+        return cluster.metric("tandem_prompts_tokenised_total") > 0
+
+    wait_for(is_there, "the proxy to have the tokenizer")
+    for node in (*cluster.prefill, *cluster.decode):
+        node.received.clear()
+
+
+def bodies(cluster: Cluster) -> list[dict[str, Any]]:
+    """Of the prefill leg and of the decode leg."""
+    wait_for(lambda: cluster.prefill[0].received and cluster.decode[0].received, "both legs")
+    return [cluster.prefill[0].bodies[0], cluster.decode[0].bodies[0]]
+
+
+def test_chat_goes_to_both_nodes_as_ids_with_its_boundaries_and_without_its_messages(
+    cluster: Cluster, codec: TextCodec
+) -> None:
+    request = parse_chat(CHAT)
+    token_ids = codec.encode_chat(request)
+    boundaries = codec.chat_boundaries(request, token_ids)
+    assert boundaries
+    fields = {"tools": [], "add_generation_prompt": True, "chat_template_kwargs": {}, "cache_salt": "s", "seed": 3}
+    answer = cluster.client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 200
+    for body in bodies(cluster):
+        assert body["tandem_prompt"] == {"token_ids": token_ids, "boundaries": list(boundaries)}
+        assert not body.keys() & {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
+        assert (body["cache_salt"], body["seed"]) == ("s", 3)
+        assert parse_chat(body, is_from_peer=True).prompt_ids is not None
+
+
+@pytest.mark.parametrize("text", ["hello world", "hello world " * 400])
+def test_text_goes_to_both_nodes_as_ids(cluster: Cluster, codec: TextCodec, text: str) -> None:
+    cluster.client.post("/v1/completions", json={"prompt": text})
+    assert [body["prompt"] for body in bodies(cluster)] == [codec.encode(text)] * 2
+
+
+def test_list_of_prompts_goes_to_each_prefill_leg_as_its_ids(cluster: Cluster, codec: TextCodec) -> None:
+    ids = [codec.encode("hello"), [1, 2, 3], codec.encode("a dog")]
+    cluster.client.post("/v1/completions", json={"prompt": ["hello", [1, 2, 3], "a dog"]})
+    assert cluster.decode[0].bodies[0]["prompt"] == ids
+    assert sorted(body["prompt"] for body in cluster.prefill[0].bodies) == sorted(ids)
+
+
+def test_what_needs_its_text_or_cannot_be_tokenised_goes_on_as_it_came(cluster: Cluster) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "hello", "echo": True, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "x" * 200_000}),  # more than the context can hold, whatever the tokens are
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}),  # refused by the template
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"tokenize": False}}),
+    ]
+    for route, body in cases:
+        for node in (*cluster.prefill, *cluster.decode):
+            node.received.clear()
+        cluster.client.post(route, json=body)
+        for leg in bodies(cluster):
+            for key in ("prompt", "messages", "chat_template_kwargs"):
+                assert leg.get(key) == body.get(key)
+            assert "tandem_prompt" not in leg
+
+
+def test_clients_own_tandem_prompt_is_taken_off(cluster: Cluster) -> None:
+    body = {**CHAT, "tandem_prompt": {"token_ids": [1, 2, 3]}}
+    cluster.client.post("/v1/chat/completions", json=body)
+    assert all(leg["tandem_prompt"]["token_ids"] != [1, 2, 3] for leg in bodies(cluster))
+    only = {"tandem_prompt": {"token_ids": [1, 2, 3]}}
+    answer = cluster.client.post("/v1/chat/completions", json=only)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_node_of_another_make_among_them_then_chats_go_as_messages(cluster: Cluster) -> None:
+    cluster.decode[0].pull = False
+    wait_for(lambda: _is_plain(cluster), "the proxy to see the other make")
+
+
+def _is_plain(cluster: Cluster) -> bool:
+    cluster.decode[0].received.clear()
+    cluster.client.post("/v1/chat/completions", json=CHAT)
+    return [body.get("messages") for body in cluster.decode[0].bodies] == [CHAT["messages"]]
+
+
+# --- without a proxy round it -----------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A node's client that knows one document. ``num_bodies``: how often it was sent whole."""
+
+    def __init__(self, document: TokenizerDocument) -> None:
+        self.document = document
+        self.num_bodies = 0
+        self.num_asked = 0
+
+    def stream(self, method: str, route: str, *, headers: dict[str, str], timeout_s: float) -> Any:
+        return self._Stream(self, headers)
+
+    class _Stream:
+        def __init__(self, owner: Answers, headers: dict[str, str]) -> None:
+            owner.num_asked += 1
+            self.body = json.dumps(owner.document.to_json()).encode()
+            self.headers = {"etag": f'"{hash(self.body)}"'}
+            is_same = headers.get("if-none-match") == self.headers["etag"]
+            self.status = 304 if is_same else 200
+            owner.num_bodies += not is_same
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+        async def chunks(self, idle_s: float) -> Any:
+            if self.status == 200:
+                yield self.body
+
+
+@dataclasses.dataclass
+class Site:
+    answers: Answers
+    node: SimpleNamespace
+    tokenisation: Tokenisation
+    num_tokenised: int = 0
+
+    def count_tokenised(self, num_prompts: int) -> None:
+        self.num_tokenised += num_prompts
+
+    async def tokenised(self, prompt: str) -> Sequence[int] | str:
+        body = {"prompt": prompt}
+        done = await self.tokenisation.tokenise(parse_completion(body), body, [prompt])
+        token_ids: Sequence[int] | str = done.prompts[0]
+        return token_ids
+
+
+@pytest.fixture
+def site(document: TokenizerDocument) -> Site:
+    answers = Answers(document)
+    info = SimpleNamespace(pull=True, fingerprint="f00d", epoch="1")
+    node = SimpleNamespace(url="http://a", name="a", is_up=True, info=info, client=answers)
+    made = Site(answers, node, None)  # type: ignore[arg-type]
+    made.tokenisation = Tokenisation(SimpleNamespace(nodes=[node]), made, {})  # type: ignore[arg-type]
+    return made
+
+
+async def _until_ids(site: Site, token_ids: Sequence[int]) -> None:
+    async with asyncio.timeout(20):
+        while await site.tokenised("hello dog") != token_ids:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, codec: TextCodec) -> None:
+    site.tokenisation.start()
+    try:
+        await _until_ids(site, codec.encode("hello dog"))
+        for body in ({"prompt": "hello dog " * 20}, {"prompt": list(range(50))}):
+            for salt in (None, "tenant"):
+                full = {**body, "cache_salt": salt}
+                done = await site.tokenisation.tokenise(parse_completion(full), full, [body["prompt"]])
+                token_ids = done.prompts[0]
+                extra = (("cache_salt", salt.encode()),) if salt else ()
+                theirs = PrefixKeys(chain_root(b"root", extra), BLOCK_SIZE, token_ids)
+                (keys,) = done.prompt_keys
+                assert keys is not None
+                assert keys.num_tokens == len(token_ids)
+                assert list(keys.boundary_keys) == theirs.boundary_keys(len(token_ids) // BLOCK_SIZE)
+                assert keys.key_at(21) == theirs.key_at(21)
+        many = {"prompt": ["a"] * 17}
+        done = await site.tokenisation.tokenise(parse_completion(many), many, many["prompt"])
+        assert (len(done.prompts), done.prompt_keys) == (17, ())
+    finally:
+        await site.tokenisation.close()
+
+
+@pytest.mark.asyncio
+async def test_tokenizer_when_the_node_lives_anew_then_it_is_asked_and_sent_again_only_if_it_changed(
+    site: Site, document: TokenizerDocument
+) -> None:
+    old, new = codec_ids(document), None
+    site.tokenisation.start()
+    try:
+        await _until_ids(site, old)
+        site.node.info.epoch = "2"
+        await _until_asked(site, 2)
+        assert site.answers.num_bodies == 1
+        other: Any = train_byte_level()
+        other.add_tokens(["hello dog"])
+        site.answers.document = document_with(other, document)
+        new = codec_ids(site.answers.document)
+        assert new != old
+        site.node.info.epoch = "3"
+        await _until_ids(site, new)
+        assert site.answers.num_bodies == 2
+    finally:
+        await site.tokenisation.close()
+
+
+@pytest.mark.asyncio
+async def test_tokenizer_when_the_nodes_have_another_model_then_the_old_one_is_not_used_meanwhile(
+    site: Site, document: TokenizerDocument
+) -> None:
+    site.tokenisation.start()
+    try:
+        await _until_ids(site, codec_ids(document))
+        site.node.info.fingerprint = "beef"
+        assert await site.tokenised("hello dog") == "hello dog"
+        site.answers.document = dataclasses.replace(document, fingerprint="beef")
+        await _until_ids(site, codec_ids(document))
+    finally:
+        await site.tokenisation.close()
+
+
+def document_with(tokenizer: Any, document: TokenizerDocument) -> TokenizerDocument:
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    return dataclasses.replace(document, parts=take_apart(codec), vocab_size=codec.vocab_size)
+
+
+def codec_ids(document: TokenizerDocument) -> list[int]:
+    assert document.parts is not None
+    return list(document.parts.create_tokenizer().encode("hello dog"))
+
+
+async def _until_asked(site: Site, num_times: int) -> None:
+    async with asyncio.timeout(20):
+        while site.answers.num_asked < num_times:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_node_without_a_usable_tokenizer_then_texts_go_as_they_came_and_ids_have_keys(
+    site: Site, document: TokenizerDocument
+) -> None:
+    site.answers.document = dataclasses.replace(document, parts=None, reason="slow")
+    ids = {"prompt": [1, 2, 3]}
+    site.tokenisation.start()
+    try:
+        async with asyncio.timeout(20):
+            while not (await site.tokenisation.tokenise(parse_completion(ids), ids, [ids["prompt"]])).prompt_keys:
+                await asyncio.sleep(0.01)
+        assert await site.tokenised("hello dog") == "hello dog"
+        assert (await site.tokenisation.tokenise(parse_chat(CHAT), CHAT, [None])).body == CHAT
+        assert site.num_tokenised == 0
+    finally:
+        await site.tokenisation.close()
