@@ -102,9 +102,9 @@ class NodeInfo:
 class Node:
     """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
 
-    ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy itself
-    keeps work from it, whatever it says;
-    ``is_leaving``: it is gone as soon as its last leg has ended. ``heard_s``: when it was last ready.
+    ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
+    itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
+    ``heard_s``: when it was last ready.
     """
 
     url: str

@@ -20,7 +20,7 @@ from common.config import ProxyConfig
 from proxy.cache_view import NodeCache
 from proxy.decode_leg import Job
 from proxy.node_load import LoadReport, Measured
-from proxy.nodes import Node, NodeInfo, NodePool
+from proxy.nodes import Node, NodeInfo, NodePool, NodeRole
 from proxy.placer import Avoided, Placement, Placer
 from proxy.prefix_index import PrefixIndex
 from proxy.prompt_keys import PromptKeys
@@ -156,7 +156,7 @@ class World:
             clock=lambda: self.now,
         )
         self.nodes = {
-            node.url: SimNode(node, prefill_tokens if node in self.pool.prefill else decode_tokens)
+            node.url: SimNode(node, prefill_tokens if node.role is NodeRole.PREFILL else decode_tokens)
             for node in self.pool.nodes
         }
         self._caches = {url: NodeCache(BLOCK_SIZE, ("full",), True) for url in self.nodes}
@@ -169,11 +169,11 @@ class World:
 
     @property
     def prefill(self) -> list[SimNode]:
-        return [self.nodes[node.url] for node in self.pool.prefill]
+        return [self.nodes[node.url] for node in self.pool.usable(NodeRole.PREFILL)]
 
     @property
     def decode(self) -> list[SimNode]:
-        return [self.nodes[node.url] for node in self.pool.decode]
+        return [self.nodes[node.url] for node in self.pool.usable(NodeRole.DECODE)]
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), action))

@@ -10,7 +10,7 @@ import pytest
 from common.config import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.cache_view import NodeCache
-from proxy.nodes import Node, NodePool
+from proxy.nodes import Node, NodePool, NodeRole
 from proxy.placement.hint import PlacementHint
 from proxy.placer import Avoided, Placement, Placer
 from proxy.prefix_index import PrefixIndex
@@ -37,11 +37,11 @@ class Rig:
 
     @property
     def prefill(self) -> list[Node]:
-        return self.pool.prefill
+        return self.pool.usable(NodeRole.PREFILL)
 
     @property
     def decode(self) -> list[Node]:
-        return self.pool.decode
+        return self.pool.usable(NodeRole.DECODE)
 
     def has(self, node: Node, token_ids: list[int], position: int | None = None, *, state: bool = True) -> None:
         """``node`` has the first ``position`` tokens, with or without a state at their end."""
