@@ -16,7 +16,7 @@ def load_report(node: Node) -> dict[str, Any]:
     core, cache, layout = node.core, node.model.cache_config, node.model.storage.layout
     groups = zip(cache.geometry.attention_groups, layout.group_block_bytes, strict=True)
     # A window moves a part that does not grow with the prompt.
-    block_bytes = sum(num_bytes for group, num_bytes in groups if group.window is None)
+    block_bytes = sum(num_bytes for group, num_bytes in groups if not group.window)
     return {
         "running": core.num_running,
         "waiting": node.num_waiting,
