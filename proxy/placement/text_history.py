@@ -45,7 +45,11 @@ class TextKeys:
         """``prompt``: text, token ids, or None for the body's messages."""
         salt = body.get("cache_salt")
         if isinstance(prompt, list):
-            return cls(array("q", prompt).tobytes(), len(prompt), salt)
+            try:
+                content = array("q", prompt).tobytes()
+            except OverflowError:  # no vocabulary has such ids: a node will say so
+                content = b""
+            return cls(content, len(prompt), salt)
         if isinstance(prompt, str):
             content = prompt.encode(errors="replace")
         else:
