@@ -245,7 +245,7 @@ class World:
             decode.num_streams -= 1
             self.placer.finished(job)
             self._num_open -= 1
-            whole = [*token_ids, *(draw.randrange(1000) for _ in range(num_answer_tokens))]
+            whole = [*token_ids, *draw.choices(range(1000), k=num_answer_tokens)]
             self._keep(decode, conversation, whole)
             if then is not None:
                 then(whole)
