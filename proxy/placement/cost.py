@@ -2,7 +2,7 @@
 estimated time to the first token, and what that does to streams that already run.
 
 1 for each node that may compute: its queue, and the ``Fill`` it would need, 2 for each decode node: its own prefill
-against the best prefill node for it, 3 the cheapest; among those that are about as cheap and compute no more, the least
+against the best prefill node for it, 3 the cheapest; among those that are about as cheap and compute least, the least
 loaded, in turn. Decode node and way are chosen together because what the decode node has decides what must move.
 """
 
@@ -142,10 +142,11 @@ class CostChooser:
     # --- ties
 
     def _in_turn(self, ways: Sequence[_Way]) -> _Way:
-        """Among the ways that are about as good as the best one, that on the least loaded decode node."""
+        """Among the ways that are about as good as the best one, and compute least, that on the least loaded decode
+        node."""
         best = min(ways, key=lambda way: way.cost_s)
         limit_s = best.cost_s + NEAR_S + NEAR_SHARE * max(0.0, best.cost_s)
-        most = best.num_computed + MIN_GAIN_TOKENS
+        most = min(way.num_computed for way in ways if way.cost_s <= limit_s) + MIN_GAIN_TOKENS
         near: dict[str, _Way] = {}
         for way in ways:
             other = near.get(way.decode.url)
@@ -178,7 +179,8 @@ def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Est
     fills = [estimator.fill(decode, prompt) for prompt in prompts]
     num_computed = int(scale * sum(fill.num_computed for fill in fills))
     ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * sum(fill.seconds for fill in fills)
-    cost_s = ttft_s + base_s + estimator.delay_price_s(decode, num_computed)
+    waste_s = scale * sum(fill.waste_s for fill in fills)
+    cost_s = ttft_s + base_s + waste_s + estimator.delay_price_s(decode, num_computed)
     return _Way(decode, ttft_s, cost_s, num_computed, fills)
 
 
@@ -191,14 +193,14 @@ def _remote(
     base_s: float,
 ) -> _Way:
     """Each prompt goes to the prefill node that is done with it first, after those before it."""
-    last_s, num_computed = 0.0, 0
+    last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
     chosen: list[_Bid] = []
     for prompt, offered in zip(prompts, bids, strict=True):
         blocks_s, rest_s = estimator.handoff_s(decode, prompt)
         best_s, best = math.inf, offered[0]
         for bid in offered:
-            seconds = bid.ready_s
+            seconds = bid.ready_s + bid.fill.waste_s
             if taken_s:
                 seconds += taken_s.get(bid.node.url, 0.0)
             if blocks_s > bid.hidden_s:
@@ -206,11 +208,12 @@ def _remote(
             if seconds < best_s:
                 best_s, best = seconds, bid
         taken_s[best.node.url] = taken_s.get(best.node.url, 0.0) + best.fill.compute_s
-        last_s = max(last_s, best_s + rest_s)
+        last_s = max(last_s, best_s - best.fill.waste_s + rest_s)
+        waste_s += best.fill.waste_s
         num_computed += best.fill.num_computed
         chosen.append(best)
     ttft_s = decode.load.room_s() + scale * last_s
-    return _Way(decode, ttft_s, ttft_s + base_s, int(scale * num_computed), bids=chosen)
+    return _Way(decode, ttft_s, ttft_s + base_s + scale * waste_s, int(scale * num_computed), bids=chosen)
 
 
 def _sources(readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[Node]:

@@ -24,16 +24,20 @@ HANDOFF_S = 0.005
 OVERLAP = 0.8
 """Part of the prompt's computing during which its blocks already travel."""
 MAX_SOURCES = 2
+WASTE_PRICE = 2.0
+"""What was computed once is computed again only if that saves its time as often as this, and once more: whoever comes
+next waits for the node meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL; ``holders``: nodes that can be asked for a part of
-    it, and how many tokens that is, the deepest state first."""
+    it, and how many tokens that is, the deepest state first. ``deepest``: state that anybody has."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
     holders: Sequence[tuple[Node, int]] = ()
+    deepest: int = 0
 
     @classmethod
     def of(cls, num_tokens: int, coverage: Mapping[str, Coverage], nodes: Iterable[Node]) -> Prompt:
@@ -45,7 +49,8 @@ class Prompt:
         ]
         known.sort(key=_depth, reverse=True)
         # Three: the reader itself may be among them.
-        return cls(num_tokens, coverage, known[: MAX_SOURCES + 1])
+        deepest = max((have.state_tokens for have in coverage.values()), default=0)
+        return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest)
 
     def on(self, node: Node) -> Coverage:
         return self.coverage.get(node.url, NOTHING)
@@ -63,12 +68,14 @@ def _depth(held: tuple[Node, int]) -> int:
 @dataclass(frozen=True, slots=True)
 class Fill:
     """How a node would get a prompt computed: ``seconds`` from its turn on, ``compute_s`` of them computing
-    ``num_computed`` tokens, and what ``source`` has is pulled first."""
+    ``num_computed`` tokens, and what ``source`` has is pulled first. ``waste_s``: the price of what somebody had
+    computed before."""
 
     seconds: float
     compute_s: float
     num_computed: int
     source: Node | None = None
+    waste_s: float = 0.0
 
 
 class Estimator:
@@ -95,14 +102,17 @@ class Estimator:
         have = prompt.coverage.get(node.url, NOTHING)
         num_left = prompt.num_tokens - have.state_tokens
         compute_s = self.compute_s(node, num_left)
-        best = Fill(compute_s, compute_s, num_left)
+        wasted = prompt.deepest - have.state_tokens
+        waste_s = WASTE_PRICE * wasted * self._rates[node.url].token_s if wasted > 0 else 0.0
+        best = Fill(compute_s, compute_s, num_left, None, waste_s)
         if not node.info.pull or not prompt.holders:
             return best
         for source, depth in prompt.sources(node):
             compute_s = self.compute_s(node, prompt.num_tokens - depth)
             seconds = ASK_S + self.pull_s(node, depth - have.attention_tokens, 1) + compute_s
-            if seconds < best.seconds:
-                best = Fill(seconds, compute_s, prompt.num_tokens - depth, source)
+            waste_s = WASTE_PRICE * (prompt.deepest - depth) * self._rates[node.url].token_s
+            if seconds + waste_s < best.seconds + best.waste_s:
+                best = Fill(seconds, compute_s, prompt.num_tokens - depth, source, waste_s)
         return best
 
     def pull_s(self, reader: Node, num_tokens: int, num_states: int) -> float:
