@@ -102,7 +102,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         pool.subscribe(feeds)
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
-        orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
+        placer = Placer(config, pool, index, on_start=metrics.observe_start)
+        orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
         tracer = create_tracer(
             config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
         )

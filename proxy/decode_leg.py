@@ -16,6 +16,7 @@ from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, ope
 from proxy.node_client import NodeStream
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.placement.hint import PlacementHint
 from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.prompt_keys import PromptKeys
 from proxy.recent import PREFILL_NODE_HEADER
@@ -39,6 +40,8 @@ class Job:
     arrival_s: float
     prompt_keys: Sequence[PromptKeys | None] = ()
     span: RequestSpan = NO_SPAN
+    session_id: str | None = None
+    placement_hint: PlacementHint = PlacementHint.AUTO
 
 
 class TransferFailedError(LegFailedError):

@@ -36,6 +36,7 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
 from proxy.recent import RecentRequests, RequestAbout
 from proxy.relay import ClientStream, RelayResponse
 from proxy.tokenise import Tokenisation
@@ -101,6 +102,8 @@ class GenerateService:
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+            session_id = session_from_header(request.headers.get(SESSION_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
         span = self._tracer.begin(request.url.path, request_id_of(request), request.headers, arrival_s)
         job = Job(
@@ -113,6 +116,8 @@ class GenerateService:
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
             span=span,
+            session_id=session_id,
+            placement_hint=placement_hint,
         )
         return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 

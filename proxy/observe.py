@@ -64,6 +64,11 @@ class ProxyMetrics:
     def count_decision(self, policy: str, placement: str) -> None:
         self._metrics.inc("proxy_decisions_total", policy=policy, placement=placement)
 
+    def observe_start(self, placement: str, predicted_s: float, actual_s: float) -> None:
+        """A stream's first byte, against what its placement was estimated to take."""
+        self._metrics.observe("proxy_predicted_ttft_seconds", predicted_s, placement=placement)
+        self._metrics.observe("proxy_ttft_ratio", actual_s / max(predicted_s, 1e-6), placement=placement)
+
     def observe_ttft(self, seconds: float) -> None:
         self._metrics.observe_ttft(seconds)
 

@@ -140,9 +140,11 @@ class Orchestrator:
         await client.send_whole(answer.status, answer.headers, answer.body)
 
     async def _run_legs(self, run: Run) -> None:
-        placement = self._placer.place(run.job, run.avoided)
+        job = run.job
+        placement = self._placer.place(job, run.avoided)
+        run.client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
         try:
-            if self._can_pair(run.job, placement):
+            if self._can_pair(job, placement):
                 await self._run_paired(run, placement)
             else:
                 await self._run_in_turn(run, placement)
@@ -151,6 +153,8 @@ class Orchestrator:
                 raise
             # A stream that goes on has no status any more.
             raise LegFailedError(f"a node refuses to go on with the stream: {exc}", reason="status") from exc
+        finally:
+            self._placer.finished(job)
 
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""

@@ -27,6 +27,7 @@ from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.event_route import add_event_route
+from common.node.load import load_report
 from common.node.node import Node
 from common.node.pull_routes import add_pull_routes
 from common.node.runtime import NodeModel, has_test_hooks
@@ -190,7 +191,12 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "max_num_seqs": node.config.max_num_seqs,
             "running": node.core.num_running,
             "waiting": node.num_waiting,
+            "load": load_report(node),
         }
+
+    @app.get("/internal/v1/load")
+    async def load() -> dict[str, Any]:
+        return load_report(node)
 
     @app.get("/internal/v1/cache/check")
     async def check() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from common.api.drain import Drain
 from common.api.versions import installed_versions
 from common.config import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError
 from common.kv_cache.results import PullPlan
 from common.kv_cache.stats import CacheStats
@@ -64,6 +65,7 @@ class Node:
         self.core: EngineCore = create_core(config, model)
         self.tracer = Tracer()
         self.prefix_sources = PrefixSources(self)
+        self.pull_times = LinearCost()
         self.backend: TransferBackend
         self.source: PullSource
         self.engine: EngineThread
@@ -160,6 +162,8 @@ class Node:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))
         remote.offers.close()
         record_pull(self.metrics, result, self.model.storage.layout.slot_bytes)
+        if result.ok and result.num_bytes:
+            self.pull_times.observe(result.num_bytes, result.seconds)
         is_failure = not result.ok and result.reason != PullReason.CANCELLED
         if is_failure and failure_label(result.reason) in FORGETTABLE:
             self.peers.forget(remote.url)

@@ -317,6 +317,33 @@ NODES = (
                 ),
                 stacked=True,
             ),
+            Panel(
+                "First token, estimated",
+                "What placement expected of streams, median: how long their first byte would take.",
+                "s",
+                (
+                    (
+                        "{{placement}}",
+                        "histogram_quantile(0.5, sum by (placement, le) "
+                        "(rate(tandem_proxy_predicted_ttft_seconds_bucket[5m])))",
+                    ),
+                ),
+            ),
+            Panel(
+                "First token, actual over estimated",
+                "1: placement knows what it does. Far from it for one way only: the other is chosen too often.",
+                "short",
+                (
+                    (
+                        "{{placement}} p50",
+                        "histogram_quantile(0.5, sum by (placement, le) (rate(tandem_proxy_ttft_ratio_bucket[5m])))",
+                    ),
+                    (
+                        "{{placement}} p90",
+                        "histogram_quantile(0.9, sum by (placement, le) (rate(tandem_proxy_ttft_ratio_bucket[5m])))",
+                    ),
+                ),
+            ),
         ),
     ),
     Row(
