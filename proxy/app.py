@@ -93,14 +93,14 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         metrics.watch(admission)
-        feeds = EventFeeds(pool, index, metrics, node_headers)
+        feeds = EventFeeds(index, metrics, node_headers)
+        pool.subscribe(feeds)
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
         generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain)
         app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
         pool.start()
-        feeds.start()
         tokenisation.start()
         discovery.start()
         try:

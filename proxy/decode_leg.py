@@ -115,7 +115,8 @@ class DecodeLegs:
     ) -> None:
         end, has_error = b"", False
         async for chunk in answer.chunks(self._idle_s):
-            leg.begin_answer()
+            if not end:
+                leg.begin_answer()
             data = chunk if progress is None else progress.feed(chunk)
             if data:
                 if not client.is_started:
@@ -123,6 +124,7 @@ class DecodeLegs:
                     await client.start_stream(answer.status, answer.headers)
                 await client.send_chunk(data)
             if progress is not None and progress.failure is not None:
+                leg.fail("error event")
                 raise progress.failure
             end = (end + chunk)[-len(END_OF_STREAM) :]
             has_error = has_error or ERROR in chunk
@@ -131,6 +133,8 @@ class DecodeLegs:
         is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete
         if not is_complete:
             raise LegFailedError(f"decode node {node.name} ended its stream early")
+        if has_error:
+            leg.fail("error event")
         leg.succeed()
         await client.finish()
 

@@ -184,10 +184,12 @@ def run_main(main: Callable[[], int], *, program: str) -> int:
 def end_process(status: int) -> NoReturn:
     """End now, without the interpreter's clean-up: taking torch apart costs a node 2-3 s and gives back nothing that
     the system does not take anyway. Everything that has to be closed has been closed, or is given up."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also from a signal handler that interrupts a write to the very stream
+        os._exit(status)
 
 
 def configure_logging(log_level: str) -> None:

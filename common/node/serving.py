@@ -122,7 +122,7 @@ class Serving:
     async def completions(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
         with self._telling_reader(body):
-            return await self._serve(http, parse_completion(body))
+            return await self._serve(http, parse_completion(body, is_from_peer=is_peer(http)))
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)

@@ -320,6 +320,57 @@ NODES = (
         ),
     ),
     Row(
+        "What the proxy knows",
+        (
+            Panel(
+                "Prefix index",
+                "Blocks and checkpoints of each node's cache that placement knows.",
+                "short",
+                (("{{node}}", "tandem_prefix_index_entries"),),
+            ),
+            Panel(
+                "Snapshots",
+                "Caches read as a whole: one per life of a node; more means that the proxy falls behind the events.",
+                "short",
+                (("{{instance}}", "sum by (instance) (increase(tandem_prefix_index_snapshots_total[5m]))"),),
+            ),
+            Panel(
+                "Tokenised",
+                "Prompts turned into token ids. The proxy should do it: nodes do what it could not.",
+                "reqps",
+                (("{{role}} {{instance}}", "sum by (role, instance) (rate(tandem_prompts_tokenised_total[5m]))"),),
+                stacked=True,
+            ),
+        ),
+    ),
+    Row(
+        "Failures seen by the proxy",
+        (
+            Panel(
+                "Circuit breakers",
+                "0 closed, 1 half-open (one leg probes the node), 2 open: its legs failed several times in a row.",
+                "short",
+                (("{{node}}", "tandem_breaker_state"),),
+            ),
+            Panel(
+                "Breakers opened",
+                "How often a node's breaker opened in five minutes.",
+                "short",
+                (("{{node}}", "increase(tandem_breaker_opened_total[5m])"),),
+            ),
+            Panel(
+                "Retries and migrations",
+                "Legs sent again before the first byte; refused: the budget was spent; streams that broke later.",
+                "reqps",
+                (
+                    ("retry {{reason}}", "sum by (reason) (rate(tandem_proxy_retries_total[5m]))"),
+                    ("retry refused", "sum(rate(tandem_proxy_retries_refused_total[5m]))"),
+                    ("stream {{outcome}}", "sum by (outcome) (rate(tandem_proxy_migrations_total[5m]))"),
+                ),
+            ),
+        ),
+    ),
+    Row(
         "Load by node",
         (
             Panel("Running", "Requests in work.", "short", (("{{instance}}", "tandem_requests_running"),)),
