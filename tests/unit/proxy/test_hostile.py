@@ -214,6 +214,8 @@ HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_request_when_sent_then_answer_is_typed(target: Target, name: str) -> None:
     parts, expected = HOSTILE[name]
+    if expected[0] == 200:  # on a busy machine the nodes may have missed a poll behind a large body
+        wait_for(lambda: b" 200 " in target.send(get(b"/ready"))[:16], "the proxy to be ready")
     answer = target.send(*parts)
     assert code_of(answer) == expected, answer[:500]
     assert code_of(target.send(get(b"/health"))) == (200, None)

@@ -14,32 +14,34 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.proxy.__main__ import ROUTE, make_body
-from benchmarks.proxy.contestants import free_ports, running
+from benchmarks.proxy.contestants import Process, free_ports, running
 from benchmarks.proxy.load import User, make_leg
 from proxy.front import Pacer
 
 NUM_STREAMS = 1000
 MAX_RESIDENT_MIB = 400.0
 MAX_HEALTH_S = 0.1
+TICK_S = 0.01  # of the system's count of processor time
 # How long the trivial nodes take to accept and answer on a busy machine is not what is looked at.
 PATIENT = ("--connect-timeout-seconds", "20", "--health-interval-seconds", "60")
 
 
 @contextlib.contextmanager
-def probing(port: int) -> Iterator[list[float]]:
-    """Seconds of each GET /health on one connection, by a thread that does nothing else."""
+def probing(port: int, process: Process) -> Iterator[list[float]]:
+    """Seconds of each GET /health on one connection, by a thread that does nothing else: by the clock, or of the
+    proxy's own processor time where that is less. Time that other programs took is not the proxy's."""
     waits: list[float] = []
     may_stop = threading.Event()
 
     def probe() -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
             while not may_stop.wait(0.02):
-                started_s = time.perf_counter()
+                started_s, started_cpu_s = time.perf_counter(), process.cpu_seconds()
                 sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 answer = b""
                 while b'"ok"}' not in answer:  # head and body may come apart
                     answer += sock.recv(4096)
-                waits.append(time.perf_counter() - started_s)
+                waits.append(min(time.perf_counter() - started_s, process.cpu_seconds() - started_cpu_s + TICK_S))
 
     thread = threading.Thread(target=probe)
     thread.start()
@@ -67,15 +69,14 @@ def test_thousand_streams_when_open_at_once_then_all_complete_in_little_memory_a
     nodes = ["--prefill", f"http://127.0.0.1:{prefill}", "--decode", f"http://127.0.0.1:{decode}"]
     proxy = [sys.executable, "-m", "proxy", "--port", str(port), *nodes, *PATIENT]
     with running(upstream, [prefill, decode], 1, {}), running(proxy, [port], 0, {}) as process:
-        with probing(port) as idle:  # also what else this machine does
-            time.sleep(4)
-        with probing(port) as waits:
+        time.sleep(2)
+        with probing(port, process) as waits:
             num_answered = asyncio.run(ask_all(port))
         resident_mib = process.resident_mib()
-    print({"health_idle_max_s": max(idle), "health_max_s": max(waits), "resident_mib": resident_mib})
+    print({"health_max_s": max(waits), "num_probes": len(waits), "resident_mib": resident_mib})
     assert num_answered == NUM_STREAMS
     assert resident_mib < MAX_RESIDENT_MIB
-    assert max(waits) < MAX_HEALTH_S + max(idle)
+    assert max(waits) < MAX_HEALTH_S
 
 
 def test_pacer_when_many_come_at_once_then_few_begin_in_a_turn_in_order_and_the_gone_take_no_place() -> None:
