@@ -37,6 +37,8 @@ ELSEWHERE = {("Tandem" + name) for name in ("LateReads", "QuarantineStays")}
 """Their faults are provoked, and their metrics seen, in test_failures_late_reads.py and test_failures_quarantine.py."""
 
 
+# Leases last long enough to hold all slots at once, also on a busy machine.
+SLOW = ("--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB", "--kv-lease-seconds", "6")
 VALUES = (
     "up",
     "role:tandem_requests_waiting:avg",
@@ -128,7 +130,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
         pytest.skip("prometheus is not installed (Debian package prometheus)")
     folder = tmp_path_factory.mktemp("drill")
     flags = {
-        "prefill_flags": (*TIGHT_FLAGS, "--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB"),
+        "prefill_flags": (*TIGHT_FLAGS, *SLOW),
         "decode_flags": (*TIGHT_FLAGS, "--max-num-batched-tokens", "64", "--kv-cache-memory", "1400KiB"),
     }
     with Service(checkpoint(FAMILY), num_decode=2, **flags) as service:
