@@ -6,6 +6,7 @@ lifespan to its end, so several proxies can run in one process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
 from proxy.admin import add_node_routes
 from proxy.admission import Admission
 from proxy.breaker import Breaker
@@ -96,16 +98,20 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         metrics.watch(admission)
-        feeds = EventFeeds(pool, index, metrics, node_headers)
+        feeds = EventFeeds(index, metrics, node_headers)
+        pool.subscribe(feeds)
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
-        orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
+        placer = Placer(config, pool, index, on_start=metrics.observe_start)
+        orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
+        tracer = create_tracer(
+            config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
+        )
         recent = RecentRequests()
         board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, recent)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer, recent)
         app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         pool.start()
-        feeds.start()
         tokenisation.start()
         discovery.start()
         try:
@@ -118,8 +124,16 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await board.close()
             await releaser.close()
             await pool.close()
+            await asyncio.to_thread(tracer.close)
 
-    app = ProxyApp(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = ProxyApp(
+        title="Tandem proxy",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     install_error_handlers(app)
     gate = Gate(
         max_body_bytes=config.max_body_bytes,

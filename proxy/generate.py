@@ -28,6 +28,7 @@ from common.api.responses import sse_error
 from common.api.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.api.source_hints import SOURCES_KEY
 from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from common.telemetry.tracing import Tracer, passed_on
 from proxy.admission import Admission, Ask
 from proxy.asking import DEADLINE_HEADER, read_ask
 from proxy.decode_leg import Job
@@ -35,6 +36,7 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
 from proxy.recent import RecentRequests, RequestAbout
 from proxy.relay import ClientStream, RelayResponse
 from proxy.tokenise import Tokenisation
@@ -53,9 +55,11 @@ class GenerateService:
         metrics: ProxyMetrics,
         admission: Admission,
         drain: Drain,
+        tracer: Tracer,
         recent: RecentRequests,
     ) -> None:
         self._pool = pool
+        self._tracer = tracer
         self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
@@ -98,22 +102,31 @@ class GenerateService:
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+            session_id = session_from_header(request.headers.get(SESSION_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
+        span = self._tracer.begin(request.url.path, request_id_of(request), request.headers, arrival_s)
         job = Job(
             route=request.url.path,
             body=body,
-            headers=forwarded_headers(request),
+            headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id_of(request),
             prompts=list(prompts_of(body)),
             is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
+            span=span,
+            session_id=session_id,
+            placement_hint=placement_hint,
         )
         return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 
     async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
-            with self._metrics.track(route, job.arrival_s) as record, self._follow(job, route, client, record):
+            with (
+                self._metrics.track(route, job.arrival_s, job.span) as record,
+                self._follow(job, route, client, record),
+            ):
                 # Until proved otherwise; a cancelled request leaves without passing another line of this.
                 record.outcome = "abort"
                 try:
@@ -203,8 +216,9 @@ def _outcome_of(status: int | None) -> str:
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers that go on to the nodes: request id, key, trace."""
+    """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
     headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
+    headers |= passed_on(request.headers)
     for name in ("authorization", TRACE_HEADER):
         if (value := request.headers.get(name)) is not None:
             headers[name] = value

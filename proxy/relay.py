@@ -36,7 +36,8 @@ _DROPPED_HEADERS = frozenset(
 
 
 class ClientStream:
-    """What one request may send to its client. Not thread-safe; one task sends."""
+    """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
+    answer begins."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -44,6 +45,7 @@ class ClientStream:
         self.status: int | None = None
         self.entry = RecentRequest()
         self.is_finished = False
+        self.on_start: Callable[[int], None] | None = None
 
     @property
     def is_started(self) -> bool:
@@ -67,6 +69,8 @@ class ClientStream:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None
         self.status = status
+        if self.on_start is not None:
+            self.on_start(status)
         # As they came: the client to nodes decodes headers like this.
         raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         raw.append((b"x-request-id", self._request_id.encode()))

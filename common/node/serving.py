@@ -122,7 +122,7 @@ class Serving:
     async def completions(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
         with self._telling_reader(body):
-            return await self._serve(http, parse_completion(body))
+            return await self._serve(http, parse_completion(body, is_from_peer=is_peer(http)))
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
@@ -149,7 +149,8 @@ class Serving:
     async def _serve(self, http: HttpRequest, request: GenerationRequest) -> Response:
         node = self._node
         check_model(request.model, (node.served_model_name,))
-        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions")
+        span = node.tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
+        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
         try:
             node.check_admission()
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
@@ -550,7 +551,7 @@ class _ResponseBuilder:
             self._num_cached_tokens = resume.num_cached_tokens
         else:
             self._num_cached_tokens += max(0, len(job.token_ids) - job.num_resumed - computed)
-        self._record.prompt_done(len(job.token_ids), output)
+        self._record.prompt_done(len(job.token_ids), output, ready_s=job.taken.ready_s)
         if self._trace is not None:
             self._trace.add_prompt(len(job.token_ids), job.taken, output)
 

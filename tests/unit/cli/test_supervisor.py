@@ -15,7 +15,13 @@ from common.errors import ConfigError
 from tests.support.service import free_port
 
 SERVE = """
-import http.server, os, signal, sys
+import http.server, os, signal, sys, time
+def end(*_):
+    asked = time.time()
+    if "slow" in sys.argv: time.sleep(0.4)
+    open(sys.argv[2] + ".end", "w").write(f"{asked} {time.time()}")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
 if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open(sys.argv[2], "a").write(f"{os.getpid()}\\n")
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -74,6 +80,21 @@ def test_run_when_stopped_then_children_are_gone_and_status_0(tmp_path: Path) ->
         harness.stop.set()
         assert await task == 0
         harness.assert_all_gone("a", "b")
+
+    asyncio.run(scenario())
+
+
+def test_run_when_stopped_then_nodes_are_asked_after_the_proxy_has_drained(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        harness = Harness(tmp_path)
+        task = harness.run(harness.spec("node"), harness.spec("proxy", "slow", is_restarted=False))
+        await asyncio.wait_for(harness.all_ready.wait(), 30)
+        harness.stop.set()
+        assert await task == 0
+        node_asked_s, _ = map(float, (tmp_path / "node.end").read_text().split())
+        proxy_asked_s, proxy_ended_s = map(float, (tmp_path / "proxy.end").read_text().split())
+        assert proxy_ended_s - proxy_asked_s >= 0.4
+        assert node_asked_s >= proxy_ended_s
 
     asyncio.run(scenario())
 

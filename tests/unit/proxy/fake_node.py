@@ -58,6 +58,7 @@ class FakeNode:
     fingerprint: str = "f00d"
     pull: bool = False
     resume: bool = False
+    refuses_resume: bool = False
     code: str = "no"
     port: int = 0
     may_finish: bool = True
@@ -155,6 +156,8 @@ class FakeNode:
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
             return JSONResponse({"error": {"message": f"{self.name} says no", "code": self.code}}, status)
+        if self.refuses_resume and "tandem_resume" in body:
+            return JSONResponse({"error": {"message": f"{self.name} cannot", "code": "no"}}, 400)
         if self.fault is Fault.HANG or body.get("prompt") in self.hanging_prompts:
             await self._hang(request)
         if (body.get("kv_transfer_params") or {}) and _is_prefill_leg(body):
