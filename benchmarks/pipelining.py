@@ -29,6 +29,7 @@ from common.demo_model import FOLDER
 
 START_TIMEOUT_S = 180.0
 REQUEST_TIMEOUT_S = 600.0
+PROXY_FLAGS = ("--policy", "round_robin", "--log-level", "warning")  # every prompt is handed off
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def service(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     argvs = [
         (["prefill_node", "--port", str(ports[0]), *node_flags], {cores[0]}),
         (["decode_node", "--port", str(ports[1]), *node_flags], {cores[-1]}),
-        (["proxy", "--port", str(ports[2]), "--prefill", prefill, "--decode", decode, "--log-level", "warning"], cores),
+        (["proxy", "--port", str(ports[2]), "--prefill", prefill, "--decode", decode, *PROXY_FLAGS], cores),
     ]
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as log:

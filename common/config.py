@@ -214,6 +214,10 @@ def share_flag(help: str, minimum: float, maximum: float, default: float | None 
     return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
 
 
+def number_flag(default: float, help: str, minimum: float, maximum: float) -> Any:
+    return flag(default, help, parse=parse_share, format=repr, metavar="X", minimum=minimum, maximum=maximum)
+
+
 def bool_flag(default: bool, help: str) -> Any:
     return flag(default, help, parse=parse_bool)
 
@@ -228,7 +232,9 @@ def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
 
 DRAIN_HELP = "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-PLACEMENT_POLICIES = ("round_robin", "least_loaded")
+LOG_FORMATS = ("text", "json")
+OTLP_HELP = "collector that gets a trace of each request over OTLP/HTTP, such as http://HOST:4318 (default: no tracing)"
+PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
 NODE_KINDS = ("auto", "tandem", "vllm")
 
 
@@ -307,6 +313,8 @@ class NodeConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -336,9 +344,20 @@ class ProxyConfig:
     )
     decode: tuple[str, ...] = urls_flag("base URLs of the decode nodes, or dns+http://name:port", parse_node_url)
     dns_interval_seconds: float = seconds_flag(5.0, "time between two resolutions of a dns+http name", 0.01)
-    policy: str = choice_flag("round_robin", "how a prefill node is chosen", *PLACEMENT_POLICIES)
+    policy: str = choice_flag(
+        "cost", "how a prefill node is chosen; cost: and whether one is needed", *PLACEMENT_POLICIES
+    )
     decode_policy: str | None = choice_flag(
         None, "how a decode node is chosen (default: as --policy)", *PLACEMENT_POLICIES
+    )
+    stream_delay_weight: float = number_flag(
+        0.5, "cost: what a second of waiting of each running stream counts beside one of the first token", 0.0, 100.0
+    )
+    prefix_sources: bool = bool_flag(
+        True, "tell nodes which others have part of a prompt, so that they pull it instead of computing it"
+    )
+    session_affinity_seconds: float = seconds_flag(
+        0.05, "cost: what staying on the decode node of the session's last turn (X-Session-Id) is worth", 0.0, 60.0
     )
     max_concurrency: int = int_flag(1024, "requests in flight beyond which others wait", 1, 100_000)
     max_queue_size: int = int_flag(
@@ -388,6 +407,8 @@ class ProxyConfig:
     api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
     cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
     log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)

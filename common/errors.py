@@ -97,6 +97,12 @@ class BodyTimeoutError(TandemError):
     code = "body_timeout"
 
 
+class HeadTimeoutError(TandemError):
+    status = 408
+    type = "timeout_error"
+    code = "head_timeout"
+
+
 class TooManyConnectionsError(TandemError):
     status = 503
     type = "rate_limit_error"

@@ -62,12 +62,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSeconds:
-    """Where a request's time went on this node, in seconds; ``None``: the phase did not happen."""
+    """Where a request's time went on this node, in seconds; ``None``: the phase did not happen.
+
+    ``scheduled_s``: when its first work began (transfer or prefill, whichever came first), on ``time.monotonic``.
+    """
 
     queue: float = 0.0
     prefill: float | None = None
     transfer: float | None = None
     first_token: float | None = None
+    scheduled_s: float | None = None
 
 
 @dataclass(slots=True)

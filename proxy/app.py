@@ -6,6 +6,7 @@ lifespan to its end, so several proxies can run in one process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from fastapi.responses import JSONResponse, Response
 
 from common.api import drain as draining
 from common.api.errors import install_error_handlers
-from common.api.http import CLUSTER_KEY_HEADER, Gate, GateMiddleware, read_json_object
+from common.api.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
 from common.config import ProxyConfig, read_key_file
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
 from proxy.admin import add_node_routes
 from proxy.admission import Admission
 from proxy.breaker import Breaker
@@ -36,6 +38,8 @@ from proxy.observe import ProxyMetrics
 from proxy.orchestrator import Orchestrator
 from proxy.placer import Placer
 from proxy.prefix_index import PrefixIndex
+from proxy.recent import RecentRequests
+from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
 from proxy.tokenise import Tokenisation
 
 
@@ -46,6 +50,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    board: StatusBoard
     index: PrefixIndex
     drain: draining.Drain
     node_headers: Mapping[str, str]
@@ -93,14 +98,20 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         metrics.watch(admission)
-        feeds = EventFeeds(pool, index, metrics, node_headers)
+        feeds = EventFeeds(index, metrics, node_headers)
+        pool.subscribe(feeds)
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
-        orchestrator = Orchestrator(config, pool, Placer(config, pool), releaser, metrics, node_headers)
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain)
-        app.state.service = Service(pool, metrics, generate, index, drain, node_headers)
+        placer = Placer(config, pool, index, on_start=metrics.observe_start)
+        orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
+        tracer = create_tracer(
+            config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
+        )
+        recent = RecentRequests()
+        board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
+        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer, recent)
+        app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         pool.start()
-        feeds.start()
         tokenisation.start()
         discovery.start()
         try:
@@ -110,16 +121,26 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await discovery.close()
             await tokenisation.close()
             await feeds.close()
+            await board.close()
             await releaser.close()
             await pool.close()
+            await asyncio.to_thread(tracer.close)
 
-    app = ProxyApp(title="Tandem proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = ProxyApp(
+        title="Tandem proxy",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     install_error_handlers(app)
     gate = Gate(
         max_body_bytes=config.max_body_bytes,
         body_timeout_s=config.body_timeout_seconds,
         api_keys=api_keys,
         cluster_key=cluster_keys[0] if cluster_keys else None,
+        open_paths=OPEN_PATHS | PAGE_PATHS,
     )
     app.add_middleware(GateMiddleware, gate=gate)
     app.front = Front(
@@ -134,6 +155,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
+    add_status_routes(app, lambda request: _service(request).board)
     return app
 
 

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import QueueFullError, TransferError
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
 from proxy.node_client import NodeStream
 from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
+from proxy.placement.hint import PlacementHint
 from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.prompt_keys import PromptKeys
+from proxy.recent import PREFILL_NODE_HEADER
 from proxy.relay import ClientStream
 
 END_OF_STREAM = DONE + END_OF_EVENT
@@ -36,6 +39,9 @@ class Job:
     is_stream: bool
     arrival_s: float
     prompt_keys: Sequence[PromptKeys | None] = ()
+    span: RequestSpan = NO_SPAN
+    session_id: str | None = None
+    placement_hint: PlacementHint = PlacementHint.AUTO
 
 
 class TransferFailedError(LegFailedError):
@@ -74,6 +80,7 @@ class DecodeLegs:
             NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
+        client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
         async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
             if answer.status < 400:
                 leases.hand_over()
@@ -115,7 +122,8 @@ class DecodeLegs:
     ) -> None:
         end, has_error = b"", False
         async for chunk in answer.chunks(self._idle_s):
-            leg.begin_answer()
+            if not end:
+                leg.begin_answer()
             data = chunk if progress is None else progress.feed(chunk)
             if data:
                 if not client.is_started:
@@ -123,6 +131,7 @@ class DecodeLegs:
                     await client.start_stream(answer.status, answer.headers)
                 await client.send_chunk(data)
             if progress is not None and progress.failure is not None:
+                leg.fail("error event")
                 raise progress.failure
             end = (end + chunk)[-len(END_OF_STREAM) :]
             has_error = has_error or ERROR in chunk
@@ -131,6 +140,8 @@ class DecodeLegs:
         is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete
         if not is_complete:
             raise LegFailedError(f"decode node {node.name} ended its stream early")
+        if has_error:
+            leg.fail("error event")
         leg.succeed()
         await client.finish()
 

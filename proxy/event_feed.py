@@ -2,8 +2,8 @@
 
 1 a node comes up: its first answer is a snapshot, 2 long polls bring what came after it, 3 an answer that is a snapshot
 again (events were missed, or the node lives anew) replaces everything known of it, 4 a node that is silent is asked
-again, later and later; what it had is kept for a while, because most silences are short, 5 a node that left the pool,
-or is down for longer, is forgotten. Nodes without the route are left alone until their next life.
+again, later and later; what it had is kept for a while, because most silences are short, and then forgotten, 5 so it is
+when the pool says that the node is gone. Nodes without the route are left alone until their next life.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 from common.api.cache_events import EVENTS_ROUTE, WAIT_S, CacheNews
 from proxy.cache_view import NodeCache
 from proxy.node_calls import NodeCallError, get
-from proxy.nodes import Node, NodePool
+from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 0.1
 KEEP_S = 10.0
-"""For how long a node that is down keeps its entries."""
+"""For how long a silent node keeps its entries."""
 
 ANSWER_TIMEOUT_S = WAIT_S + 10.0
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -34,6 +33,8 @@ PAUSE_S = 0.02
 """Between two answers, so that a busy node's events come in batches."""
 
 BACKOFF_S = (0.1, 2.0)
+_ANEW: Mapping[str, str] = {}
+
 THREAD_BYTES = 256 * 1024
 """Larger answers are read off the event loop (about 3 ms of work)."""
 
@@ -43,82 +44,58 @@ class NoFeedError(Exception):
 
 
 class EventFeeds:
-    """Runs from ``start`` to ``close``."""
+    """A listener of the pool (``proxy.node_pool.NodeListener``); ``close`` ends all feeds."""
 
     def __init__(
         self,
-        pool: NodePool,
         index: PrefixIndex,
         metrics: ProxyMetrics,
         headers: Mapping[str, str],
         *,
         keep_s: float = KEEP_S,
     ) -> None:
-        self._pool = pool
         self._index = index
         self._metrics = metrics
         self._headers = dict(headers)
         self._keep_s = keep_s
-        self._followed: dict[str, asyncio.Task[None]] = {}
-        self._seen_up_s: dict[str, float] = {}
-        self._silent: dict[str, str | None] = {}  # url -> the life in which it said that it does not tell
-        self._watching: asyncio.Task[None] | None = None
+        self._followed: dict[Node, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
-        self._watching = asyncio.create_task(self._watch(), name="event feeds")
+    def node_up(self, node: Node) -> None:
+        if node.info.pull and node not in self._followed:
+            self._followed[node] = asyncio.create_task(self._follow(node), name=f"events {node.url}")
+
+    def node_gone(self, node: Node) -> None:
+        self._index.drop(node.url)
+        task = self._followed.pop(node, None)
+        if task is not None:
+            task.cancel()
 
     async def close(self) -> None:
-        tasks = [task for task in (self._watching, *self._followed.values()) if task is not None]
+        tasks = list(self._followed.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        while True:
-            self._update(time.monotonic())
-            await asyncio.sleep(WATCH_S)
-
-    def _update(self, now_s: float) -> None:
-        """Begin to follow who came up, forget who is gone."""
-        nodes = {node.url: node for node in self._pool.nodes}
-        for url, node in nodes.items():
-            if node.is_up:
-                self._seen_up_s[url] = now_s
-                is_silent = url in self._silent and self._silent[url] == node.info.epoch
-                if url not in self._followed and node.info.pull and not is_silent:
-                    self._followed[url] = asyncio.create_task(self._follow(node), name=f"events {url}")
-        for url, seen_s in list(self._seen_up_s.items()):
-            if url not in nodes or now_s - seen_s > self._keep_s:
-                self._forget(url)
-
-    def _forget(self, url: str) -> None:
-        del self._seen_up_s[url]
-        self._silent.pop(url, None)
-        self._index.drop(url)
-        task = self._followed.pop(url, None)
-        if task is not None:
-            task.cancel()
-
     async def _follow(self, node: Node) -> None:
-        delay_s = BACKOFF_S[0]
-        position: dict[str, str] = {}
+        delay_s, position, heard_s = BACKOFF_S[0], _ANEW, time.monotonic()
         while True:
             try:
                 position = await self._ask(node, position)
             except NoFeedError:
-                self._silent[node.url] = node.info.epoch
-                self._index.drop(node.url)
-                self._followed.pop(node.url, None)
+                logger.info("no cache events node=%s: it has no such route", node.url)
                 return
             except (NodeCallError, ValueError) as exc:
                 logger.info("no cache events node=%s: %s", node.url, exc)
+                if time.monotonic() - heard_s > self._keep_s:
+                    self._index.drop(node.url)
+                    position = _ANEW
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, BACKOFF_S[1])
                 continue
-            delay_s = BACKOFF_S[0]
+            delay_s, heard_s = BACKOFF_S[0], time.monotonic()
             await asyncio.sleep(PAUSE_S)
 
-    async def _ask(self, node: Node, position: Mapping[str, str]) -> dict[str, str]:
+    async def _ask(self, node: Node, position: Mapping[str, str]) -> Mapping[str, str]:
         """One answer into the index; returns where the next one goes on. Raises NodeCallError and ValueError."""
         answer = await get(
             node,
@@ -141,7 +118,7 @@ class EventFeeds:
             self._metrics.count_snapshot()
             logger.info("cache snapshot node=%s epoch=%s entries=%d", node.url, news.epoch, len(cache))
         elif not all(self._index.apply(node.url, change) for change in news.changes):
-            return {}  # somebody dropped the node
+            return _ANEW  # somebody dropped the node
         return {"since": str(news.last), "epoch": news.epoch, "limit": str(self._index.max_entries)}
 
 

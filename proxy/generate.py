@@ -28,6 +28,7 @@ from common.api.responses import sse_error
 from common.api.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.api.source_hints import SOURCES_KEY
 from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from common.telemetry.tracing import Tracer, passed_on
 from proxy.admission import Admission, Ask
 from proxy.asking import DEADLINE_HEADER, read_ask
 from proxy.decode_leg import Job
@@ -35,6 +36,8 @@ from proxy.legs import RelayedAnswer
 from proxy.nodes import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
+from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
+from proxy.recent import RecentRequests, RequestAbout
 from proxy.relay import ClientStream, RelayResponse
 from proxy.tokenise import Tokenisation
 
@@ -52,11 +55,15 @@ class GenerateService:
         metrics: ProxyMetrics,
         admission: Admission,
         drain: Drain,
+        tracer: Tracer,
+        recent: RecentRequests,
     ) -> None:
         self._pool = pool
+        self._tracer = tracer
         self._tokenisation = tokenisation
         self._orchestrator = orchestrator
         self._metrics = metrics
+        self._recent = recent
         self._admission = admission
         self._drain = drain
         self._limits: set[asyncio.Timeout] = set()
@@ -95,22 +102,31 @@ class GenerateService:
             parsed = parse(body)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
+            session_id = session_from_header(request.headers.get(SESSION_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
+        span = self._tracer.begin(request.url.path, request_id_of(request), request.headers, arrival_s)
         job = Job(
             route=request.url.path,
             body=body,
-            headers=forwarded_headers(request),
+            headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id_of(request),
             prompts=list(prompts_of(body)),
             is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
+            span=span,
+            session_id=session_id,
+            placement_hint=placement_hint,
         )
         return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 
     async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
         try:
-            with self._metrics.track(route, job.arrival_s) as record:
+            with (
+                self._metrics.track(route, job.arrival_s, job.span) as record,
+                self._follow(job, route, client, record),
+            ):
                 # Until proved otherwise; a cancelled request leaves without passing another line of this.
                 record.outcome = "abort"
                 try:
@@ -130,6 +146,12 @@ class GenerateService:
             logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
             await self._fail(job, client, exc)
 
+    def _follow(
+        self, job: Job, route: str, client: ClientStream, record: RequestRecord
+    ) -> contextlib.AbstractContextManager[None]:
+        about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
+        return self._recent.follow(client.entry, about, record)
+
     async def _run_admitted(
         self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
     ) -> None:
@@ -137,7 +159,7 @@ class GenerateService:
             done = await self._tokenisation.tokenise(request, job.body, job.prompts)
             job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
-            record.outcome = "stop" if client.status == 200 else "error"
+            record.outcome = _outcome_of(client.status)
         except RelayedAnswer as exc:
             record.outcome = "rejected"
             await client.send_whole(exc.status, exc.headers, exc.body)
@@ -186,9 +208,17 @@ class GenerateService:
         await client.send_whole(answer.status_code, headers, bytes(answer.body))
 
 
+def _outcome_of(status: int | None) -> str:
+    """Of an answer that was passed on: what a node refuses is nobody's failure."""
+    if status == 200:
+        return "stop"
+    return "rejected" if status is not None and 400 <= status < 500 else "error"
+
+
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers that go on to the nodes: request id, key, trace."""
+    """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
     headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
+    headers |= passed_on(request.headers)
     for name in ("authorization", TRACE_HEADER):
         if (value := request.headers.get(name)) is not None:
             headers[name] = value

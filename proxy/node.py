@@ -20,6 +20,7 @@ from typing import Any
 
 from proxy.breaker import Breaker
 from proxy.node_client import NodeClient
+from proxy.node_load import LoadReport, NodeLoad
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class NodeInfo:
     resume: bool = False
     kind: NodeKind = NodeKind.TANDEM
     more_models: tuple[str, ...] = ()
+    load: LoadReport | None = None
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> NodeInfo:
@@ -92,6 +94,7 @@ class NodeInfo:
             port=port if port is not None and 0 < port < 65_536 else None,
             epoch=text("epoch"),
             resume=body.get("resume") is True,
+            load=LoadReport.from_json(body.get("load")),
         )
 
 
@@ -99,8 +102,9 @@ class NodeInfo:
 class Node:
     """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
 
-    ``breaker``: how its legs went. ``hold_reason``: why the proxy itself keeps work from it, whatever it says;
-    ``is_leaving``: it is gone as soon as its last leg has ended. ``heard_s``: when it was last ready.
+    ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
+    itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
+    ``heard_s``: when it was last ready.
     """
 
     url: str
@@ -117,6 +121,7 @@ class Node:
     num_in_flight: int = 0
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     breaker: Breaker = field(default_factory=Breaker)
+    load: NodeLoad = field(default_factory=NodeLoad)
 
     @property
     def name(self) -> str:
@@ -173,6 +178,7 @@ class Node:
         if self.info.epoch is not None and info.epoch != self.info.epoch:
             self.breaker.reset()
         self.info, self.is_refused, self.heard_s = info, False, time.monotonic()
+        self.load.update(info.load, self.heard_s)
         if self.hold_reason is not None:
             self._enter(NodeState.DRAINING, self.hold_reason)
         else:

@@ -14,6 +14,7 @@ from common.api.versions import build_labels
 from common.errors import TandemError
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
+from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.admission import Admission
 from proxy.nodes import NodePool
 from proxy.prefix_index import PrefixIndex
@@ -39,13 +40,14 @@ class ProxyMetrics:
         self._admission = admission
 
     @contextlib.contextmanager
-    def track(self, route: str, arrival_s: float) -> Iterator[RequestRecord]:
-        """Count one request, from where its body was found good to its end."""
+    def track(self, route: str, arrival_s: float, span: RequestSpan = NO_SPAN) -> Iterator[RequestRecord]:
+        """Count one request, from where its body was found good to its end, and end its ``span``."""
         record = RequestRecord()
         try:
             yield record
         finally:
             self._metrics.request_finished(route, record.outcome, time.monotonic() - arrival_s)
+            span.end(record.outcome)
 
     @contextlib.contextmanager
     def track_parsing(self, route: str, arrival_s: float) -> Iterator[None]:
@@ -61,6 +63,11 @@ class ProxyMetrics:
 
     def count_decision(self, policy: str, placement: str) -> None:
         self._metrics.inc("proxy_decisions_total", policy=policy, placement=placement)
+
+    def observe_start(self, placement: str, predicted_s: float, actual_s: float) -> None:
+        """A stream's first byte, against what its placement was estimated to take."""
+        self._metrics.observe("proxy_predicted_ttft_seconds", predicted_s, placement=placement)
+        self._metrics.observe("proxy_ttft_ratio", actual_s / max(predicted_s, 1e-6), placement=placement)
 
     def observe_ttft(self, seconds: float) -> None:
         self._metrics.observe_ttft(seconds)

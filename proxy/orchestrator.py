@@ -26,7 +26,15 @@ from common.config import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
-from proxy.legs import LegFailedError, NodeDrainingError, Prefilled, decode_body, prefill_body, send_prefill_leg
+from proxy.legs import (
+    LegFailedError,
+    NodeDrainingError,
+    Prefilled,
+    RelayedAnswer,
+    decode_body,
+    prefill_body,
+    send_prefill_leg,
+)
 from proxy.nodes import Node, NodePool, NodeRole
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs, PrefillBusyError
@@ -132,11 +140,21 @@ class Orchestrator:
         await client.send_whole(answer.status, answer.headers, answer.body)
 
     async def _run_legs(self, run: Run) -> None:
-        placement = self._placer.place(run.job, run.avoided)
-        if self._can_pair(run.job, placement):
-            await self._run_paired(run, placement)
-        else:
-            await self._run_in_turn(run, placement)
+        job = run.job
+        placement = self._placer.place(job, run.avoided)
+        run.client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
+        try:
+            if self._can_pair(job, placement):
+                await self._run_paired(run, placement)
+            else:
+                await self._run_in_turn(run, placement)
+        except RelayedAnswer as exc:
+            if not run.client.is_started:
+                raise
+            # A stream that goes on has no status any more.
+            raise LegFailedError(f"a node refuses to go on with the stream: {exc}", reason="status") from exc
+        finally:
+            self._placer.finished(job)
 
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""

@@ -15,6 +15,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from proxy.recent import REPORT_HEADER, RecentRequest
+
 logger = logging.getLogger(__name__)
 
 # What a node says about its own connection or process is not for the client.
@@ -28,28 +30,34 @@ _DROPPED_HEADERS = frozenset(
         "date",
         "server",
         "x-request-id",
+        REPORT_HEADER,
     }
 )
 
 
 class ClientStream:
-    """What one request may send to its client. Not thread-safe; one task sends."""
+    """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
+    answer begins."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
         self.status: int | None = None
+        self.entry = RecentRequest()
         self.is_finished = False
+        self.on_start: Callable[[int], None] | None = None
 
     @property
     def is_started(self) -> bool:
         return self.status is not None
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
         await self._body(body, more=False)
 
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def send_chunk(self, chunk: bytes) -> None:
@@ -61,6 +69,8 @@ class ClientStream:
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None
         self.status = status
+        if self.on_start is not None:
+            self.on_start(status)
         # As they came: the client to nodes decodes headers like this.
         raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         raw.append((b"x-request-id", self._request_id.encode()))

@@ -42,6 +42,8 @@ from benchmarks.proxy.load import Leg, Steps, User, latencies, make_leg, through
 
 ROUTE = "/v1/completions"
 WARM_UP = 30
+SETTLE_S = 1.5
+STREAM_PAUSE_S = 0.25
 
 
 @dataclass
@@ -82,8 +84,8 @@ async def hold_streams(steps: Steps, num_streams: int, process: Process, ports: 
     users = [User(steps) for _ in range(num_streams)]
     prober = User([[health]])
     waits, peak = [], 0.0
-    work = asyncio.gather(*(user.ask() for user in users))
     started_s = time.perf_counter()
+    work = asyncio.gather(*(user.ask() for user in users))
     while not work.done():
         waits.append(await prober.ask())
         peak = max(peak, process.resident_mib())
@@ -113,18 +115,27 @@ async def run_group(contestants: Sequence[Contestant], args: argparse.Namespace,
             for each in contestants:
                 its = Ports(prefill, decode, proxies[each])
                 with contestant_running(each, its, args.core) as process:
-                    await asyncio.sleep(1.5)  # polls and pools settle
+                    await asyncio.sleep(SETTLE_S)  # polls and pools settle
                     await measure([[make_leg(its.proxy, ROUTE, body)]], figures[each], args, process)
         for has_both, result in bare.items():
             print_row("direct, both legs" if has_both else "direct, decode leg", result, None, pull)
         for each in contestants:
             print_row(each.name, figures[each], bare[each.has_both_legs], pull)
-        if args.streams and pull:
-            its = Ports(prefill, decode, proxies[contestants[0]])
-            with contestant_running(contestants[0], its, args.core) as process:
-                await asyncio.sleep(1.5)
-                held = await hold_streams([[make_leg(its.proxy, ROUTE, body)]], args.streams, process, its)
-                print(f"{args.streams} streams at once through {contestants[0].name}: {json.dumps(held)}")
+
+
+async def run_streams(contestant: Contestant, args: argparse.Namespace) -> None:
+    """Nodes that pause between chunks, so that all streams are open at once."""
+    ports = Ports(*free_ports(3))
+    numbers = [str(ports.prefill), str(ports.decode)]
+    upstream = [sys.executable, "-m", "benchmarks.proxy.upstream", *numbers, "--pull", "--pause", str(STREAM_PAUSE_S)]
+    with (
+        running(upstream, [ports.prefill, ports.decode], args.other_core, {}),
+        contestant_running(contestant, ports, args.core) as process,
+    ):
+        await asyncio.sleep(SETTLE_S)
+        steps = [[make_leg(ports.proxy, ROUTE, make_body(args.prompt_tokens))]]
+        held = await hold_streams(steps, args.streams, process, ports)
+    print(f"{args.streams} streams at once through {contestant.name}: {json.dumps(held)}")
 
 
 def print_row(name: str, figures: Figures, direct: Figures | None, pull: bool) -> None:
@@ -145,6 +156,8 @@ async def run(args: argparse.Namespace) -> None:
     wanted = [each for each in CONTESTANTS if each.name in args.only] if args.only else list(CONTESTANTS)
     await run_group([each for each in wanted if each.name == "tandem"], args, pull=True)
     await run_group([each for each in wanted if each.is_installed], args, pull=False)
+    if args.streams:
+        await run_streams(next(each for each in CONTESTANTS if each.name == "tandem"), args)
     for each in wanted:
         if not each.is_installed:
             print(f"{each.name}: not installed")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 120.0
 END_OF_CHUNKS = b"0\r\n\r\n"
 
 

@@ -2,7 +2,7 @@
 
 A prefill leg is answered at once with made-up ``kv_transfer_params``, every other generation request with a stream of
 32 chunks, one write per turn of the event loop. With ``--pull`` the nodes say that both legs may be sent at once, as
-ours do.
+ours do. ``--pause``: seconds between chunks, to keep streams open.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ PREFILLED = make_answer(
 class Node(asyncio.Protocol):
     """One connection. Requests come one after the other and are small."""
 
-    def __init__(self, info: bytes) -> None:
+    def __init__(self, info: bytes, pause_s: float) -> None:
         self._info = info
+        self._pause_s = pause_s
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -71,8 +72,10 @@ class Node(asyncio.Protocol):
         if len(body) < length:
             return
         self._buffer = b""
-        if head.startswith(b"GET /internal"):
+        if head.startswith(b"GET /internal/v1/info"):
             self._transport.write(self._info)
+        elif head.startswith(b"GET /internal"):
+            self._transport.write(make_answer({}, b"404 Not Found"))
         elif head.startswith(b"GET") or b"/leases/" in head[:60]:
             self._transport.write(make_answer({}))
         elif b'"do_remote_decode":true' in body.replace(b" ", b""):
@@ -86,16 +89,19 @@ class Node(asyncio.Protocol):
             self._transport.write(LAST_CHUNK)
             return
         self._transport.write(CHUNKS[index])
-        self._loop.call_soon(self._stream, index + 1)
+        if self._pause_s:
+            self._loop.call_later(self._pause_s, self._stream, index + 1)
+        else:
+            self._loop.call_soon(self._stream, index + 1)
 
 
-async def serve(ports: dict[str, int], pull: bool) -> None:
+async def serve(ports: dict[str, int], pull: bool, pause_s: float) -> None:
     loop = asyncio.get_running_loop()
     for name, port in ports.items():
         info = {"node_name": name, "served_model_name": "trivial", "max_model_len": 4096, "fingerprint": "trivial"}
         if pull:
             info |= {"pull": True, "host": "127.0.0.1", "port": port, "epoch": "1"}
-        await loop.create_server(partial(Node, make_answer(info)), "127.0.0.1", port, backlog=2048)
+        await loop.create_server(partial(Node, make_answer(info), pause_s), "127.0.0.1", port, backlog=2048)
     await asyncio.Event().wait()
 
 
@@ -104,8 +110,9 @@ def main() -> None:
     parser.add_argument("prefill_port", type=int)
     parser.add_argument("decode_port", type=int)
     parser.add_argument("--pull", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
     args = parser.parse_args()
-    uvloop.run(serve({"prefill": args.prefill_port, "decode": args.decode_port}, args.pull))
+    uvloop.run(serve({"prefill": args.prefill_port, "decode": args.decode_port}, args.pull, args.pause))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.api.errors import error_response
-from common.api.head_limit import check_head
 from common.errors import (
     AuthenticationError,
     BodyTimeoutError,
@@ -33,6 +32,7 @@ from common.errors import (
     RequestAbortedError,
     TandemError,
 )
+from common.telemetry.context import enter_request
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def install_middleware(
     api_keys: Collection[str] = (),
     cluster_key: str | None = None,
 ) -> None:
-    """Put request ids, key checks and the limits of head and body round ``app``. No keys: that check is off."""
+    """Put request ids, key checks and the body's limits round ``app``. No keys: that check is off."""
     gate = Gate(
         max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s, api_keys=api_keys, cluster_key=cluster_key
     )
@@ -100,10 +100,11 @@ def api_key_digest_of(request: Request) -> str | None:
 class Gate:
     """Who may come in: one look at a request's head, before anything is done for it.
 
-    ``OPEN_PATHS`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
+    ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
-    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made. Bodies that say of
-    themselves that they are too large are refused here, others while they come (``read_body``).
+    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
+    lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
+    others while they come (``read_body``).
     """
 
     def __init__(
@@ -113,9 +114,11 @@ class Gate:
         body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
         api_keys: Collection[str] = (),
         cluster_key: str | None = None,
+        open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         if any(not key for key in api_keys) or cluster_key == "":
             raise ConfigError("an API key or cluster key must not be empty")
+        self._open_paths = frozenset(open_paths)
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
         # Digests have one length, so that comparing tells nothing about a key's.
@@ -129,18 +132,15 @@ class Gate:
         state = scope.setdefault("state", {})
         given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        enter_request(state["request_id"])  # each request has a task of its own, which ends with it
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
         state["is_peer"] = has_key or self._cluster_digest is None
-        return (
-            check_head(scope)
-            or self._check_key(str(scope["path"]), headers, state, has_key=has_key)
-            or self._check_length(headers)
-        )
+        return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)
 
     def _check_key(
         self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
     ) -> AuthenticationError | None:
-        if path in OPEN_PATHS:
+        if path in self._open_paths:
             return None
         if path.startswith(INTERNAL_PREFIX):
             if self._cluster_digest is None or has_key:

@@ -104,8 +104,9 @@ GenerationRequest = CompletionRequest | ChatRequest
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """The checked form of a completion request body.
+def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> CompletionRequest:
+    """The checked form of a completion request body. ``is_from_peer``: it may go on with an answer that began elsewhere
+    (``common.api.resume``).
 
     Raises:
         InvalidRequestError: naming field, value and bound.
@@ -113,15 +114,16 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     fields = Fields(body)
     mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
     prompts = parse_prompts(body.get("prompt"))
-    resume = read_resume(body, num_prompts=len(prompts))
+    resume = read_resume(body, num_prompts=len(prompts)) if is_from_peer else None
     sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         sampling = parse_sampling(fields, fields.integer("logprobs", ge=0, le=MAX_LOGPROBS))
-        echoes_logprobs = output.echo and sampling.logprobs is not None
-        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=echoes_logprobs)
-        reports_state = fields.boolean(STREAM_STATE_KEY)
+        if is_from_peer:
+            echoes_logprobs = output.echo and sampling.logprobs is not None
+            check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=echoes_logprobs)
+            reports_state = fields.boolean(STREAM_STATE_KEY)
         if sampling.max_tokens == 0 and not output.echo:
             invalid("max_tokens", 0, "at least 1 unless echo is true")
     return CompletionRequest(
@@ -141,7 +143,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
 
 def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRequest:
     """The checked form of a chat completion request body. ``is_from_peer``: it may have the prompt's tokens instead of
-    messages (``common.api.prompt_ids``).
+    messages (``common.api.prompt_ids``), and go on with an answer that began elsewhere (``common.api.resume``).
 
     Raises:
         InvalidRequestError: naming field, value and bound.
@@ -158,15 +160,16 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         add_generation_prompt = False
-    resume = read_resume(body, num_prompts=1)
+    resume = read_resume(body, num_prompts=1) if is_from_peer else None
     sampling, output, reports_state = SamplingFields(), OutputFields(), False
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
         if output.echo:
             invalid("echo", True, "false for chat completions")
-        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=False)
-        reports_state = fields.boolean(STREAM_STATE_KEY)
+        if is_from_peer:
+            check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=False)
+            reports_state = fields.boolean(STREAM_STATE_KEY)
         sampling = parse_sampling(fields, parse_chat_logprobs(fields))
         if sampling.max_tokens == 0:
             invalid("max_tokens", 0, "at least 1")

@@ -4,8 +4,8 @@ Life cycle: 1 the proxy asks a decode leg for ``tandem_stream_state``, 2 the nod
 event (``: tandem {...}``: the tokens that the client knows once it has the event), which the proxy takes out again, 3
 the node dies, 4 the proxy sends the client's body with ``tandem_resume`` elsewhere: prompt and known tokens are the
 prefix to compute, to pull or to find in a cache, as in a next turn, and sampling, penalties, stop strings, text and
-counts go on as if the stream had never been cut. Both fields are the proxy's: what clients send under these names
-never reaches a node.
+counts go on as if the stream had never been cut. Both fields are the proxy's: nodes take them
+from it alone (the cluster key, where one is set), and what clients send under these names is ignored.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def state_line(
 
 def read_state_line(line: bytes) -> StreamState:
     """The state in one line without its newline. Raises ValueError for what no node writes."""
-    value = json.loads(line[len(STATE_PREFIX) :])
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
     try:
+        value = json.loads(line[len(STATE_PREFIX) :])
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
         fields = Fields(value)
         return StreamState(
             fields.int_list("token_ids", le=MAX_TOKEN_ID) or (),
@@ -110,5 +110,5 @@ def read_state_line(line: bytes) -> StreamState:
             fields.integer("num_cached_tokens", ge=0),
             fields.boolean("end"),
         )
-    except InvalidRequestError as exc:
-        raise ValueError(exc.message) from exc
+    except (ValueError, InvalidRequestError) as exc:
+        raise ValueError(f"not the state of a stream: {exc}") from exc

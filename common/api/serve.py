@@ -12,25 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 import uvicorn
 from starlette.applications import Starlette
 
+from common.api.connection import BoundedProtocol
 from common.api.drain import Drain
-from common.api.head_limit import http_protocol
 from common.errors import ConfigError, TandemError
+from common.telemetry.logs import is_logging_json
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 KEEP_ALIVE_S = 75
 GRACE_S = 1
 FORCED_STATUS = 1
@@ -101,12 +105,56 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def run_app(app: Starlette, sock: socket.socket, *, log_level: str = "info") -> int:
-    """Serve ``app`` on a bound socket until a signal; returns the process's exit status. Main thread only."""
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Serve HTTPS with a certificate chain and its private key (None: in the same file), both PEM."""
+
+    certfile: str
+    keyfile: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for files that cannot be read or do not belong together."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile)
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            files = f"--ssl-certfile {self.certfile}" + (f" --ssl-keyfile {self.keyfile}" if self.keyfile else "")
+            raise ConfigError(f"{files}: {exc}", param="--ssl-certfile") from exc
+
+
+def raise_file_limit(wanted: int, *, flag: str) -> int:
+    """Allow this process ``wanted`` open files, as far as the system lets it; returns how many it may open. ``flag``
+    is what needs them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        logger.warning("%s may need %d open files, the system allows %d (ulimit -n)", flag, wanted, soft)
+    return soft
+
+
+def run_app(
+    app: Starlette,
+    sock: socket.socket,
+    *,
+    log_level: str = "info",
+    tls: Tls | None = None,
+    max_connections: int | None = None,
+) -> int:
+    """Serve ``app`` on a bound socket until a signal; returns the process's exit status. Main thread only.
+
+    ``max_connections``: further ones are refused with 503.
+    """
     config = uvicorn.Config(
         app,
+        http=functools.partial(BoundedProtocol, max_connections=max_connections),  # type: ignore[arg-type]
+        ssl_certfile=tls.certfile if tls else None,
+        ssl_keyfile=tls.keyfile if tls else None,
+        proxy_headers=False,
         access_log=False,
-        http=http_protocol(),
         lifespan="on",
         log_config=None,
         # uvicorn's own "info" is about itself; who started what is ours to say.
@@ -129,7 +177,10 @@ def run_main(main: Callable[[], int], *, program: str) -> int:
     try:
         return main()
     except TandemError as exc:
-        sys.stderr.write(f"{program}: error: {exc.message}\n")
+        if is_logging_json():
+            logger.critical("%s: error: %s", program, exc.message)
+        else:
+            sys.stderr.write(f"{program}: error: {exc.message}\n")
         return 1
 
 
@@ -142,10 +193,3 @@ def end_process(status: int) -> NoReturn:
         sys.stderr.flush()
     finally:  # also from a signal handler that interrupts a write to the very stream
         os._exit(status)
-
-
-def configure_logging(log_level: str) -> None:
-    """Log to stderr. Called once by each process's main, never by library code."""
-    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -86,6 +86,6 @@ def _simulate(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from common.cli.bench import run_bench
+    from common.cli.bench.run import run_bench
 
     return run_bench(argv)

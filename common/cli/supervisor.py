@@ -24,6 +24,7 @@ from typing import TextIO
 
 import httpx
 
+from common.cli.log_sink import LogSink
 from common.errors import ConfigError
 
 READY_POLL_S = 0.1
@@ -65,7 +66,7 @@ def describe_status(status: int) -> str:
 class Child:
     """One life of one child process. Owns the process group and the reader of its stderr."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: TextIO) -> None:
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log: LogSink) -> None:
         self.spec = spec
         self._process = process
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -73,7 +74,7 @@ class Child:
         self._is_stopped = False
 
     @classmethod
-    async def start(cls, spec: ChildSpec, environ: Mapping[str, str], log: TextIO) -> Child:
+    async def start(cls, spec: ChildSpec, environ: Mapping[str, str], log: LogSink) -> Child:
         process = await asyncio.create_subprocess_exec(
             *spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -113,7 +114,7 @@ class Child:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _forward(self, log: TextIO) -> None:
+    async def _forward(self, log: LogSink) -> None:
         assert self._process.stdout is not None
         while True:
             try:
@@ -124,8 +125,7 @@ class Child:
                 return
             text = line.decode(errors="replace").rstrip("\n")
             self._tail.append(text)
-            log.write(f"[{self.spec.name}] {text}\n")
-            log.flush()
+            log.forward(self.spec.name, text)
 
 
 class Supervisor:
@@ -140,6 +140,7 @@ class Supervisor:
         on_ready: Callable[[ChildSpec], None],
         on_all_ready: Callable[[], None],
         log: TextIO | None = None,
+        log_format: str = "text",
         stop_deadline_s: float = STOP_DEADLINE_S,
         first_backoff_s: float = 1.0,
     ) -> None:
@@ -148,7 +149,7 @@ class Supervisor:
         self._startup_timeout_s = startup_timeout_s
         self._on_ready = on_ready
         self._on_all_ready = on_all_ready
-        self._log = log or sys.stderr
+        self._log = LogSink(log or sys.stderr, log_format)
         self._stop_deadline_s = stop_deadline_s
         self._first_backoff_s = first_backoff_s
         self._children: dict[str, Child] = {}
@@ -241,12 +242,10 @@ class Supervisor:
         if death.tail:
             self._say(f"the last lines of {death.name}:")
             for line in death.tail:
-                self._log.write(f"    {line}\n")
-            self._log.flush()
+                self._log.repeat(line)
 
     def _say(self, text: str) -> None:
-        self._log.write(f"tandem up: {text}\n")
-        self._log.flush()
+        self._log.say(text)
 
 
 async def _all_or_first_error(works: Sequence[collections.abc.Coroutine[None, None, None]]) -> None:

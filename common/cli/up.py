@@ -65,6 +65,7 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
         stop_deadline_s=config.proxy_config().drain_timeout_seconds + STOP_MARGIN_S,
         on_ready=lambda spec: _print(f"{spec.name:<14} ready at {spec.url}"),
         on_all_ready=lambda: _print(welcome(config.proxy_config())),
+        log_format=config.proxy_config().log_format,
     )
     supervisors.append(supervisor)
     return await supervisor.run(stop)

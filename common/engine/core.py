@@ -16,6 +16,7 @@ import torch
 
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import StepPlan
+from common.engine.rates import StepTimes
 from common.engine.sampler import Sampler, SampleTask
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
@@ -91,6 +92,7 @@ class EngineCore:
         self._by_request: dict[str, list[Sequence]] = {}
         self._outputs: list[RequestOutput] = []
         self._is_stalled = False
+        self.step_times = StepTimes()
 
     # --- called between steps
 
@@ -106,6 +108,12 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
+
+    @property
+    def num_uncomputed_prompt_tokens(self) -> int:
+        """Of all requests that are here; what a waiting one will find in the cache counts. Readable from any thread."""
+        queued = [*self._scheduler.waiting, *self._scheduler.running]
+        return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
 
     @property
     def num_preemptions(self) -> int:
@@ -255,6 +263,7 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns what it produced. A step without work only expires leases."""
+        started_s = self._clock()
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
@@ -264,6 +273,7 @@ class EngineCore:
         rows: list[torch.Tensor] = []
         if schedule.sequences or schedule.plan.block_copies:
             rows = self._runner.forward(schedule.plan)
+        num_prompt_tokens = _num_prompt_tokens(schedule)
         to_sample = self._complete(schedule, rows)
         for sequence in schedule.row_only:
             row, sequence.pending_row = sequence.pending_row, None
@@ -272,6 +282,8 @@ class EngineCore:
             else:
                 to_sample.append((sequence, row))
         self._sample(to_sample)
+        if schedule.sequences:
+            self.step_times.observe(num_prompt_tokens, self._clock() - started_s)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -459,6 +471,11 @@ class EngineCore:
         self._end(sequence, donate=False)
 
 
+def _num_prompt_tokens(schedule: Schedule) -> int:
+    planned = zip(schedule.sequences, schedule.plan.segments, strict=True)
+    return sum(segment.num_tokens for sequence, segment in planned if not sequence.is_prompt_done)
+
+
 def _phase_seconds(sequence: Sequence) -> PhaseSeconds:
     arrival, scheduled = sequence.request.arrival_s, sequence.scheduled_s
     queue = scheduled - arrival if scheduled is not None else 0.0
@@ -471,4 +488,4 @@ def _phase_seconds(sequence: Sequence) -> PhaseSeconds:
     first_token = None
     if sequence.first_token_s is not None and sequence.prompt_done_s is not None:
         first_token = sequence.first_token_s - sequence.prompt_done_s
-    return PhaseSeconds(queue=queue, prefill=prefill, transfer=transfer, first_token=first_token)
+    return PhaseSeconds(queue=queue, prefill=prefill, transfer=transfer, first_token=first_token, scheduled_s=scheduled)

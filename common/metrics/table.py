@@ -55,6 +55,8 @@ REQUEST_SECONDS = (
 )
 # Gaps between tokens: 1 ms to 10 s, finer where a reader notices.
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+# Actual over estimated: 1 is right, to both sides up to a factor of 10.
+RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 DESCRIPTORS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0)
 
 
@@ -130,6 +132,19 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
     _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
+    _histogram(
+        "proxy_predicted_ttft_seconds",
+        "Estimated time from a stream's placement to its first byte.",
+        "placement",
+        roles=PROXY,
+    ),
+    _histogram(
+        "proxy_ttft_ratio",
+        "Actual over estimated time from a stream's placement to its first byte.",
+        "placement",
+        buckets=RATIOS,
+        roles=PROXY,
+    ),
     _counter("proxy_retries_total", "Legs sent again before the first byte, by reason.", "reason", roles=PROXY),
     _counter("proxy_retries_refused_total", "Legs not sent again: the retry budget was spent.", roles=PROXY),
     _counter(

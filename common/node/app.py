@@ -27,12 +27,14 @@ from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.event_route import add_event_route
+from common.node.load import load_report
 from common.node.node import Node
 from common.node.pull_routes import add_pull_routes
 from common.node.runtime import NodeModel, has_test_hooks
 from common.node.serving import Intake, PrefillLeg, Serving
 from common.node.test_hooks import add_test_hooks
 from common.node.tokenizer_route import add_tokenizer_route
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 
 
 def create_node_app(
@@ -65,7 +67,13 @@ def create_node_app(
         finally:
             await node.close()
 
-    app = FastAPI(title=f"tandem {role.value} node", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=f"tandem {role.value} node",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry=NO_FRAMEWORK_TELEMETRY,
+    )
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
@@ -183,7 +191,12 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "max_num_seqs": node.config.max_num_seqs,
             "running": node.core.num_running,
             "waiting": node.num_waiting,
+            "load": load_report(node),
         }
+
+    @app.get("/internal/v1/load")
+    async def load() -> dict[str, Any]:
+        return load_report(node)
 
     @app.get("/internal/v1/cache/check")
     async def check() -> dict[str, Any]:

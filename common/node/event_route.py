@@ -56,7 +56,7 @@ async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | No
 
 
 def _snapshot_answer(node: Node, snapshot: CacheSnapshot, limit: int | None) -> Response:
-    return _answer(node, snapshot.sequence_number, list(changes_of(snapshot.events[:limit])), is_snapshot=True)
+    return _answer(node, snapshot.sequence_number, snapshot_changes(snapshot, limit), is_snapshot=True)
 
 
 def _answer(node: Node, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
@@ -84,6 +84,22 @@ def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
             yield CacheChange(
                 True, CHECKPOINT, (hint(event.keys[0]),), hint(event.parent), event.position, event.has_row
             )
+
+
+def snapshot_changes(snapshot: CacheSnapshot, limit: int | None = None) -> list[CacheChange]:
+    """Everything in it as stored changes, or about ``limit`` blocks and checkpoints, those of shallow positions first.
+
+    Without an event for each block: a node has a hundred thousand of them.
+    """
+    checkpoints = sorted(snapshot.checkpoints, key=lambda event: event.position)[:limit]
+    share = None if limit is None else (limit - len(checkpoints)) // max(1, len(snapshot.groups))
+    changes = []
+    for group in snapshot.groups:
+        positions, block_of = group.positions, group.block_of
+        keys = sorted(block_of, key=lambda key: positions[block_of[key]])[:share]
+        if keys:
+            changes.append(CacheChange(True, group.label, tuple(map(hint, keys))))
+    return [*changes, *changes_of(checkpoints)]
 
 
 def _merge_key(event: CacheEvent) -> tuple[bool, str, int | None]:

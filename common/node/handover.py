@@ -31,6 +31,13 @@ class Taken:
         return self.known_report if final is None else final.report
 
     @property
+    def ready_s(self) -> float | None:
+        """When the whole prompt was known to be computed by its prefill leg, on ``time.monotonic``; None: it was not,
+        or not there."""
+        final = self.prefix.offers.final if self.prefix is not None else None
+        return None if final is None else final.known_s
+
+    @property
     def is_remote(self) -> bool:
         """Whether a prefill leg finished this prompt, or would have had nothing to do."""
         return self.known_report is not None or (self.prefix is not None and self.prefix.offers.final is not None)

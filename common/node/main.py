@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from common.api.serve import bind_socket, configure_logging, run_app, run_main
+from common.api.serve import bind_socket, run_app, run_main
 from common.config import NodeConfig, parse_node_config
+from common.telemetry.logs import configure_logging
+from common.telemetry.tracing import check_tracing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,7 +28,8 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
 
     def main() -> int:
         config = parse_node_config(sys.argv[1:], os.environ, role=role, default_port=default_port)
-        configure_logging(config.log_level)
+        configure_logging(config.log_level, config.log_format, role=role, node=config.node_name or role)
+        check_tracing(config.otlp_traces_endpoint)
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         create_app = import_app()

@@ -12,8 +12,10 @@ import logging
 from collections.abc import Iterator
 
 from common.api.drain import Drain
+from common.api.versions import installed_versions
 from common.config import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError
 from common.kv_cache.results import PullPlan
 from common.kv_cache.stats import CacheStats
@@ -30,6 +32,7 @@ from common.node.remote_leases import RemoteLeases
 from common.node.rendezvous import RendezvousTable
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id, read_cluster_key
 from common.node.sources import PrefixSources
+from common.telemetry.tracing import Tracer, create_tracer
 from common.transfer.backend import TransferBackend
 from common.transfer.jobs import PullReason
 from common.transfer.puller import Puller
@@ -60,7 +63,9 @@ class Node:
             self.name, config.drain_timeout_seconds, count_held=self._count_leases, cut_off=self._interrupt_all
         )
         self.core: EngineCore = create_core(config, model)
+        self.tracer = Tracer()
         self.prefix_sources = PrefixSources(self)
+        self.pull_times = LinearCost()
         self.backend: TransferBackend
         self.source: PullSource
         self.engine: EngineThread
@@ -72,6 +77,12 @@ class Node:
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.tracer = create_tracer(
+            self.config.otlp_traces_endpoint,
+            role=self.role,
+            name=self.name,
+            version=installed_versions()["tandem"] or "",
+        )
         self.backend = await asyncio.to_thread(create_backend, self.config, self.model, self.engine_id)
         self._puller = Puller(self.backend)
         self.peers = PeerDirectory(self.backend, self.config.peers, self.cluster_key)
@@ -102,6 +113,7 @@ class Node:
         await self.remote_leases.close()
         await self.peers.close()
         await asyncio.to_thread(self.backend.close)
+        await asyncio.to_thread(self.tracer.close)
 
     def not_ready_reason(self) -> str | None:
         return None if self.engine.is_alive else "the engine stopped"
@@ -150,6 +162,8 @@ class Node:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))
         remote.offers.close()
         record_pull(self.metrics, result, self.model.storage.layout.slot_bytes)
+        if result.ok and result.num_bytes:
+            self.pull_times.observe(result.num_bytes, result.seconds)
         is_failure = not result.ok and result.reason != PullReason.CANCELLED
         if is_failure and failure_label(result.reason) in FORGETTABLE:
             self.peers.forget(remote.url)

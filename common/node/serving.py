@@ -46,7 +46,7 @@ from common.node.handover import Handover, Taken
 from common.node.node import Node
 from common.node.node_metrics import RequestRecord
 from common.node.rendezvous import refused_rendezvous
-from common.node.tracing import RequestTrace
+from common.node.tracing import PROXY_SECONDS_HEADER, REPORT_HEADER, RequestTrace
 from common.request import Request, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Serving:
     async def completions(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
         with self._telling_reader(body):
-            return await self._serve(http, parse_completion(body))
+            return await self._serve(http, parse_completion(body, is_from_peer=is_peer(http)))
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_json_object(http)
@@ -149,13 +149,16 @@ class Serving:
     async def _serve(self, http: HttpRequest, request: GenerationRequest) -> Response:
         node = self._node
         check_model(request.model, (node.served_model_name,))
-        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions")
+        span = node.tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
+        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
         try:
             node.check_admission()
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
             jobs = await self._jobs(http, request)
-            trace = RequestTrace.from_headers(http.headers, node) if wants_trace(http) else None
+            # The proxy shows on its status page what the client need not ask for.
+            is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
+            trace = RequestTrace.from_headers(http.headers, node) if is_traced else None
             response = _ResponseBuilder(self, http, request, jobs, trace, record)
             if not request.output.stream:
                 return await run_until_disconnect(http, response.whole())
@@ -164,7 +167,7 @@ class Serving:
         except BaseException as exc:
             record.close(_outcome(exc))
             raise
-        return _EventStream(first, stream)
+        return _EventStream(first, stream, response.report_headers())
 
     async def _serve_prefill_leg(
         self, http: HttpRequest, request: GenerationRequest, record: RequestRecord
@@ -408,6 +411,7 @@ class _ResponseBuilder:
         self._request = request
         self._jobs = jobs
         self._trace = trace
+        self._shows_trace = wants_trace(http)
         self._is_chat = isinstance(request, ChatRequest)
         self._num_cached_tokens = 0
         self._record = record
@@ -440,8 +444,13 @@ class _ResponseBuilder:
             )
         build_body = responses.chat_response if self._is_chat else responses.completion_response
         return JSONResponse(
-            build_body(choices=choices, usage=self._usage(), trace=self._trace_block(), **self._envelope)
+            build_body(choices=choices, usage=self._usage(), trace=self._trace_block(), **self._envelope),
+            headers=self.report_headers(),
         )
+
+    def report_headers(self) -> dict[str, str]:
+        """Where the request ran and where the time to its first token went, for the proxy."""
+        return {} if self._trace is None else {REPORT_HEADER: self._trace.report()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises only before the first one; later failures become an error event."""
@@ -456,7 +465,7 @@ class _ResponseBuilder:
                         yield self._state_line(delta) + event if self._request.reports_state else event
                         is_started = True
             include_usage = self._request.output.include_usage
-            if include_usage or self._trace is not None:
+            if include_usage or self._shows_trace:
                 usage = self._usage() if include_usage else None
                 yield responses.sse_event(chunk(choices=[], usage=usage, trace=self._trace_block(), **self._envelope))
             yield responses.SSE_DONE
@@ -542,9 +551,9 @@ class _ResponseBuilder:
             self._num_cached_tokens = resume.num_cached_tokens
         else:
             self._num_cached_tokens += max(0, len(job.token_ids) - job.num_resumed - computed)
-        self._record.prompt_done(len(job.token_ids), output)
+        self._record.prompt_done(len(job.token_ids), output, ready_s=job.taken.ready_s)
         if self._trace is not None:
-            self._trace.add_prompt(job.taken, output)
+            self._trace.add_prompt(len(job.token_ids), job.taken, output)
 
     def _usage(self) -> dict[str, Any]:
         num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
@@ -552,15 +561,16 @@ class _ResponseBuilder:
         return responses.usage_block(num_prompt_tokens, num_completion_tokens, self._num_cached_tokens)
 
     def _trace_block(self) -> dict[str, Any] | None:
-        return self._trace.block() if self._trace is not None else None
+        return self._trace.block() if self._trace is not None and self._shows_trace else None
 
 
 class _EventStream(StreamingResponse):
     """A stream whose first event is known; closes its source whatever ends it."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
         self._rest = rest
-        super().__init__(self._chain(first), media_type=responses.SSE_MEDIA_TYPE, headers={"Cache-Control": "no-cache"})
+        headers = {"Cache-Control": "no-cache", **headers}
+        super().__init__(self._chain(first), media_type=responses.SSE_MEDIA_TYPE, headers=headers)
 
     async def _chain(self, first: bytes) -> AsyncIterator[bytes]:
         yield first

@@ -8,6 +8,7 @@ for of it, from the moment the whole prompt is known to be computed until its la
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from common.request import RequestOutput
 
 PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
 PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
+REPORT_HEADER = "X-Tandem-Report"
 MAX_HEADER_SECONDS = 1e6
 
 
@@ -43,6 +45,7 @@ class RequestTrace:
             0,
         )
         self._seconds: dict[str, float] = {}
+        self._num_prompt_tokens = 0
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str], node: Node) -> RequestTrace:
@@ -51,7 +54,8 @@ class RequestTrace:
         prefill_node = headers.get(PREFILL_NODE_HEADER)
         return cls(node, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
 
-    def add_prompt(self, taken: Taken, output: RequestOutput) -> None:
+    def add_prompt(self, num_tokens: int, taken: Taken, output: RequestOutput) -> None:
+        self._num_prompt_tokens += num_tokens
         seconds, report = output.seconds, taken.report
         if taken.is_remote:
             self._is_remote = True
@@ -80,6 +84,13 @@ class RequestTrace:
             seconds={"proxy_queue": self._proxy_queue_s, **self._seconds, "total": total},
             **self._sums,
         )
+
+    def report(self) -> str:
+        """What is known when the answer begins, for a header to the proxy: the block, but for the total."""
+        block = self.block() | {"prompt_tokens": self._num_prompt_tokens}
+        seconds = block["seconds"].items()
+        block["seconds"] = {name: round(value, 6) for name, value in seconds if name != "total" and value is not None}
+        return json.dumps(block, separators=(",", ":"))
 
     def _longest(self, phase: str, seconds: float | None) -> None:
         if seconds is not None:

@@ -317,6 +317,84 @@ NODES = (
                 ),
                 stacked=True,
             ),
+            Panel(
+                "First token, estimated",
+                "What placement expected of streams, median: how long their first byte would take.",
+                "s",
+                (
+                    (
+                        "{{placement}}",
+                        "histogram_quantile(0.5, sum by (placement, le) "
+                        "(rate(tandem_proxy_predicted_ttft_seconds_bucket[5m])))",
+                    ),
+                ),
+            ),
+            Panel(
+                "First token, actual over estimated",
+                "1: placement knows what it does. Far from it for one way only: the other is chosen too often.",
+                "short",
+                (
+                    (
+                        "{{placement}} p50",
+                        "histogram_quantile(0.5, sum by (placement, le) (rate(tandem_proxy_ttft_ratio_bucket[5m])))",
+                    ),
+                    (
+                        "{{placement}} p90",
+                        "histogram_quantile(0.9, sum by (placement, le) (rate(tandem_proxy_ttft_ratio_bucket[5m])))",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    Row(
+        "What the proxy knows",
+        (
+            Panel(
+                "Prefix index",
+                "Blocks and checkpoints of each node's cache that placement knows.",
+                "short",
+                (("{{node}}", "tandem_prefix_index_entries"),),
+            ),
+            Panel(
+                "Snapshots",
+                "Caches read as a whole: one per life of a node; more means that the proxy falls behind the events.",
+                "short",
+                (("{{instance}}", "sum by (instance) (increase(tandem_prefix_index_snapshots_total[5m]))"),),
+            ),
+            Panel(
+                "Tokenised",
+                "Prompts turned into token ids. The proxy should do it: nodes do what it could not.",
+                "reqps",
+                (("{{role}} {{instance}}", "sum by (role, instance) (rate(tandem_prompts_tokenised_total[5m]))"),),
+                stacked=True,
+            ),
+        ),
+    ),
+    Row(
+        "Failures seen by the proxy",
+        (
+            Panel(
+                "Circuit breakers",
+                "0 closed, 1 half-open (one leg probes the node), 2 open: its legs failed several times in a row.",
+                "short",
+                (("{{node}}", "tandem_breaker_state"),),
+            ),
+            Panel(
+                "Breakers opened",
+                "How often a node's breaker opened in five minutes.",
+                "short",
+                (("{{node}}", "increase(tandem_breaker_opened_total[5m])"),),
+            ),
+            Panel(
+                "Retries and migrations",
+                "Legs sent again before the first byte; refused: the budget was spent; streams that broke later.",
+                "reqps",
+                (
+                    ("retry {{reason}}", "sum by (reason) (rate(tandem_proxy_retries_total[5m]))"),
+                    ("retry refused", "sum(rate(tandem_proxy_retries_refused_total[5m]))"),
+                    ("stream {{outcome}}", "sum by (outcome) (rate(tandem_proxy_migrations_total[5m]))"),
+                ),
+            ),
         ),
     ),
     Row(

@@ -44,7 +44,7 @@ def test_up_when_started_by_a_script_then_serves_survives_a_node_and_ends_on_sig
     tmp_path: Path,
 ) -> None:
     """One start for the whole life: no model given, SIGINT inherited as ignored, a decode node killed in between."""
-    with Up(tmp_path, *SMALL_FLAGS, ignore_sigint=True, XDG_CACHE_HOME=str(tmp_path)) as up:
+    with Up(tmp_path, *SMALL_FLAGS, "--policy", "round_robin", ignore_sigint=True, XDG_CACHE_HOME=str(tmp_path)) as up:
         up.wait_ready()
         base = up.base_port
         for name, port in (
@@ -100,6 +100,7 @@ def test_up_when_it_gets_sigterm_while_starting_then_exits_0_with_no_child_left(
 def test_up_when_serving_and_it_gets_sigterm_then_exits_0_with_no_child_left(tmp_path: Path) -> None:
     expected = reference(FAMILY)
     flags = (*SMALL_FLAGS, "--model", str(checkpoint(FAMILY)), "--prefill-nodes", "2", "--served-model-name", "tiny")
+    flags = (*flags, "--policy", "round_robin")
     with Up(tmp_path, *flags) as up:
         up.wait_ready()
         prompts = [random_tokens(40, seed=602 + index) for index in range(2)]

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 
+from common.api.connection import BoundedProtocol
+
 WAIT_S = 20.0
 T = TypeVar("T")
 
@@ -32,7 +34,14 @@ class AppServer:
         self.app = app
         self.host = host
         config = uvicorn.Config(
-            app, host=host, port=port, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+            app,
+            host=host,
+            port=port,
+            http=BoundedProtocol,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -129,6 +129,8 @@ def start_node(role: str, model: Path, folder: Path, *flags: str, port: int | No
 def start_proxy(prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str) -> Node:
     port = free_port()
     argv = [sys.executable, "-m", "proxy", "--port", str(port), "--health-interval-seconds", "0.2"]
+    # Most tests are about the handoff: without other flags every prompt takes it.
+    argv += ["--policy", "round_robin"]
     if prefill:
         argv += ["--prefill", *(node.url for node in prefill)]
     argv += ["--decode", *(node.url for node in decode), *flags]

@@ -14,7 +14,14 @@ HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate")
 
 # Part -> what it may import of ours besides itself. `common.errors` is open to all.
 ALLOWED = {
-    "proxy": {"common.api", "common.metrics", "common.errors", "common.config", "common.kv_cache.keys"},
+    "proxy": {
+        "common.api",
+        "common.metrics",
+        "common.telemetry",
+        "common.errors",
+        "common.config",
+        "common.kv_cache.keys",
+    },
     "prefill_node": {"common"},
     "decode_node": {"common"},
     "common.node": {
@@ -24,6 +31,7 @@ ALLOWED = {
         "common.kv_cache",
         "common.api",
         "common.metrics",
+        "common.telemetry",
         "common.request",
         "common.config",
     },
@@ -32,16 +40,32 @@ ALLOWED = {
     "common.ops": set(),
     "common.kv_cache": {"common.request"},
     "common.transfer": {"common.config"},
-    "common.api": {"common.request"},
+    "common.api": {"common.request", "common.telemetry"},
     "common.demo_model": {"common.models"},
-    "common.cli": {"common.config", "common.demo_model", "common.kv_cache.simulate", "common.metrics.table"},
+    "common.cli": {
+        "common.config",
+        "common.demo_model",
+        "common.kv_cache.simulate",
+        "common.metrics.table",
+        "common.telemetry",
+    },
     "common.metrics": set(),
+    "common.telemetry": set(),
     "common.errors": set(),
     "common.config": set(),
     "common.request": set(),
 }
 # The parts that must run where torch, transformers and NIXL are not installed, and the modules in them that need not.
-LIGHT = ("proxy", "common.kv_cache", "common.api", "common.cli", "common.metrics", "common.errors", "common.config")
+LIGHT = (
+    "proxy",
+    "common.kv_cache",
+    "common.api",
+    "common.cli",
+    "common.metrics",
+    "common.telemetry",
+    "common.errors",
+    "common.config",
+)
 LIGHT_EXCEPT = {"common.kv_cache.storage"}
 LIGHT_MODULES = ("common.engine.scheduler", "common.engine.plan", "common.request", "common.demo_model")
 

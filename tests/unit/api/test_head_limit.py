@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from common.api.head_limit import MAX_HEAD_BYTES, http_protocol
+from common.api.connection import MAX_HEAD_BYTES, BoundedProtocol
 from common.api.http import install_middleware
 from common.api.serve import bind_socket
 from tests.support.http_server import wait_for
@@ -26,7 +26,7 @@ def port():  # type: ignore[no-untyped-def]
         return {}
 
     sock = bind_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, http=http_protocol(), log_config=None, ws="none"))  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, ws="none"))
     thread = threading.Thread(target=lambda: server.run(sockets=[sock]), daemon=True)
     thread.start()
     wait_for(lambda: server.started, "the server")

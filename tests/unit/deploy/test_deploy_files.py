@@ -215,17 +215,6 @@ def test_prometheus_when_it_reads_the_rules_then_accepts_them_and_their_tests_pa
     run_tool("promtool", "test", "rules", "alerts_test.yml", cwd=folder / "tests")
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_compose_when_the_tool_reads_it_then_is_accepted(profile: str, tmp_path: Path) -> None:
-    if shutil.which("docker-compose") is None:
-        pytest.skip("docker-compose is not installed")
-    shutil.copytree(DEPLOY, tmp_path / "deploy")
-    (tmp_path / "deploy" / "secrets").mkdir()
-    (tmp_path / "deploy" / "secrets" / "cluster_key").write_text("key\n")
-    folder = tmp_path / "deploy"
-    run_tool("docker-compose", "--env-file", ".env.example", "--profile", profile, "config", "--quiet", cwd=folder)
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_overlay_when_built_then_its_parts_refer_to_each_other(overlay: Path) -> None:
     documents = [each for each in yaml.safe_load_all(run_tool("kubectl", "kustomize", str(overlay))) if each]

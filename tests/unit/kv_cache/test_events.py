@@ -71,6 +71,18 @@ def test_events_when_followed_from_any_snapshot_then_they_give_what_is_there() -
     assert any(event.kind is EventKind.REMOVED for event in manager.events.since(0) or [])
 
 
+def test_checkpoint_when_it_gets_the_row_of_a_prompt_that_ends_there_then_it_is_told_again() -> None:
+    manager = KVCacheManager(make_config(block_size=16, events=True))
+    assert manager.events is not None
+    run_turn(manager, A[:40], boundaries=[30])
+    last = manager.events.last_sequence_number
+    run_turn(manager, A[:30])  # resumes nowhere near its end: the state at 30 has no row
+    told = [event for event in manager.events.since(last) or [] if event.is_checkpoint]
+    assert [(event.position, event.has_row) for event in told] == [(16, False), (30, True)]  # 16: the junction
+    rows = {event.position: event.has_row for event in manager.snapshot().checkpoints}
+    assert rows == {16: False, 30: True, 40: True}
+
+
 def test_events_when_a_reader_is_too_late_then_it_is_told_to_start_again() -> None:
     log = EventLog(capacity=3)
     for position in range(5):

@@ -18,7 +18,12 @@ transfer_bytes_total{direction,kind} transfer_seconds transfer_descriptors trans
 leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,placement} node_up{node}
 """
 
-BEYOND_INTERFACE = "transfer_early_parts_total agent_recreations_total source_queries_total{result}"
+BEYOND_INTERFACE = """
+transfer_early_parts_total agent_recreations_total source_queries_total{result}
+proxy_retries_total{reason} proxy_retries_refused_total proxy_migrations_total{outcome} breaker_state{node}
+breaker_opened_total{node}
+proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}
+"""
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -89,6 +89,8 @@ def start_cluster() -> Iterator[StartCluster]:
                 node.follows = prefill
                 stack.callback(server.stop)
             config.setdefault("health_interval_seconds", FAST_POLL_S)
+            # Most tests are about the handoff: every prompt takes it.
+            config.setdefault("policy", "round_robin")
             proxy = AppServer(
                 create_app(
                     ProxyConfig(

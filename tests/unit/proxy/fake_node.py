@@ -58,10 +58,14 @@ class FakeNode:
     fingerprint: str = "f00d"
     pull: bool = False
     resume: bool = False
+    refuses_resume: bool = False
     code: str = "no"
     port: int = 0
     may_finish: bool = True
     late_status: int = 200
+    report: str = ""
+    metrics: str = ""
+    is_frozen: bool = False
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
     refused_prompts: list[Any] = field(default_factory=list)
@@ -88,6 +92,16 @@ class FakeNode:
             if self.is_draining:
                 return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
+
+        @app.get("/health")
+        async def health() -> dict[str, str]:
+            if self.is_frozen:
+                await asyncio.sleep(30)
+            return {}
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(self.metrics)
 
         @app.get("/internal/v1/info")
         async def info(request: Request) -> dict[str, Any]:
@@ -142,6 +156,8 @@ class FakeNode:
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
             return JSONResponse({"error": {"message": f"{self.name} says no", "code": self.code}}, status)
+        if self.refuses_resume and "tandem_resume" in body:
+            return JSONResponse({"error": {"message": f"{self.name} cannot", "code": "no"}}, 400)
         if self.fault is Fault.HANG or body.get("prompt") in self.hanging_prompts:
             await self._hang(request)
         if (body.get("kv_transfer_params") or {}) and _is_prefill_leg(body):
@@ -156,9 +172,10 @@ class FakeNode:
         await self._follow(body.get("kv_transfer_params"))
         while not self.may_answer.is_set():
             await asyncio.sleep(0.01)
+        headers = {"X-Tandem-Report": self.report} if self.report else {}
         if body.get("stream"):
-            return StreamingResponse(self._events(body), media_type="text/event-stream")
-        return JSONResponse({"node": self.name, "object": "text_completion"})
+            return StreamingResponse(self._events(body), media_type="text/event-stream", headers=headers)
+        return JSONResponse({"node": self.name, "object": "text_completion"}, headers=headers)
 
     def _lease_id(self) -> str:
         return f"{self.name}-lease-{next(self.num_leases)}"

@@ -100,6 +100,22 @@ def test_stream_when_it_cannot_go_on_then_error_event_and_nothing_was_asked_for(
     assert "tandem_stream_state" not in body
 
 
+@pytest.mark.parametrize("pull", [False, True], ids=["in turn", "paired"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_stream_when_a_node_refuses_to_go_on_with_it_then_error_event(
+    start_cluster: StartCluster, role: str, pull: bool
+) -> None:
+    cluster = start_cluster(1, 2, pull=pull, resume=True, migration_limit=1)
+    cluster.decode[0].fault = Fault.BREAK_LATE
+    for node in cluster.prefill if role == "prefill" else cluster.decode:
+        node.refuses_resume = True
+    got = events(cluster)
+    if role == "prefill" and pull:  # its reader hears of it, and computes the prompt itself
+        assert got[-1] == "data: [DONE]"
+    else:
+        assert [("error" in event) for event in got] == [False, True]
+
+
 def test_stream_when_nobody_else_is_there_then_error_event(start_cluster: StartCluster) -> None:
     cluster = start_cluster(1, 1, resume=True, migration_limit=3)
     cluster.decode[0].fault = Fault.BREAK_LATE

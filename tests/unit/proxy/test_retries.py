@@ -165,6 +165,19 @@ def test_handoff_when_its_first_reader_broke_then_the_second_computes_the_prompt
     assert sorted("kv_transfer_params" in body for body in bodies) == [False, True]
 
 
+def test_streams_when_they_end_in_errors_then_the_client_is_told_and_the_breaker_opens(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 1, breaker_failures=2, breaker_open_seconds=FOREVER_S)
+    cluster.decode[0].fault = Fault.TELL_ERROR
+    for _ in range(2):
+        text = post(cluster, STREAM).text
+        assert text.count('"error"') == 1
+        assert text.endswith('"code": "luck"}}\n\n')
+    assert post(cluster, STREAM).status_code == 503
+    assert cluster.metric("tandem_proxy_retries_total", reason="status") == 0
+
+
 def test_stream_when_it_ends_early_then_the_client_is_told(start_cluster: StartCluster) -> None:
     cluster = start_cluster(1, 2)
     for node in cluster.decode:

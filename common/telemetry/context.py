@@ -1,0 +1,43 @@
+"""Which request the running code works for, so that each log line can say so without being told.
+
+One context variable: a task inherits it from the task that made it. ``RequestIdMiddleware`` sets it at a request's
+begin; tracing adds its ids. Code outside of requests (start, polling, the engine's thread) has none.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LogContext:
+    """Ids of one request; ``trace_id`` (32 hex digits) and ``span_id`` (16) only while it is traced."""
+
+    request_id: str
+    trace_id: str | None = None
+    span_id: str | None = None
+
+
+_CURRENT: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar("tandem_log_context", default=None)
+
+
+def current_context() -> LogContext | None:
+    return _CURRENT.get()
+
+
+def enter_request(request_id: str) -> contextvars.Token[LogContext | None]:
+    """From here on this task works for ``request_id``; give the token to ``leave_request``."""
+    return _CURRENT.set(LogContext(request_id))
+
+
+def leave_request(token: contextvars.Token[LogContext | None]) -> None:
+    _CURRENT.reset(token)
+
+
+def name_span(trace_id: str, span_id: str) -> None:
+    """The request that this task works for is traced under these ids. Nothing happens outside of a request."""
+    context = _CURRENT.get()
+    if context is not None:
+        _CURRENT.set(dataclasses.replace(context, trace_id=trace_id, span_id=span_id))

@@ -1,0 +1,225 @@
+"""The default policy: the decode node, the way (remote prefill or its own) and the prefill nodes with the shortest
+estimated time to the first token, and what that does to streams that already run.
+
+1 for each node that may compute: its queue, and the ``Fill`` it would need, 2 for each decode node: its own prefill
+against the best prefill node for it, 3 the cheapest; among those that are about as cheap and compute least, the least
+loaded, in turn. Decode node and way are chosen together because what the decode node has decides what must move.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from proxy.node_load import Charge
+from proxy.nodes import Node
+from proxy.placement.estimate import MAX_SOURCES, MIN_GAIN_TOKENS, OVERLAP, Estimator, Fill, Prompt
+from proxy.placement.least_loaded import LeastLoaded
+from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy
+
+# Estimates are no better than this: what is closer together counts as equal.
+NEAR_S = 0.002
+NEAR_SHARE = 0.2
+MAX_WEIGHED_PROMPTS = 16
+"""Of a request's list of prompts; the rest is taken to be like them."""
+MAX_REMEMBERED_NODES = 1024
+
+
+class Cost(PlacementPolicy):
+    """By itself, without a request to weigh (a second try), the least loaded; ``CostChooser`` does the weighing."""
+
+    name = "cost"
+
+    def __init__(self) -> None:
+        self._ties = LeastLoaded()
+
+    def choose(self, nodes: Sequence[Node], prefix_tokens: Mapping[str, int] = NOTHING_KNOWN) -> Node:
+        return self._ties.choose(nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be chosen. ``prefill`` is empty or has the candidates of each prompt."""
+
+    decode: Sequence[Node]
+    prefill: Sequence[Sequence[Node]]
+    may_be_local: bool = True
+    may_be_remote: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``prefill`` is empty for a local placement. ``sources``: whom those who compute may ask. ``ttft_s``: the
+    estimate. ``charges``: the work that it means, by node."""
+
+    decode: Node
+    prefill: Sequence[Node]
+    sources: Sequence[Node]
+    ttft_s: float
+    charges: Sequence[tuple[Node, Charge]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bid:
+    """What one prompt would cost on one prefill node: done after ``ready_s``, and blocks that take up to ``hidden_s``
+    to move have moved by then."""
+
+    node: Node
+    fill: Fill
+    ready_s: float
+    hidden_s: float
+
+
+@dataclass(slots=True)
+class _Way:
+    """One way to do it on one decode node. ``cost_s`` is ``ttft_s`` with what others suffer. ``bids`` is empty when the
+    decode node computes the prompts, as ``fills``."""
+
+    decode: Node
+    ttft_s: float
+    cost_s: float
+    num_computed: int
+    fills: Sequence[Fill] = ()
+    bids: Sequence[_Bid] = ()
+
+
+class CostChooser:
+    """Remembers only who was chosen last, to take turns."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count(1)
+        self._last_turn: dict[str, int] = {}
+
+    def choose(
+        self, prompts: Sequence[Prompt], options: Options, estimator: Estimator, *, bonus_s: Mapping[str, float]
+    ) -> Choice:
+        """``bonus_s``: by decode node's URL, what a preference for it is worth."""
+        weighed = prompts[:MAX_WEIGHED_PROMPTS]
+        scale = len(prompts) / len(weighed)
+        bids = self._bids(weighed, options, estimator)
+        ways: list[_Way] = []
+        for decode in options.decode:
+            base_s = estimator.stream_price_s(decode) - bonus_s.get(decode.url, 0.0)
+            if options.may_be_local or not bids:
+                ways.append(_local(decode, weighed, scale, estimator, base_s))
+            if bids:
+                ways.append(_remote(decode, weighed, scale, bids, estimator, base_s))
+        way = self._in_turn(ways)
+        if not way.bids:
+            compute_s = scale * sum(fill.compute_s for fill in way.fills)
+            charge = Charge(way.num_computed, compute_s, is_stream=True)
+            return Choice(
+                way.decode, (), _sources([way.decode], weighed, way.fills), way.ttft_s, [(way.decode, charge)]
+            )
+        chosen = way.bids if len(prompts) > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
+        # What was not weighed is spread like what was.
+        chosen = [chosen[index % len(chosen)] for index in range(len(prompts))]
+        charges = [(bid.node, Charge(bid.fill.num_computed, bid.fill.compute_s)) for bid in chosen]
+        charges.append((way.decode, Charge(0, 0.0, is_stream=True)))
+        prefill = [bid.node for bid in chosen]
+        return Choice(
+            way.decode, prefill, _sources(prefill, weighed, [bid.fill for bid in chosen]), way.ttft_s, charges
+        )
+
+    @staticmethod
+    def _bids(prompts: Sequence[Prompt], options: Options, estimator: Estimator) -> list[list[_Bid]]:
+        """By prompt; empty when the prompts cannot go to prefill nodes."""
+        if not (options.may_be_remote and options.prefill and all(options.prefill)):
+            return []
+        bids = []
+        for prompt, nodes in zip(prompts, options.prefill, strict=False):
+            fills = [(node, estimator.fill(node, prompt)) for node in nodes]
+            bids.append(
+                [
+                    _Bid(node, fill, estimator.queue_s(node) + fill.seconds, OVERLAP * fill.compute_s)
+                    for node, fill in fills
+                ]
+            )
+        return bids
+
+    # --- ties
+
+    def _in_turn(self, ways: Sequence[_Way]) -> _Way:
+        """Among the ways that are about as good as the best one, and compute least, that on the least loaded decode
+        node."""
+        best = min(ways, key=lambda way: way.cost_s)
+        limit_s = best.cost_s + NEAR_S + NEAR_SHARE * max(0.0, best.cost_s)
+        most = min(way.num_computed for way in ways if way.cost_s <= limit_s) + MIN_GAIN_TOKENS
+        near: dict[str, _Way] = {}
+        for way in ways:
+            other = near.get(way.decode.url)
+            is_near = way.cost_s <= limit_s and way.num_computed < most
+            if is_near and (other is None or way.cost_s < other.cost_s):
+                near[way.decode.url] = way
+        way = min(near.values(), key=lambda way: (way.decode.load.num_running, self._last(way.decode)))
+        self._take_turn(way.decode)
+        return way
+
+    def _bid_in_turn(self, best: _Bid, bids: Sequence[_Bid]) -> _Bid:
+        limit_s = best.ready_s * (1 + NEAR_SHARE) + NEAR_S
+        most = best.fill.num_computed + MIN_GAIN_TOKENS
+        near = [bid for bid in bids if bid.ready_s <= limit_s and bid.fill.num_computed < most]
+        bid = min(near, key=lambda bid: (bid.node.load.num_placed, self._last(bid.node)))
+        self._take_turn(bid.node)
+        return bid
+
+    def _last(self, node: Node) -> int:
+        return self._last_turn.get(node.url, 0)
+
+    def _take_turn(self, node: Node) -> None:
+        self._last_turn[node.url] = next(self._turns)
+        if len(self._last_turn) > MAX_REMEMBERED_NODES:
+            self._last_turn.clear()
+
+
+def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Estimator, base_s: float) -> _Way:
+    """The decode node computes all prompts, one after the other."""
+    fills = [estimator.fill(decode, prompt) for prompt in prompts]
+    num_computed = int(scale * sum(fill.num_computed for fill in fills))
+    ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * sum(fill.seconds for fill in fills)
+    waste_s = scale * sum(fill.waste_s for fill in fills)
+    cost_s = ttft_s + base_s + waste_s + estimator.delay_price_s(decode, num_computed)
+    return _Way(decode, ttft_s, cost_s, num_computed, fills)
+
+
+def _remote(
+    decode: Node,
+    prompts: Sequence[Prompt],
+    scale: float,
+    bids: Sequence[Sequence[_Bid]],
+    estimator: Estimator,
+    base_s: float,
+) -> _Way:
+    """Each prompt goes to the prefill node that is done with it first, after those before it."""
+    last_s, waste_s, num_computed = 0.0, 0.0, 0
+    taken_s: dict[str, float] = {}
+    chosen: list[_Bid] = []
+    for prompt, offered in zip(prompts, bids, strict=True):
+        blocks_s, rest_s = estimator.handoff_s(decode, prompt)
+        best_s, best = math.inf, offered[0]
+        for bid in offered:
+            seconds = bid.ready_s + bid.fill.waste_s
+            if taken_s:
+                seconds += taken_s.get(bid.node.url, 0.0)
+            if blocks_s > bid.hidden_s:
+                seconds += blocks_s - bid.hidden_s
+            if seconds < best_s:
+                best_s, best = seconds, bid
+        taken_s[best.node.url] = taken_s.get(best.node.url, 0.0) + best.fill.compute_s
+        last_s = max(last_s, best_s - best.fill.waste_s + rest_s)
+        waste_s += best.fill.waste_s
+        num_computed += best.fill.num_computed
+        chosen.append(best)
+    ttft_s = decode.load.room_s() + scale * last_s
+    return _Way(decode, ttft_s, ttft_s + base_s + scale * waste_s, int(scale * num_computed), bids=chosen)
+
+
+def _sources(readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[Node]:
+    """Of the first prompt that would be pulled in part: its source, and the next best one. One reader reads all."""
+    for index, (prompt, fill) in enumerate(zip(prompts, fills, strict=False)):
+        if fill.source is not None:
+            others = prompt.sources(readers[min(index, len(readers) - 1)])
+            return [fill.source, *(node for node, _ in others if node is not fill.source)][:MAX_SOURCES]
+    return []

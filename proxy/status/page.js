@@ -1,0 +1,348 @@
+"use strict";
+
+// Asks status.json once a second and changes what changed. Text goes in as text only: nothing is ever parsed as HTML.
+
+const EVERY_MS = 1000;
+const GIVE_UP_MS = 5000;
+const KEY = "tandem-api-key";
+const PHASES = {
+  proxy_queue: ["proxy queue", "queue"],
+  prefill_queue: ["prefill node's queue", "queue"],
+  prefill: ["prefill", "prefill"],
+  transfer: ["transfer", "transfer"],
+  decode_queue: ["decode node's queue", "queue"],
+  first_token: ["first token", "first_token"],
+};
+const STATES = ["used", "leased", "cached", "other", "free"];
+
+const byId = (id) => document.getElementById(id);
+const cards = new Map(); // node url -> element
+const rows = new Map(); // request id and arrival -> element
+let lastGood = null;
+
+function el(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+// Writes only what differs, so that screen readers and open details are left alone.
+function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function same(element, key, build) {
+  const value = JSON.stringify(key);
+  if (element.dataset.key === value) return;
+  element.dataset.key = value;
+  element.replaceChildren(...build());
+}
+
+const number = (value) => Math.round(value).toLocaleString("en-US");
+const count = (value, noun) => number(value) + " " + noun + (value === 1 ? "" : "s");
+const percent = (share) => (share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return (unit && value < 100 ? value.toFixed(1) : Math.round(value)) + " " + units[unit];
+}
+
+function seconds(value) {
+  if (value < 0.001) return Math.round(value * 1e6) + " µs";
+  if (value < 1) return (value * 1000).toFixed(value < 0.1 ? 1 : 0) + " ms";
+  return value < 120 ? value.toFixed(2) + " s" : Math.floor(value / 60) + " min " + Math.round(value % 60) + " s";
+}
+
+// parts: [[label, css class, amount, text]]; what a bar says in colour its label says in words.
+function bar(title, parts) {
+  const made = el("div", "bar");
+  made.setAttribute("role", "img");
+  made.setAttribute("aria-label", title + ": " + parts.map(([label, , , text]) => label + " " + text).join(", "));
+  made.title = parts.map(([label, , , text]) => label + ": " + text).join("\n");
+  for (const [, className, amount] of parts) {
+    if (amount <= 0) continue;
+    const part = el("i", className);
+    part.style.flexGrow = String(amount * 1e6); // sums below 1 would not fill the bar
+    made.append(part);
+  }
+  return made;
+}
+
+function pairs(entries) {
+  return el("dl", "", ...entries.flatMap(([name, value]) => [el("dt", "", name), el("dd", "", value)]));
+}
+
+// --- nodes
+
+function stateBadge(node) {
+  if (node.state === "ready" && !node.answers) return el("span", "badge bad", "no answer");
+  return el("span", "badge " + ({ ready: "good", suspect: "bad", gone: "bad" }[node.state] || "warn"), node.state);
+}
+
+function pool(title, states) {
+  const parts = { used: 0, leased: 0, cached: 0, other: 0, free: 0 };
+  let total = 0;
+  for (const [name, value] of Object.entries(states)) {
+    parts[name in parts ? name : "other"] += value;
+    total += value;
+  }
+  const shown = STATES.map((name) => [name, "s-" + name, parts[name], number(parts[name])]);
+  const taken = parts.used + parts.leased + parts.other;
+  const head = el("div", "measure-head", el("span", "", title),
+    el("span", "num", number(taken) + " in use, " + number(parts.cached) + " cached of " + number(total)));
+  return el("div", "measure", head, bar(title, shown));
+}
+
+function hits(now, ever) {
+  const groups = Object.keys(ever || {});
+  if (!groups.length) return "nothing looked up yet";
+  const one = (group) => group + " " + percent(ever[group]) +
+    (now && group in now ? " (last minute " + percent(now[group]) + ")" : "");
+  return groups.map(one).join(", ");
+}
+
+function nodeParts(node) {
+  const parts = [el("div", "card-head", el("h3", "", node.name), el("span", "role", node.role + " node"), stateBadge(node))];
+  if (node.reason) parts.push(el("p", "reason", node.reason));
+  const figures = node.figures;
+  const facts = [
+    ["model", node.model || "unknown"],
+    ["fingerprint", node.fingerprint ? node.fingerprint.slice(0, 16) : "unknown"],
+    ["address", node.url],
+  ];
+  if (figures) {
+    if (figures.kv_blocks) parts.push(pool("KV blocks", figures.kv_blocks));
+    if (figures.state_slots) parts.push(pool("State slots", figures.state_slots));
+    facts.push(["requests", number(figures.requests_running || 0) + " running, " +
+      number(figures.requests_waiting || 0) + " waiting, " + node.in_flight + " of this proxy"]);
+    facts.push(["hit rate", hits(node.recent_hit_rates, node.hit_rates)]);
+    const rates = node.rates || {};
+    facts.push(["pulled", bytes(rates.kv_bytes || 0) + "/s KV, " + bytes(rates.state_bytes || 0) + "/s states"]);
+    facts.push(["tokens", number(rates.computed_tokens || 0) + "/s computed, " +
+      number(rates.generated_tokens || 0) + "/s generated"]);
+    if (figures.preemptions_total) facts.push(["preemptions", number(figures.preemptions_total)]);
+    const failed = Object.entries(figures.transfer_failures_total || {}).filter(([, value]) => value);
+    if (failed.length) facts.push(["failed pulls", failed.map(([why, value]) => why + " " + number(value)).join(", ")]);
+    if (node.age_seconds > 3) facts.push(["figures are", seconds(node.age_seconds) + " old"]);
+  } else {
+    facts.push(["requests", node.in_flight + " of this proxy; no figures of the node"]);
+  }
+  parts.push(pairs(facts));
+  return parts;
+}
+
+function showNodes(nodes) {
+  for (const node of nodes) {
+    let card = cards.get(node.url);
+    if (!card) {
+      card = el("article", "card");
+      cards.set(node.url, card);
+      byId("nodes").append(card);
+    }
+    const shown = { ...node, age_seconds: node.age_seconds > 3 ? node.age_seconds : 0 };
+    same(card, shown, () => nodeParts(shown));
+    card.classList.toggle("stale", node.state !== "ready" || !node.answers);
+  }
+  const urls = new Set(nodes.map((node) => node.url));
+  for (const [url, card] of cards) {
+    if (!urls.has(url)) {
+      card.remove();
+      cards.delete(url);
+    }
+  }
+}
+
+// --- requests
+
+function phases(request) {
+  const parts = Object.entries(PHASES)
+    .filter(([name]) => request.seconds[name] > 0)
+    .map(([name, [label, group]]) => [label, "p-" + group, request.seconds[name], seconds(request.seconds[name])]);
+  const known = parts.reduce((sum, part) => sum + part[2], 0);
+  const first = request.ttft_seconds === null ? (known || null) : request.ttft_seconds;
+  const total = request.total_seconds;
+  const add = (label, group, value) => {
+    if (value > 0.0005) parts.push([label, "p-" + group, value, seconds(value)]);
+  };
+  if (first === null) {
+    add(request.running ? "waiting so far" : "no report of phases", "other", total);
+  } else {
+    add("not accounted for", "other", first - known);
+    add("more tokens", "decode", total - Math.max(first, known));
+  }
+  return { parts, first };
+}
+
+function where(request) {
+  const words = [];
+  if (request.decode_node) {
+    words.push(request.prefill_node ? "prefill " + request.prefill_node + " → decode " + request.decode_node
+      : "all on " + request.decode_node);
+  } else {
+    words.push("no node yet");
+  }
+  if (request.prompt_tokens !== undefined) {
+    const cached = [["prefill", request.prefill_cached_tokens], ["decode", request.decode_cached_tokens]]
+      .filter(([, value]) => value).map(([role, value]) => number(value) + " on the " + role + " node");
+    words.push(number(request.prompt_tokens) + " prompt tokens, cached: " + (cached.join(", ") || "none"));
+  }
+  if (request.transferred_bytes) {
+    words.push(bytes(request.transferred_bytes) + " moved (" + count(request.transferred_blocks, "block") + ", " +
+      count(request.transferred_states, "state") + ")");
+  } else if (request.prompt_tokens !== undefined) {
+    words.push("nothing moved");
+  }
+  return words.join(" · ");
+}
+
+function outcome(request) {
+  if (request.running) return ["running", "plain"];
+  const status = request.status && request.status !== 200 ? " " + request.status : "";
+  const kind = { stop: "good", abort: "warn", rejected: "warn" }[request.outcome] || "bad";
+  const word = { stop: "done", abort: "client left", rejected: "refused" }[request.outcome] || request.outcome;
+  return [word + status, kind];
+}
+
+function requestParts(request) {
+  const { parts, first } = phases(request);
+  const [word, kind] = outcome(request);
+  const time = new Date(request.arrived * 1000).toLocaleTimeString("en-GB");
+  const head = el("div", "request-head",
+    el("span", "num", time), el("span", "badge " + kind, word),
+    el("span", "", request.route + (request.prompts > 1 ? " × " + request.prompts : "")),
+    el("span", "id", request.request_id.slice(0, 20)),
+    el("span", "total num", (first !== null ? "first token " + seconds(first) + ", " : "") + "total " + seconds(request.total_seconds)));
+  const facts = [
+    ["request id", request.request_id],
+    ["placement", request.placement || "not reported"],
+    ["cached on decode node", String(request.decode_cached_tokens ?? "not reported")],
+    ["cached on prefill node", String(request.prefill_cached_tokens ?? "not reported")],
+    ...parts.map(([label, , , text]) => [label, text]),
+  ];
+  return [head, bar("Timeline", parts), el("div", "where", where(request)), facts];
+}
+
+function showRequests(requests) {
+  byId("no-requests").hidden = requests.length > 0;
+  const list = byId("requests");
+  const seen = new Set();
+  let previous = null;
+  for (const request of requests) {
+    const key = request.request_id + " " + request.arrived;
+    seen.add(key);
+    let row = rows.get(key);
+    if (!row) {
+      const details = el("details", "", el("summary", "", "Phases"), el("div", ""));
+      row = el("li", "", el("div", ""), details);
+      rows.set(key, row);
+    }
+    const [shown, details] = row.children;
+    if (row.dataset.key !== JSON.stringify(request)) {
+      row.dataset.key = JSON.stringify(request);
+      const [head, timeline, place, facts] = requestParts(request);
+      shown.replaceChildren(head, timeline, place);
+      details.lastElementChild.replaceChildren(pairs(facts));
+    }
+    const wanted = previous ? previous.nextElementSibling : list.firstElementChild;
+    if (wanted !== row) list.insertBefore(row, wanted);
+    previous = row;
+  }
+  for (const [key, row] of rows) {
+    if (!seen.has(key)) {
+      row.remove();
+      rows.delete(key);
+    }
+  }
+}
+
+// --- the page
+
+function show(status) {
+  const down = status.nodes.filter((node) => node.state !== "ready" || !node.answers);
+  const well = status.ready && !down.length;
+  const words = !status.ready ? "Not ready: " + status.reasons.join("; ")
+    : down.length ? "Serving, but not all nodes: " + down.map((node) => node.name).join(", ") : "Serving";
+  const summary = byId("summary");
+  say(summary, words);
+  summary.className = "badge " + (well ? "good" : status.ready ? "warn" : "bad");
+  say(byId("numbers"), status.running + " of at most " + status.max_concurrency + " requests, " + status.waiting +
+    " waiting · version " +
+    (status.version || "unknown") + " · up " + seconds(status.uptime_seconds));
+  document.title = (well ? "" : "! ") + "Tandem";
+  showNodes(status.nodes);
+  showRequests(status.requests);
+}
+
+function askForKey(why) {
+  byId("content").hidden = true;
+  if (byId("key-form").hidden) {
+    byId("key-form").hidden = false;
+    byId("key").focus();
+  }
+  if (why) say(byId("key-why"), why);
+  const summary = byId("summary");
+  say(summary, "A key is needed");
+  summary.className = "badge warn";
+}
+
+async function look() {
+  const key = sessionStorage.getItem(KEY);
+  const answer = await fetch("status.json", {
+    headers: key ? { Authorization: "Bearer " + key } : {},
+    cache: "no-store",
+    signal: AbortSignal.timeout(GIVE_UP_MS),
+  });
+  if (answer.status === 401) {
+    sessionStorage.removeItem(KEY);
+    askForKey(key ? "That key is not one of this proxy's." : "");
+    return false;
+  }
+  if (!answer.ok) throw new Error("the proxy answers " + answer.status);
+  const status = await answer.json();
+  byId("key-form").hidden = true;
+  byId("content").hidden = false;
+  show(status);
+  lastGood = Date.now();
+  byId("content").classList.remove("stale");
+  return true;
+}
+
+let timer = null;
+let isLooking = false;
+
+async function tick() {
+  clearTimeout(timer);
+  timer = null;
+  if (document.hidden || isLooking) return; // goes on when somebody looks again
+  let again = true;
+  isLooking = true;
+  try {
+    again = await look();
+  } catch (error) {
+    const summary = byId("summary");
+    summary.className = "badge bad";
+    const when = lastGood ? " What is below is of " + new Date(lastGood).toLocaleTimeString("en-GB") + "." : "";
+    say(summary, "The proxy does not answer." + when);
+    byId("content").classList.add("stale");
+  } finally {
+    isLooking = false;
+  }
+  if (again) timer = setTimeout(tick, EVERY_MS);
+}
+
+document.addEventListener("visibilitychange", tick);
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  // What no header can carry cannot be a key; fetch would throw on it.
+  const given = byId("key").value.trim().replace(/[^\x21-\x7e]/g, "");
+  byId("key").value = "";
+  sessionStorage.setItem(KEY, given);
+  tick();
+});
+tick();

@@ -1,0 +1,264 @@
+"""The alerts on provoked faults: each fires in a real Prometheus, what its runbook entry says to look at shows the
+fault, and after what it says to do the alert is gone.
+
+Windows and waits of the rules are shortened, expressions are as shipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.conftest import FAMILY, TIGHT_FLAGS
+from tests.support.client import metric
+from tests.support.hangup import wait_until
+from tests.support.models import checkpoint
+from tests.support.reference import random_tokens
+from tests.support.service import ROOT, Process, Service, free_port
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+SHORTER = {"[5m]": "[8s]", "[10m]": "[16s]", "[1h]": "[16s]", "[6h]": "[90s]"}
+FIRES_WITHIN_S = 90.0
+ELSEWHERE = {("Tandem" + name) for name in ("LateReads", "QuarantineStays")}
+"""Their faults are provoked, and their metrics seen, in test_failures_late_reads.py and test_failures_quarantine.py."""
+
+
+VALUES = (
+    "up",
+    "role:tandem_requests_waiting:avg",
+    "instance:tandem_kv_blocks:occupied_ratio",
+    "instance:tandem_state_slots:occupied_ratio",
+    'instance:tandem_prefix_cache_hit:ratio_rate5m{group="joint"}',
+    'avg_over_time(instance:tandem_prefix_cache_hit:ratio_rate5m{group="joint"}[90s])',
+)
+
+
+class Drill:
+    """A service with little memory, a slow prefill node and two decode nodes, watched by Prometheus."""
+
+    def __init__(self, service: Service, prometheus: str) -> None:
+        self.service, self.prometheus = service, prometheus
+        self.stop = threading.Event()
+        self.turn = 0
+
+    def firing(self) -> set[str]:
+        alerts = httpx.get(self.prometheus + "/api/v1/alerts", timeout=30).json()["data"]["alerts"]
+        return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
+
+    def expect(self, *names: str) -> None:
+        seen: set[str] = set()
+
+        def all_seen() -> bool:
+            seen.update(self.firing())
+            return set(names) <= seen
+
+        start_s = time.monotonic()
+        try:
+            wait_until(all_seen, f"{names} to fire", FIRES_WITHIN_S)
+        finally:
+            missing = sorted(set(names) - seen)
+            if missing:
+                print("did not fire:", missing, "; values:", self.values())
+        print(f"{', '.join(names)}: fired after {time.monotonic() - start_s:.0f} s; all that fire: {sorted(seen)}")
+
+    def values(self) -> dict[str, Any]:
+        """What the rules are made of, for a drill that did not work."""
+        found = {}
+        for expression in VALUES:
+            answer = httpx.get(self.prometheus + "/api/v1/query", params={"query": expression}, timeout=30).json()
+            found[expression] = [(each["metric"], each["value"][1]) for each in answer["data"]["result"]]
+        return found
+
+    def expect_gone(self, *names: str) -> None:
+        wait_until(lambda: not set(names) & self.firing(), f"{names} to be gone", FIRES_WITHIN_S)
+        print(f"{', '.join(names)}: gone")
+
+    @contextlib.contextmanager
+    def load(self, num: int, ask: Callable[[int], object]) -> Iterator[None]:
+        """``num`` clients that ask again and again; what goes wrong is the drill."""
+        stop = threading.Event()
+
+        def client(index: int) -> None:
+            while not stop.is_set():
+                self.turn += 1
+                with contextlib.suppress(httpx.HTTPError):
+                    ask(self.turn * 100 + index)
+                stop.wait(0.02)
+
+        threads = [threading.Thread(target=client, args=(index,), daemon=True) for index in range(num)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+
+    def complete(self, num_prompt: int, num_tokens: int, seed: int) -> httpx.Response:
+        body: dict[str, Any] = {"prompt": random_tokens(num_prompt, seed=seed), "max_tokens": num_tokens}
+        body |= {"ignore_eos": True, "stream": True}
+        return httpx.post(self.service.url + "/v1/completions", json=body, timeout=60)
+
+    def orphan(self, seed: int) -> httpx.Response:
+        """A prefill leg whose second leg never comes, as of a proxy that dropped it."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = {"prompt": random_tokens(20, seed=seed), "max_tokens": 1, "kv_transfer_params": params}
+        return httpx.post(self.service.prefill[0].url + "/v1/completions", json=body, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed (Debian package prometheus)")
+    folder = tmp_path_factory.mktemp("drill")
+    flags = {
+        "prefill_flags": (*TIGHT_FLAGS, "--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB"),
+        "decode_flags": (*TIGHT_FLAGS, "--max-num-batched-tokens", "64", "--kv-cache-memory", "1400KiB"),
+    }
+    with Service(checkpoint(FAMILY), num_decode=2, **flags) as service:
+        for path in RULES:
+            text = path.read_text()
+            for long, short in SHORTER.items():
+                text = text.replace(long, short)
+            (folder / path.name).write_text(re.sub(r"for: \w+", "for: 1s", text))
+        config = {
+            "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
+            "rule_files": [str(folder / path.name) for path in RULES],
+            "scrape_configs": [
+                {
+                    "job_name": "tandem",
+                    "static_configs": [{"targets": [node.url.removeprefix("http://") for node in service.nodes]}],
+                }
+            ],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        port = free_port()
+        argv = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        process = Process([*argv, f"--web.listen-address=127.0.0.1:{port}"], folder / "prometheus.log")
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(lambda: is_ready(url), "prometheus to be ready")
+            yield Drill(service, url)
+        finally:
+            process.stop()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/-/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def status_of(drill: Drill) -> dict[str, Any]:
+    return dict(httpx.get(drill.service.url + "/status.json", timeout=30).json())
+
+
+def test_overload_of_prefill_nodes_when_prompts_are_long_and_new(drill: Drill) -> None:
+    """TandemHitRateCollapse, TandemTtftBudgetBurn, TandemRolesOutOfBalance, TandemKvBlocksHigh, TandemKvBlocksFull."""
+    [prefill] = drill.service.prefill
+    with drill.load(1, lambda seed: drill.complete(200 + seed % 16, 2, seed=77)):
+        time.sleep(20)
+    hits = metric(prefill, "prefix_cache_hit_tokens_total", group="joint")
+    assert hits > 0
+    with drill.load(24, lambda seed: drill.complete(1500, 2, seed=seed)):
+        names = ("TandemHitRateCollapse", "TandemTtftBudgetBurn", "TandemRolesOutOfBalance")
+        drill.expect(*names, "TandemKvBlocksHigh", "TandemKvBlocksFull")
+        # Look: the queue is at the prefill node; its blocks are held; found tokens do not grow.
+        assert metric(prefill, "requests_waiting") > 4
+        print("preemptions", metric(prefill, "preemptions_total"), prefill.check_cache()["blocks"])
+        print("hit tokens before and now", hits, metric(prefill, "prefix_cache_hit_tokens_total", group="joint"))
+        slow = [each for each in status_of(drill)["requests"] if (each["ttft_seconds"] or 0) > 1]
+        assert slow
+        print("a slow one on the status page:", slow[0]["ttft_seconds"], slow[0]["seconds"])
+    drill.expect_gone("TandemTtftBudgetBurn", "TandemRolesOutOfBalance", "TandemKvBlocksFull", "TandemKvBlocksHigh")
+
+
+def test_prompts_that_nobody_fetches(drill: Drill) -> None:
+    """TandemLeasesExpire, TandemNoStateSlots: their slots are leased until the leases run out."""
+    [prefill] = drill.service.prefill
+    with drill.load(12, drill.orphan):
+        drill.expect("TandemLeasesExpire", "TandemNoStateSlots")
+        check = prefill.check_cache()
+        print("cache/check:", check)
+        assert check["ok"]
+        assert metric(prefill, "leases", state="active") > 0
+    drill.expect_gone("TandemLeasesExpire", "TandemNoStateSlots")
+
+
+def test_gaps_between_tokens(drill: Drill) -> None:
+    """TandemItlBudgetBurn: decode nodes that stand still now and then, as on a host without enough cores."""
+    pids = [node.process.pid for node in drill.service.decode]
+    with drill.load(4, lambda seed: drill.complete(40, 60, seed=seed)):
+        end_s = time.monotonic() + FIRES_WITHIN_S
+        while "TandemItlBudgetBurn" not in drill.firing():
+            assert time.monotonic() < end_s
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids:
+                    os.kill(pid, number)
+                time.sleep(0.2)
+        drill.expect("TandemItlBudgetBurn")
+        # Look: not prompts beside them.
+        print("prompt tokens computed on decode nodes", [
+            metric(node, "prompt_tokens_total", source="computed") for node in drill.service.decode
+        ])  # fmt: skip
+    drill.expect_gone("TandemItlBudgetBurn")
+
+
+def test_prefill_node_that_stands_still(drill: Drill) -> None:
+    """TandemTransfersFail, TandemNodeDown: pulls from a frozen holder are given up."""
+    [prefill] = drill.service.prefill
+    end_s = time.monotonic() + FIRES_WITHIN_S
+    with drill.load(6, lambda seed: drill.complete(300, 2, seed=seed)):
+        while "TandemTransfersFail" not in drill.firing():
+            assert time.monotonic() < end_s
+            os.kill(prefill.process.pid, signal.SIGSTOP)
+            time.sleep(3.0)
+            os.kill(prefill.process.pid, signal.SIGCONT)
+            time.sleep(1.5)
+        reasons = status_of(drill)["nodes"][1]["figures"]["transfer_failures_total"]
+        print("transfer failures by reason", reasons)
+        assert reasons
+    drill.expect_gone("TandemTransfersFail")
+
+
+def test_decode_nodes_that_die(drill: Drill) -> None:
+    """TandemNodeDown with one of two, TandemErrorRate with both; gone when they are back."""
+    first, second = drill.service.decode
+    with drill.load(2, lambda seed: drill.complete(40, 4, seed=seed)):
+        first.process.kill()
+        drill.expect("TandemNodeDown")
+        down = [node for node in status_of(drill)["nodes"] if node["state"] == "suspect"]
+        assert [node["url"] for node in down] == [first.url]
+        print("the status page says:", down[0]["reason"])
+        second.process.kill()
+        drill.expect("TandemErrorRate")
+        answer = drill.complete(40, 4, seed=1)
+        print("clients get", answer.status_code, answer.json()["error"]["code"])
+        assert answer.status_code == 503
+        for node in (first, second):
+            drill.service.start_again(node)
+        drill.expect_gone("TandemNodeDown", "TandemErrorRate")
+
+
+def test_alerts_when_counted_then_all_but_two_were_provoked_here() -> None:
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}
+    provoked = set(re.findall(r'"(Tandem\w+)"', Path(__file__).read_text()))
+    assert alerts - provoked == set(ELSEWHERE)

@@ -1,0 +1,228 @@
+"""Rendered manifests, the compose file and the Dockerfile against their schemas and against the code that reads them:
+every process is configured from its manifest's environment by the parser that it uses itself."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from common.api.http import OPEN_PATHS
+from common.cli.main import _commands
+from common.config import NodeConfig, ProxyConfig, parse_config, parse_node_config
+from proxy.app import create_app
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = sorted(path.parent for path in (KUBERNETES / "overlays").glob("*/kustomization.yaml"))
+CUSTOM = {"PodMonitor"}  # of the Prometheus operator; no schema of Kubernetes' own
+DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
+YAMLLINT = ("yamllint", "--strict", "--config-file", str(DEPLOY / ".yamllint.yaml"))
+Document = dict[str, Any]
+
+
+def run_tool(*command: str, text: str | None = None, cwd: Path = ROOT) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    result = subprocess.run(command, input=text, cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@functools.cache
+def rendered(folder: Path) -> str:
+    return run_tool("kubectl", "kustomize", str(folder))
+
+
+def documents(folder: Path) -> list[Document]:
+    return [each for each in yaml.safe_load_all(rendered(folder)) if each]
+
+
+def workloads(folder: Path) -> list[Document]:
+    return [each for each in documents(folder) if each["kind"] in ("Deployment", "StatefulSet")]
+
+
+def container_of(workload: Document) -> Document:
+    [container] = workload["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+def check(document: Document) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+# --- schemas
+
+
+@pytest.mark.parametrize("folder", [*OVERLAYS, KUBERNETES / "monitoring"], ids=lambda path: path.name)
+def test_manifests_when_rendered_then_have_no_field_that_kubernetes_does_not_know(folder: Path) -> None:
+    checked = [each for each in documents(folder) if each["kind"] not in CUSTOM]
+    for each in checked:
+        check(each)
+    assert folder.name == "monitoring" or len(checked) >= 10
+    run_tool(*YAMLLINT, "-", text=rendered(folder))
+
+
+def test_files_when_linted_then_are_in_order() -> None:
+    run_tool(*YAMLLINT, str(DEPLOY))
+
+
+def pod_of(workload: Document) -> Document:
+    return dict(workload["spec"]["template"]["spec"])
+
+
+MISTAKES: Mapping[str, Callable[[Document], object]] = {
+    "readynessProbe": lambda each: pod_of(each)["containers"][0].update(readynessProbe={"timeoutSeconds": 2}),
+    "terminationGracePeriod": lambda each: each["spec"]["template"]["spec"].update(terminationGracePeriod=5),
+    "a port that is a word": lambda each: pod_of(each)["containers"][0]["ports"][0].update(containerPort="web"),
+    "replica": lambda each: each["spec"].update(replica=2),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_manifest_when_a_field_is_misspelt_then_is_refused(mistake: str) -> None:
+    for workload in workloads(KUBERNETES / "base"):
+        spoilt = copy.deepcopy(workload)
+        MISTAKES[mistake](spoilt)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            check(spoilt)
+
+
+# --- manifests against the code
+
+
+def environment_of(workload: Document, all_documents: list[Document]) -> dict[str, str]:
+    """What the container's process finds in its environment, references resolved."""
+    maps = {each["metadata"]["name"]: each["data"] for each in all_documents if each["kind"] == "ConfigMap"}
+    container = container_of(workload)
+    environment: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        environment |= maps[source["configMapRef"]["name"]]
+    for entry in container["env"]:
+        value = entry.get("value")
+        if "valueFrom" in entry and "configMapKeyRef" in entry["valueFrom"]:
+            reference = entry["valueFrom"]["configMapKeyRef"]
+            value = maps[reference["name"]][reference["key"]]
+        elif "valueFrom" in entry:
+            value = workload["metadata"]["name"] + "-0"
+        environment[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], str(value))
+    return {name: value.strip() for name, value in environment.items()}
+
+
+def config_of(role: str, environment: Mapping[str, str]) -> NodeConfig | ProxyConfig:
+    if role == "proxy":
+        return parse_config(ProxyConfig, [], environment, prog="tandem proxy")
+    return parse_node_config([], environment, role=role, default_port=DEFAULT_PORTS[role])
+
+
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
+def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed_where_those_say(folder: Path) -> None:
+    found = workloads(folder)
+    configs = {}
+    for workload in found:
+        container = container_of(workload)
+        [role] = container["args"]
+        assert role in _commands()
+        config = configs[role] = config_of(role, environment_of(workload, documents(folder)))
+        assert config.host == "0.0.0.0"
+        assert container["ports"] == [{"name": "http", "containerPort": config.port}]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["httpGet"]["port"] == "http"
+            assert container[probe]["httpGet"]["path"] in OPEN_PATHS, probe
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        for file in filter(None, (config.cluster_key_file, config.api_key_file)):
+            assert any(file.startswith(mount + "/") for mount in mounts), file
+        pod = pod_of(workload)
+        wait_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        if isinstance(config, NodeConfig):
+            # A prefill node waits for its leases when it is asked to end.
+            assert pod["terminationGracePeriodSeconds"] > wait_s + config.kv_lease_seconds
+            assert config.advertise_host == f"{workload['metadata']['name']}-0.{workload['spec']['serviceName']}"
+        assert pod["terminationGracePeriodSeconds"] > wait_s
+    proxy, prefill, decode = configs["proxy"], configs["prefill"], configs["decode"]
+    assert isinstance(proxy, ProxyConfig)
+    assert isinstance(prefill, NodeConfig)
+    assert isinstance(decode, NodeConfig)
+    assert (prefill.peers, decode.peers) == (proxy.decode, proxy.prefill)
+    assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
+
+
+def test_probe_paths_when_compared_with_the_app_then_are_its_routes() -> None:
+    app = create_app(ProxyConfig(decode=("http://127.0.0.1:1",)))
+    routes = {getattr(route, "path", None) for route in app.routes}
+    assert {"/health", "/ready", "/metrics"} <= routes & OPEN_PATHS
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_when_its_environment_is_read_then_configures_processes_that_find_each_other(
+    profile: str, tmp_path: Path
+) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    command = ("docker-compose", "--env-file", ".env.example", "--profile", profile, "config")
+    services = yaml.safe_load(run_tool(*command, cwd=tmp_path / "deploy"))["services"]
+    suffix = "-gpu" if profile == "gpu" else ""
+    prefill = config_of("prefill", services["prefill" + suffix]["environment"])
+    decode = config_of("decode", services["decode" + suffix]["environment"])
+    proxy = config_of("proxy", services["proxy"]["environment"])
+    assert isinstance(proxy, ProxyConfig)
+    assert isinstance(prefill, NodeConfig)
+    assert isinstance(decode, NodeConfig)
+    for config, urls, peer in ((prefill, proxy.prefill, decode), (decode, proxy.decode, prefill)):
+        assert urls == (f"http://{config.advertise_host}:{config.port}",)
+        assert peer.peers == urls
+    assert {each.cluster_key_file for each in (proxy, prefill, decode)} == {"/run/secrets/cluster_key"}
+    for name in ("proxy", "prefill" + suffix, "decode" + suffix):
+        grace = re.fullmatch(r"(?:(\d+)m)?(?:(\d+)s)?", services[name]["stop_grace_period"])
+        assert grace is not None
+        assert int(grace[1] or 0) * 60 + int(grace[2] or 0) > prefill.kv_lease_seconds
+
+
+# --- the Dockerfile
+
+
+def dockerfile() -> dict[str, Any]:
+    """The check's own reading of the Dockerfile: stage -> (base, steps)."""
+    module = runpy.run_path(str(DEPLOY / "docker" / "check.py"), run_name="check")
+    found = module["stages"]((DEPLOY / "docker" / "Dockerfile").read_text())
+    return {name: module["steps_of"](found, name) for name in ("proxy", "node-cpu", "node-cuda")}
+
+
+@pytest.mark.parametrize("target", ["proxy", "node-cpu", "node-cuda"])
+def test_image_when_read_then_starts_our_command_as_another_user_from_files_that_exist(target: str) -> None:
+    steps = dockerfile()[target]
+    last = {step.word: step.text for step in steps}
+    assert last["USER"] not in ("root", "0")
+    assert last["ENTRYPOINT"] == '["tandem"]'
+    assert "CMD" not in last or last["CMD"] == '["proxy"]'
+    copied = [word for step in steps if step.word == "COPY" for word in shlex.split(step.text)[:-1]]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {"common", "proxy", "prefill_node", "decode_node", "pyproject.toml"} <= set(copied)
+    assert set(copied) <= allowed
+    assert all((ROOT / name).exists() for name in copied)
+    installs = [step.text for step in steps if step.word == "RUN" and step.text.startswith("pip install")]
+    assert (".[node]" in installs[0]) is (target != "proxy")
+    ports = {int(port) for step in steps if step.word == "EXPOSE" for port in step.text.split()}
+    assert ports == ({ProxyConfig(decode=("http://a",)).port} if target == "proxy" else set(DEFAULT_PORTS.values()))
+    health = last["HEALTHCHECK"].partition(" CMD ")[2]
+    assert health == '["python", "-m", "common.cli.probe", "/health"]'
+
+
+@pytest.mark.full
+def test_proxy_image_when_its_steps_are_run_in_a_clean_folder_then_serves_and_ends_on_sigterm() -> None:
+    command = ["python3", str(DEPLOY / "docker" / "check.py"), "--targets", "proxy"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "HEALTHCHECK passes" in result.stdout
+    assert "exit statuses {'proxy': 0}" in result.stdout

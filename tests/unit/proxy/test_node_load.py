@@ -1,0 +1,107 @@
+"""What a node reports, read and mixed with what others report."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from proxy.node_load import LoadReport
+from proxy.node_rates import Rates, RateTable
+from proxy.nodes import NodeRole
+from proxy.placement.text_history import TextHistory, TextKeys
+from tests.unit.proxy.placement_world import make_pool
+
+GOOD: dict[str, Any] = {
+    "running": 3,
+    "waiting": 1,
+    "uncomputed_prompt_tokens": 700,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "prefill": {"seconds_per_step": 0.01, "seconds_per_token": 0.001, "observations": 30, "age_seconds": 30},
+    "decode_step_seconds": 0.02,
+    "pull": {"seconds_per_pull": 0.002, "seconds_per_byte": 1e-8},
+    "kv_bytes_per_token": 512,
+    "state_bytes": 20_000,
+}
+
+
+def test_report_when_whole_then_read() -> None:
+    report = LoadReport.from_json(GOOD)
+    assert report is not None
+    assert (report.num_running, report.num_waiting, report.num_uncomputed_tokens) == (3, 1, 700)
+    assert (report.max_num_seqs, report.chunk, report.decode_step_s) == (16, 512, 0.02)
+    assert report.prefill is not None
+    assert (report.prefill.fixed_s, report.prefill.unit_s) == (0.01, 0.001)
+    assert report.prefill.trust == pytest.approx(0.75 * 0.5)  # 30 of 30 + 10, half of that after 30 s
+    assert report.pull is not None
+    assert report.pull.trust == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("body", [None, 7, "fast", ["a"]])
+def test_report_when_the_node_gives_none_then_none(body: object) -> None:
+    assert LoadReport.from_json(body) is None
+
+
+@pytest.mark.parametrize("bad", [-1, "9", None, True, float("nan"), float("inf"), {}, [1]])
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_report_when_a_number_makes_no_sense_then_as_if_it_were_not_said(name: str, bad: object) -> None:
+    without = LoadReport.from_json({key: value for key, value in GOOD.items() if key != name})
+    assert LoadReport.from_json({**GOOD, name: bad}) == without
+
+
+def test_rates_when_nobody_measured_then_the_defaults() -> None:
+    nodes = make_pool(1, 1).nodes
+    for node in nodes:
+        node.load.update(None, 0.0)
+    rates = RateTable().rates(nodes, 0.0)[nodes[0].url]
+    assert dataclasses.astuple(rates) == pytest.approx(dataclasses.astuple(Rates()))
+
+
+def test_rates_when_one_node_measured_then_others_are_taken_to_be_like_it() -> None:
+    pool = make_pool(2, 1)
+    for node in pool.nodes:
+        node.load.update(None, 0.0)
+    pool.usable(NodeRole.PREFILL)[0].load.update(LoadReport.from_json(GOOD), 0.0)
+    rates = RateTable().rates(pool.nodes, 0.0)
+    other, decode = pool.usable(NodeRole.PREFILL)[1], pool.usable(NodeRole.DECODE)[0]
+    assert rates[other.url].token_s == pytest.approx(0.001, rel=0.2)
+    assert rates[decode.url].token_s == pytest.approx(0.001, rel=0.2)
+
+
+def test_rates_when_asked_again_soon_then_not_made_again_but_a_new_node_is_known() -> None:
+    pool = make_pool(1, 1)
+    table = RateTable()
+    before = table.rates(pool.nodes, 10.0)
+    assert table.rates(pool.nodes, 10.2) is before
+    more = make_pool(2, 1)
+    assert set(table.rates(more.nodes, 10.3)) == {node.url for node in more.nodes}
+
+
+# --- prompts without tokens
+
+
+def test_text_when_a_conversation_goes_on_then_its_beginning_is_known() -> None:
+    history = TextHistory()
+    messages = [{"role": "user", "content": "word " * 400}]
+    history.observe("http://d", TextKeys.of({"messages": messages}, None))
+    longer = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more " * 100}]
+    coverage = history.lookup(TextKeys.of({"messages": longer}, None))
+    assert 350 < coverage["http://d"].state_tokens < 520
+    assert history.lookup(TextKeys.of({"messages": longer, "cache_salt": "mine"}, None)) == {}
+    history.drop("http://d")
+    assert history.lookup(TextKeys.of({"messages": longer}, None)) == {}
+
+
+def test_text_when_many_prompts_were_seen_then_memory_is_bounded() -> None:
+    history = TextHistory(max_keys=100)
+    for number in range(200):
+        history.observe("http://d", TextKeys.of({}, f"{number:05}" * 1000))
+    assert len(history._sent) == 100
+    assert history.lookup(TextKeys.of({}, "00000" * 1000)) == {}
+
+
+@pytest.mark.parametrize("prompt", [[10**30], [-5], "", "\ud800", None])
+def test_text_when_the_prompt_is_strange_then_it_only_has_a_length(prompt: object) -> None:
+    assert TextKeys.of({"messages": None}, prompt).num_tokens == 1

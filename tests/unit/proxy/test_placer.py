@@ -1,0 +1,330 @@
+"""One choice at a time: what is where, how busy everybody is, and who gets the request then."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from common.config import ProxyConfig
+from common.errors import NodeUnavailableError
+from proxy.cache_view import NodeCache
+from proxy.nodes import Node, NodePool, NodeRole
+from proxy.placement.hint import PlacementHint
+from proxy.placer import Avoided, Placement, Placer
+from proxy.prefix_index import PrefixIndex
+from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job, make_pool, report, store
+
+NOBODY = Avoided()
+
+
+class Rig:
+    """A placer over nodes that only exist in its pool; ``now`` is the clock."""
+
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, **config: Any) -> None:
+        self.now = 100.0
+        self.pool: NodePool = make_pool(num_prefill, num_decode)
+        self.index = PrefixIndex(100_000)
+        self.started: list[tuple[str, float, float]] = []
+        self.placer = Placer(
+            ProxyConfig(decode=("http://unused",), **config),
+            self.pool,
+            self.index,
+            on_start=lambda *values: self.started.append(values),
+            clock=lambda: self.now,
+        )
+
+    @property
+    def prefill(self) -> list[Node]:
+        return self.pool.usable(NodeRole.PREFILL)
+
+    @property
+    def decode(self) -> list[Node]:
+        return self.pool.usable(NodeRole.DECODE)
+
+    def has(self, node: Node, token_ids: list[int], position: int | None = None, *, state: bool = True) -> None:
+        """``node`` has the first ``position`` tokens, with or without a state at their end."""
+        cache = NodeCache(BLOCK_SIZE, ("full",), True)
+        keys = keys_of(token_ids)
+        store(cache, keys, position)
+        if not state:
+            cache.let_go(0)
+            for key in list(cache._boundary_of):
+                cache._remove_checkpoint(key)
+        self.index.start(node.url, cache)
+
+    def place(self, token_ids: list[int], avoided: Avoided = NOBODY, **fields: Any) -> Placement:
+        return self.placer.place(make_job(token_ids, **fields), avoided)
+
+    def serve(self, token_ids: list[int], **fields: Any) -> Placement:
+        """From its placement to its end."""
+        job = make_job(token_ids, **fields)
+        placement = self.placer.place(job, NOBODY)
+        self.placer.started(job, is_answer=True)
+        self.placer.finished(job)
+        return placement
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000) for _ in range(count)]
+
+
+def busy(node: Node, **fields: Any) -> None:
+    node.load.update(report(**fields), 100.0)
+
+
+# --- which way
+
+
+def test_place_when_a_long_prefix_is_on_a_decode_node_then_local_there() -> None:
+    rig = Rig()
+    prompt = tokens(2040)
+    rig.has(rig.decode[1], prompt, 2000)
+    placement = rig.place(prompt)
+    assert (placement.decode, placement.is_local) == (rig.decode[1], True)
+
+
+def test_place_when_its_decode_node_runs_streams_then_a_cold_prompt_goes_remote() -> None:
+    rig = Rig(1, 1)
+    busy(rig.decode[0], num_running=8)
+    assert not rig.place(tokens(3000)).is_local
+
+
+def test_place_when_its_decode_node_runs_streams_then_a_short_suffix_stays_local() -> None:
+    rig = Rig(1, 1)
+    busy(rig.decode[0], num_running=8)
+    prompt = tokens(2040)
+    rig.has(rig.decode[0], prompt, 2000)
+    assert rig.place(prompt).is_local
+
+
+def test_place_when_streams_do_not_count_then_what_is_fastest_for_the_new_one() -> None:
+    rig = Rig(1, 1, stream_delay_weight=0.0)
+    busy(rig.decode[0], num_running=8)
+    assert rig.place(tokens(3000)).is_local
+
+
+def test_place_when_blocks_are_there_without_a_state_then_the_prefix_is_not_taken_for_computed() -> None:
+    rig = Rig(1, 1)
+    prompt = tokens(3040)
+    busy(rig.decode[0], num_running=8)
+    rig.has(rig.decode[0], prompt, 3000, state=False)
+    assert not rig.place(prompt).is_local
+
+
+def test_place_when_two_decode_nodes_lack_the_state_then_the_one_with_the_blocks_saves_the_transfer() -> None:
+    rig = Rig(1, 2)
+    prompt = tokens(3008)
+    rig.has(rig.prefill[0], prompt)
+    rig.has(rig.decode[1], prompt, 3000, state=False)
+    placed = [rig.place(prompt).decode for _ in range(3)]
+    assert placed == [rig.decode[1]] * 3
+
+
+@pytest.mark.parametrize(("hint", "is_local"), [(PlacementHint.LOCAL, True), (PlacementHint.REMOTE, False)])
+def test_place_when_hinted_then_that_way_whatever_it_costs(hint: PlacementHint, is_local: bool) -> None:
+    for policy in ("cost", "round_robin"):
+        rig = Rig(policy=policy)
+        prompt = tokens(2040)
+        rig.has(rig.decode[0], prompt, 2000)
+        for each in (prompt, tokens(3000, seed=2)):
+            assert rig.place(each, placement_hint=hint).is_local is is_local
+
+
+def test_place_when_hinted_remote_without_a_prefill_node_then_local() -> None:
+    rig = Rig(0, 1)
+    assert rig.place(tokens(3000), placement_hint=PlacementHint.REMOTE).is_local
+
+
+# --- which node
+
+
+def test_place_when_a_prefill_node_has_the_prefix_then_that_one_unless_its_queue_is_longer_than_it_saves() -> None:
+    rig = Rig(2, 1)
+    busy(rig.decode[0], num_running=8)
+    prompt = tokens(3000)
+    rig.has(rig.prefill[1], prompt, 2000)
+    assert rig.place(prompt).prefill == [rig.prefill[1]]
+    busy(rig.prefill[1], num_uncomputed_tokens=50_000)
+    assert rig.place(prompt).prefill == [rig.prefill[0]]
+
+
+def test_place_when_another_node_has_the_prefix_then_it_is_named_as_source_and_nobody_else() -> None:
+    rig = Rig(1, 2)
+    prompt = tokens(3000)
+    rig.has(rig.decode[1], prompt, 2000)
+    busy(rig.decode[1], num_running=64, num_waiting=20)
+    placement = rig.place(prompt, placement_hint=PlacementHint.REMOTE)
+    assert placement.decode is rig.decode[0]
+    assert placement.sources == [rig.decode[1].source_hint()]
+    assert rig.place(tokens(3000, seed=5)).sources == []
+
+
+def test_place_when_sources_are_switched_off_then_nobody_is_named() -> None:
+    rig = Rig(1, 2, prefix_sources=False)
+    prompt = tokens(3000)
+    rig.has(rig.decode[1], prompt, 2000)
+    assert rig.place(prompt, placement_hint=PlacementHint.REMOTE).sources == []
+
+
+def test_place_when_a_decode_node_is_full_then_another_even_if_it_has_the_prefix() -> None:
+    rig = Rig(1, 2)
+    prompt = tokens(600)
+    rig.has(rig.decode[0], prompt, 560)
+    busy(rig.decode[0], num_running=64, num_waiting=10, max_num_seqs=64)
+    assert rig.place(prompt).decode is rig.decode[1]
+
+
+def test_place_when_a_node_measured_slow_then_it_gets_less_and_once_that_is_old_is_tried_again() -> None:
+    rig = Rig(2, 1)
+    busy(rig.decode[0], num_running=8)
+    slow = {"prefill": {"seconds_per_step": 0.05, "seconds_per_token": 0.002, "observations": 140}}
+    rig.prefill[0].load.update(rig.prefill[0].load.report.from_json({**slow}), 100.0)
+    assert {rig.place(tokens(1000, seed)).prefill[0].url for seed in range(3)} == {rig.prefill[1].url}
+    slow["prefill"]["age_seconds"] = 300.0
+    old = Rig(2, 1)
+    busy(old.decode[0], num_running=8)
+    old.prefill[0].load.update(old.prefill[0].load.report.from_json({**slow}), 100.0)
+    assert {old.place(tokens(1000, seed)).prefill[0].url for seed in range(4)} == {node.url for node in old.prefill}
+
+
+# --- what was placed counts at once
+
+
+def test_place_when_many_come_at_once_then_they_spread_before_any_report() -> None:
+    rig = Rig(4, 4)
+    for node in rig.decode:
+        busy(node, num_running=8)
+    placed = [rig.place(tokens(1000, seed)) for seed in range(16)]
+    assert all(not each.is_local for each in placed)
+    for nodes, chosen in ((rig.prefill, [p.prefill[0] for p in placed]), (rig.decode, [p.decode for p in placed])):
+        assert {chosen.count(node) for node in nodes} == {4}
+
+
+def test_finished_when_called_on_any_way_out_then_nothing_is_charged_any_more() -> None:
+    rig = Rig()
+    jobs = [make_job(tokens(800, seed)) for seed in range(12)]
+    for job in jobs:
+        rig.placer.place(job, NOBODY)
+    assert sum(node.load.num_streams for node in rig.decode) == 12
+    assert sum(node.load.placed_tokens for node in rig.pool.nodes) == 12 * 800
+    for job in jobs[:6]:
+        rig.placer.started(job, is_answer=True)
+        rig.placer.started(job, is_answer=True)
+    assert sum(node.load.placed_tokens for node in rig.pool.nodes) == 6 * 800
+    rig.placer.place(jobs[0], NOBODY)  # a second try charges once
+    for job in jobs:
+        rig.placer.finished(job)
+        rig.placer.finished(job)
+    for node in rig.pool.nodes:
+        load = node.load
+        assert (load.num_streams, load.num_charges, load.num_placed, load.placed_tokens) == (0, 0, 0, 0)
+        assert load.queue_s(rig.now) == 0.0
+
+
+def test_queue_when_nobody_answers_then_it_drains_with_time_but_not_to_nothing() -> None:
+    rig = Rig(1, 1)
+    busy(rig.decode[0], num_running=8)
+    rig.place(tokens(4000))
+    full_s = rig.prefill[0].load.queue_s(rig.now)
+    assert full_s == pytest.approx(0.81, rel=0.1)
+    assert rig.prefill[0].load.queue_s(rig.now + 0.4) == pytest.approx(full_s - 0.4, rel=0.1)
+    assert rig.prefill[0].load.queue_s(rig.now + 60) == pytest.approx(full_s / 4, rel=0.1)
+
+
+def test_report_when_it_counts_our_own_requests_then_they_are_not_counted_twice() -> None:
+    rig = Rig(1, 1)
+    busy(rig.decode[0], num_running=8)
+    rig.place(tokens(4000))
+    own_s = rig.prefill[0].load.queue_s(rig.now)
+    rig.prefill[0].load.update(report(num_running=1, num_uncomputed_tokens=4000), rig.now)
+    assert rig.prefill[0].load.queue_s(rig.now) == pytest.approx(own_s)
+    rig.prefill[0].load.update(report(num_running=2, num_uncomputed_tokens=9000), rig.now)
+    assert rig.prefill[0].load.queue_s(rig.now) == pytest.approx(own_s + 1.0)
+    assert rig.prefill[0].load.queue_s(rig.now + 0.5) == pytest.approx(own_s, rel=0.1)
+
+
+# --- sessions, failures, predictions
+
+
+def test_session_when_it_comes_again_then_its_decode_node_is_preferred_but_not_at_any_price() -> None:
+    rig = Rig(1, 4)
+    first = rig.serve(tokens(100), session_id="s").decode
+    for seed in range(2, 8):
+        assert rig.serve(tokens(100, seed), session_id="s").decode is first
+    assert {rig.serve(tokens(100, seed)).decode.url for seed in range(10, 14)} == {node.url for node in rig.decode}
+    busy(first, num_running=90, num_waiting=30)
+    assert rig.serve(tokens(100, 9), session_id="s").decode is not first
+
+
+def test_place_when_nodes_are_avoided_then_others_and_when_none_is_left_an_error() -> None:
+    rig = Rig()
+    busy(rig.decode[1], num_running=8)
+    prompt = tokens(3000)
+    rig.has(rig.decode[0], prompt, 2900)
+    rig.has(rig.prefill[0], prompt, 2900)
+    placement = rig.place(prompt, Avoided([rig.decode[0]], [rig.prefill[0]]))
+    assert (placement.decode, placement.prefill) == (rig.decode[1], [rig.prefill[1]])
+    assert rig.place(prompt, Avoided([], list(rig.prefill))).is_local
+    with pytest.raises(NodeUnavailableError):
+        rig.place(prompt, Avoided(list(rig.decode), []))
+
+
+def test_place_when_prefill_has_begun_then_it_is_kept_and_only_the_decode_node_changes() -> None:
+    rig = Rig()
+    prompt = tokens(500)
+    rig.has(rig.decode[1], prompt, 480)
+    placement = rig.placer.place(make_job(prompt), Avoided([rig.decode[0]], []), began=[rig.prefill[1]])
+    assert (placement.decode, placement.prefill) == (rig.decode[1], [rig.prefill[1]])
+
+
+def test_place_when_there_are_many_prompts_then_one_prefill_node_each_and_spread() -> None:
+    rig = Rig(4, 1)
+    busy(rig.decode[0], num_running=20)
+    prompts = [tokens(500, seed) for seed in range(40)]
+    job = make_job(prompts[0], prompts=prompts, prompt_keys=tuple(map(keys_of, prompts)))
+    placement = rig.placer.place(job, NOBODY)
+    assert [list(placement.prefill).count(node) for node in rig.prefill] == [10, 10, 10, 10]
+
+
+def test_started_when_it_is_a_stream_then_the_estimate_is_compared_once() -> None:
+    rig = Rig(1, 1)
+    busy(rig.decode[0], num_running=8)
+    job = make_job(tokens(3000))
+    placement = rig.placer.place(job, NOBODY)
+    rig.now += 1.5
+    rig.placer.started(job, is_answer=True)
+    rig.placer.started(job, is_answer=True)
+    assert rig.started == [("remote", placement.ttft_s, 1.5)]
+    whole = make_job(tokens(3000), is_stream=False)
+    rig.placer.place(whole, NOBODY)
+    rig.placer.started(whole, is_answer=True)
+    refused = make_job(tokens(3000))
+    rig.placer.place(refused, NOBODY)
+    rig.placer.started(refused, is_answer=False)
+    assert len(rig.started) == 1
+
+
+# --- prompts that could not be tokenised
+
+
+def test_place_when_text_was_seen_before_then_it_goes_where_it_went() -> None:
+    rig = Rig(2, 4)
+    text = "".join(chr(97 + token % 26) for token in tokens(20_000))
+
+    def job(prompt: str) -> Any:
+        return make_job([], body={"prompt": prompt}, prompts=[prompt], prompt_keys=())
+
+    first = job(text)
+    placement = rig.placer.place(first, NOBODY)
+    rig.placer.started(first, is_answer=True)
+    rig.placer.finished(first)
+    for turn in range(4):
+        again = job(text + "more" * turn)
+        assert rig.placer.place(again, NOBODY).decode is placement.decode
+        rig.placer.finished(again)
+    rig.now += 3600
+    others = [job(text) for _ in range(8)]
+    assert len({rig.placer.place(each, NOBODY).decode.url for each in others}) > 1

@@ -1,0 +1,323 @@
+"""The status page's routes, its files, and the data behind it: recent requests and the nodes' figures."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.observe import RequestRecord
+from proxy.recent import KEPT, RecentRequest, RecentRequests, RequestAbout
+from proxy.status import figures
+from proxy.status.figures import NodeFigures, read_exposition
+from proxy.status.routes import DATA_PATH, FILES
+from tests.support.http_server import wait_for
+from tests.unit.proxy.conftest import Cluster, StartCluster
+from tests.unit.proxy.fake_node import Fault
+
+FOLDER = Path(figures.__file__).parent
+REPORT = {
+    "placement": "remote",
+    "prefill_node": "prefill-0",
+    "prompt_tokens": 40,
+    "prefill_cached_tokens": 16,
+    "decode_cached_tokens": 8,
+    "transferred_bytes": 4096,
+    "transferred_blocks": 2,
+    "transferred_states": 1,
+    "seconds": {"proxy_queue": 0.001, "prefill": 0.2, "transfer": 0.003, "first_token": 0.004, "unheard_of": 1},
+}
+PROMPT = "a prompt of nobody's business"
+EXPOSITION = """\
+# HELP tandem_requests_running Requests being worked on.
+# TYPE tandem_requests_running gauge
+tandem_requests_running{role="decode"} 2.0
+tandem_kv_blocks{role="decode",state="used"} 3.0
+tandem_kv_blocks{role="decode",state="free"} 5.0
+tandem_prefix_cache_query_tokens_total{role="decode"} 200.0
+tandem_prefix_cache_hit_tokens_total{role="decode",group="attention"} 50.0
+tandem_request_ttft_seconds_bucket{role="decode",le="0.1"} 7.0
+python_gc_objects_collected_total{generation="0"} 1.0
+tandem_leases{role="decode",state="active"} not-a-number
+"""
+
+
+def status(cluster: Cluster) -> dict[str, Any]:
+    answer = cluster.client.get(DATA_PATH)
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+def requests(cluster: Cluster) -> list[dict[str, Any]]:
+    return list(status(cluster)["requests"])
+
+
+def complete(cluster: Cluster, **fields: Any) -> httpx.Response:
+    return cluster.client.post("/v1/completions", json={"prompt": PROMPT, **fields})
+
+
+# --- routes
+
+
+def test_page_when_asked_for_then_comes_with_a_policy_that_names_no_other_host(start_cluster: StartCluster) -> None:
+    client = start_cluster(wait=False).client
+    for path, (_, media_type) in FILES.items():
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(media_type)
+        parts = [part.split() for part in answer.headers["content-security-policy"].split(";")]
+        policy = {name: sources for name, *sources in parts}
+        assert policy.pop("default-src") == ["'none'"]
+        assert policy.pop("require-trusted-types-for") == ["'script'"]
+        assert {source for sources in policy.values() for source in sources} == {"'self'", "'none'"}
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_status_when_a_key_is_set_then_the_page_is_open_and_its_data_is_not(
+    start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    client = start_cluster(wait=False, api_key_file=str(keys)).client
+    for path in FILES:
+        assert client.get(path).status_code == 200
+        assert "secret" not in client.get(path).text
+    assert client.get(DATA_PATH).status_code == 401
+    assert client.get(DATA_PATH, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get(DATA_PATH, headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert client.get("/status/other").status_code == 401
+
+
+# --- recent requests
+
+
+def test_request_when_its_node_reports_then_is_shown_with_it_and_the_client_does_not_see_the_report(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].report = json.dumps(REPORT)
+    for stream in (False, True):
+        answer = complete(cluster, stream=stream)
+        assert answer.status_code == 200
+        assert "x-tandem-report" not in answer.headers
+        check_reported(requests(cluster)[0], answer, stream)
+    assert PROMPT not in cluster.client.get(DATA_PATH).text
+
+
+def check_reported(shown: dict[str, Any], answer: httpx.Response, stream: bool) -> None:
+    assert shown["request_id"] == answer.headers["x-request-id"]
+    assert (shown["outcome"], shown["status"], shown["running"]) == ("stop", 200, False)
+    assert (shown["prefill_node"], shown["decode_node"], shown["placement"]) == ("prefill-0", "decode-0", "remote")
+    assert shown["seconds"] == {name: value for name, value in REPORT["seconds"].items() if name != "unheard_of"}  # type: ignore[attr-defined]
+    for name in ("prompt_tokens", "prefill_cached_tokens", "decode_cached_tokens", "transferred_bytes"):
+        assert shown[name] == REPORT[name]
+    assert (shown["ttft_seconds"] is not None) is stream
+    assert 0 < shown["total_seconds"] < 20
+
+
+def test_request_when_its_node_reports_nonsense_then_is_shown_without(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    for report in ("{", "[1]", '{"seconds": 3, "prompt_tokens": -1}', '{"seconds": {"prefill": "x"}}'):
+        cluster.decode[0].report = report
+        assert complete(cluster).status_code == 200
+        shown = requests(cluster)[0]
+        assert shown["outcome"] == "stop"
+        assert shown["seconds"] == {}
+        assert "prompt_tokens" not in shown
+
+
+def test_request_while_it_runs_then_is_shown_with_its_nodes_and_stays_when_the_client_leaves(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].fault = Fault.STALL
+    with cluster.client.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as answer:
+        chunks = answer.iter_raw()
+        next(chunks)
+        [shown] = requests(cluster)
+        assert (shown["running"], shown["outcome"], shown["status"]) == (True, None, 200)
+        assert (shown["prefill_node"], shown["decode_node"]) == ("prefill-0", "decode-0")
+    wait_for(lambda: not requests(cluster)[0]["running"], "the request to end")
+    assert requests(cluster)[0]["outcome"] == "abort"
+
+
+def test_request_when_refused_or_failed_then_says_so(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(0, 1, max_concurrency=1, max_queue_size=0)
+    cluster.decode[0].fault, cluster.decode[0].status = Fault.STATUS, 400
+    assert complete(cluster).status_code == 400
+    cluster.decode[0].status = 500
+    assert complete(cluster).status_code == 500
+    cluster.decode[0].fault = Fault.HANG
+    url = str(cluster.client.base_url)
+    give_up_after(url, 0.3)
+    hanging = threading.Thread(target=give_up_after, args=(url, 1.0))
+    hanging.start()
+    wait_for(lambda: status(cluster)["running"] == 1, "the request to be running")
+    assert complete(cluster).status_code == 429
+    hanging.join()
+    wait_for(lambda: status(cluster)["running"] == 0, "the request to be gone")
+    shown = [(each["outcome"], each["status"]) for each in requests(cluster)]
+    assert sorted(shown, key=str) == sorted(
+        [("rejected", 400), ("error", 500), ("abort", None), ("abort", None), ("rejected", 429)], key=str
+    )
+    assert cluster.metric("tandem_requests_total", route="completions", outcome="rejected") == 2
+
+
+def give_up_after(url: str, seconds: float) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url + "/v1/completions", json={"prompt": "hi"}, timeout=seconds)
+
+
+def test_ring_when_more_requests_end_than_are_kept_then_the_newest_stay() -> None:
+    ring = RecentRequests(kept=3)
+    for index in range(5):
+        about = RequestAbout(f"id-{index}", "chat", 1, is_stream=False, arrival_s=float(index))
+        with ring.follow(RecentRequest(), about, RequestRecord("stop")):
+            assert ring.to_json()[0]["running"]
+    assert [each["request_id"] for each in ring.to_json()] == ["id-4", "id-3", "id-2"]
+    assert KEPT >= 50
+
+
+# --- nodes
+
+
+def test_nodes_when_looked_at_then_show_state_model_and_figures(start_cluster: StartCluster) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].metrics = EXPOSITION
+    wait_for(lambda: status(cluster)["nodes"][1]["figures"], "the figures")
+    prefill, decode = status(cluster)["nodes"]
+    assert (prefill["role"], prefill["state"], prefill["model"], prefill["fingerprint"]) == (
+        "prefill",
+        "ready",
+        "fake",
+        "f00d",
+    )
+    assert decode["figures"]["kv_blocks"] == {"used": 3.0, "free": 5.0}
+    assert decode["hit_rates"] == {"attention": 0.25}
+    assert decode["age_seconds"] < 20
+
+
+def test_node_when_it_dies_or_freezes_then_is_shown_within_three_seconds(
+    start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = start_cluster(1, 2, health_interval_seconds=1.0)
+    assert [node["state"] for node in status(cluster)["nodes"]] == ["ready"] * 3
+    cluster.decode[1].is_frozen = True
+    wait_for(lambda: not status(cluster)["nodes"][2]["answers"], "the frozen node to be seen", 3)
+    assert status(cluster)["nodes"][1]["answers"]
+    cluster.stop_node(cluster.prefill[0])
+    wait_for(lambda: status(cluster)["nodes"][0]["state"] == "suspect", "the dead node to be seen", 3)
+    shown = status(cluster)
+    assert not shown["ready"]
+    assert "prefill" in shown["reasons"][0]
+    assert shown["nodes"][0]["reason"]
+
+
+@pytest.mark.asyncio
+async def test_figures_when_asked_in_a_hurry_then_a_node_is_asked_once_a_second() -> None:
+    asked: list[str] = []
+
+    async def fetch(path: str, timeout_s: float) -> bytes:
+        asked.append(path)
+        return EXPOSITION.encode()
+
+    nodes = NodeFigures()
+    for _ in range(5):
+        await nodes.refresh({"http://a": fetch})
+    assert sorted(asked) == ["/health", "/metrics"]
+    assert nodes.of("http://a")["figures"]["requests_running"] == 2
+    await nodes.refresh({})
+    assert nodes.of("http://a")["figures"] is None
+    await nodes.close()
+
+
+def test_exposition_when_read_then_gives_the_wanted_metrics_only() -> None:
+    assert read_exposition(EXPOSITION) == {
+        "requests_running": 2.0,
+        "kv_blocks": {"used": 3.0, "free": 5.0},
+        "prefix_cache_query_tokens_total": 200.0,
+        "prefix_cache_hit_tokens_total": {"attention": 50.0},
+    }
+
+
+def test_rates_when_counters_moved_then_are_of_the_last_samples() -> None:
+    def sample(num: float) -> dict[str, Any]:
+        return {
+            "prefix_cache_query_tokens_total": 100 * num,
+            "prefix_cache_hit_tokens_total": {"state": 10 * num * num},
+            "transfer_bytes_total": {"kv": 1000 * num, "state": 500 * num},
+        }
+
+    samples = deque([(100.0, sample(1)), (104.0, sample(2)), (106.0, sample(3))])
+    rates = figures._rates(samples)
+    assert rates["kv_bytes"] == pytest.approx(2000 / 6, abs=0.01)
+    assert rates["state_bytes"] == pytest.approx(1000 / 6, abs=0.01)
+    assert figures._hit_rates(sample(3), figures._before(samples, 103.0)) == {"state": 0.5}
+    assert figures._hit_rates(sample(3), {}) == {"state": 0.3}
+    assert figures._before(samples, 105.0) is None
+
+
+# --- the page's own files
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.labelled: list[str] = []
+        self.has_inline = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.links += [value for name, value in attrs if name in ("src", "href") and value]
+        self.labelled += [value for name, value in attrs if name in ("for", "aria-labelledby") and value]
+        self.has_inline |= "style" in given or any(name.startswith("on") for name in given)
+        self.has_inline |= tag == "style" or (tag == "script" and "src" not in given)
+        if tag not in ("meta", "link", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_when_read_then_is_well_formed_loads_only_its_own_files_and_has_what_the_script_asks_for() -> None:
+    tags = Tags()
+    tags.feed((FOLDER / "page.html").read_text())
+    assert tags.open == []
+    assert not tags.has_inline
+    assert len(tags.ids) == len(set(tags.ids))
+    assert {"/" + link for link in tags.links} <= FILES.keys() | {DATA_PATH}
+    assert set(tags.labelled) <= set(tags.ids)
+    script = (FOLDER / "page.js").read_text()
+    asked = set(re.findall(r'byId\("([\w-]+)"\)', script))
+    assert len(asked) > 5
+    assert asked <= set(tags.ids)
+    for text in (script, (FOLDER / "page.css").read_text(), (FOLDER / "page.html").read_text()):
+        assert "://" not in text.replace("http://www.w3.org", "")
+    hazards = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "localStorage")
+    assert [each for each in hazards if each in script] == []
+    style = (FOLDER / "page.css").read_text()
+    assert "prefers-color-scheme: dark" in style
+    used = set(re.findall(r'class="([\w -]+)"', (FOLDER / "page.html").read_text()))
+    for name in {each for names in used for each in names.split()}:
+        assert "." + name in style, name
+    assert style.count("{") == style.count("}")
+
+
+def test_script_when_parsed_then_is_javascript() -> None:
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed; the test in a browser, of the full tier, runs the script")
+    result = subprocess.run(["node", "--check", str(FOLDER / "page.js")], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
