@@ -22,14 +22,15 @@ from tests.support.reference import random_tokens
 from tests.support.service import Node, Service, start_node, wait_ready
 
 ROUTE = "/v1/completions"
-EXIT_S = 20.0
+EXIT_S = 60.0
 """Longer than any of these processes may need; tests that are about time say so."""
 
 
 @pytest.fixture(scope="module")
 def own_service() -> Iterator[Service]:
     """Its nodes are stopped; each test starts those again that it stopped."""
-    with Service(checkpoint(FAMILY), prefill_flags=NODE_FLAGS, decode_flags=NODE_FLAGS) as running:
+    flags = (*NODE_FLAGS, "--drain-timeout-seconds", "120")
+    with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags) as running:
         yield running
 
 
@@ -90,7 +91,7 @@ def test_decode_node_when_drained_with_a_stream_then_the_stream_ends_and_the_pro
     own_service: Service,
 ) -> None:
     decode = own_service.decode[0]
-    body = completion_body(random_tokens(60, seed=9103), 600, stream=True)
+    body = completion_body(random_tokens(60, seed=9103), 1200, stream=True)
     with OpenRequest(own_service.url, ROUTE, body) as stream:
         stream.read_events(2)
         ask_to_stop(decode)
