@@ -155,7 +155,9 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
     assert isinstance(proxy, ProxyConfig)
     assert isinstance(prefill, NodeConfig)
     assert isinstance(decode, NodeConfig)
-    assert (prefill.peers, decode.peers) == (proxy.decode, proxy.prefill)
+    # The proxy finds the pods behind a service's name; nodes name each of their peers.
+    for peers, services in ((prefill.peers, proxy.decode), (decode.peers, proxy.prefill)):
+        assert {"dns+http://" + peer.partition(".")[2] for peer in peers} == set(services)
     assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
 
 
