@@ -13,8 +13,8 @@ from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
+from proxy.node import Node
 from proxy.node_client import NodeStream
-from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.placement.hint import PlacementHint
 from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress

@@ -17,8 +17,8 @@ from typing import Any
 
 from common.api.cache_events import EVENTS_ROUTE, WAIT_S, CacheNews
 from proxy.cache_view import NodeCache
+from proxy.node import Node
 from proxy.node_calls import NodeCallError, get
-from proxy.nodes import Node
 from proxy.observe import ProxyMetrics
 from proxy.prefix_index import PrefixIndex
 
@@ -78,6 +78,7 @@ class EventFeeds:
 
     async def _follow(self, node: Node) -> None:
         delay_s, position, heard_s = BACKOFF_S[0], _ANEW, time.monotonic()
+        is_heard = True
         while True:
             try:
                 position = await self._ask(node, position)
@@ -85,14 +86,16 @@ class EventFeeds:
                 logger.info("no cache events node=%s: it has no such route", node.url)
                 return
             except (NodeCallError, ValueError) as exc:
-                logger.info("no cache events node=%s: %s", node.url, exc)
+                # Once per silence: a node that is away for long must not fill the log.
+                logger.log(logging.INFO if is_heard else logging.DEBUG, "no cache events node=%s: %s", node.url, exc)
+                is_heard = False
                 if time.monotonic() - heard_s > self._keep_s:
                     self._index.drop(node.url)
                     position = _ANEW
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, BACKOFF_S[1])
                 continue
-            delay_s, heard_s = BACKOFF_S[0], time.monotonic()
+            delay_s, heard_s, is_heard = BACKOFF_S[0], time.monotonic(), True
             await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, node: Node, position: Mapping[str, str]) -> Mapping[str, str]:

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from common.errors import NodeUnavailableError
 from proxy.legs import LegFailedError, call
-from proxy.nodes import NodePool, NodeRole
+from proxy.node import NodeRole
+from proxy.node_pool import NodePool
 from proxy.relay import relayed_headers
 
 TIMEOUT_S = 30.0

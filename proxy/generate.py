@@ -33,7 +33,7 @@ from proxy.admission import Admission, Ask
 from proxy.asking import DEADLINE_HEADER, read_ask
 from proxy.decode_leg import Job
 from proxy.legs import RelayedAnswer
-from proxy.nodes import NodePool
+from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics, RequestRecord
 from proxy.orchestrator import Orchestrator
 from proxy.placement.hint import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from proxy.legs import encode
+from proxy.node import Node, describe
 from proxy.node_client import NodeClientError
-from proxy.nodes import Node, describe
 
 logger = logging.getLogger(__name__)
 

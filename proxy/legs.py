@@ -25,9 +25,9 @@ from common.errors import (
     TransferError,
 )
 from proxy.breaker import Leg
+from proxy.node import Node, describe
 from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
 from proxy.node_pool import is_draining_answer
-from proxy.nodes import Node, describe
 from proxy.vllm import vllm_prefill_leg
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import TandemError
+from proxy.node import Node, describe
 from proxy.node_client import NodeClientError
-from proxy.nodes import Node, describe
 
 
 class NodeCallError(TandemError):

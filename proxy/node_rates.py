@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from proxy.node import Node, NodeRole
 from proxy.node_load import LoadReport, Measured
-from proxy.nodes import Node, NodeRole
 
 MAX_AGE_S = 0.5
 # What the mean of others weighs beside a node's own trusted measurement, and the defaults beside that mean.

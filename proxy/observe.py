@@ -16,7 +16,7 @@ from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
 from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.admission import Admission
-from proxy.nodes import NodePool
+from proxy.node_pool import NodePool
 from proxy.prefix_index import PrefixIndex
 
 

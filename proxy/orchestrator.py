@@ -35,7 +35,8 @@ from proxy.legs import (
     prefill_body,
     send_prefill_leg,
 )
-from proxy.nodes import Node, NodePool, NodeRole
+from proxy.node import Node, NodeRole
+from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs, PrefillBusyError
 from proxy.placer import Avoided, Placement, Placer

@@ -30,7 +30,7 @@ from proxy.legs import (
     decode_body,
     prefill_body,
 )
-from proxy.nodes import Node
+from proxy.node import Node
 from proxy.observe import ProxyMetrics
 from proxy.progress import StreamProgress
 from proxy.relay import ClientStream

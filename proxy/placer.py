@@ -18,9 +18,10 @@ from typing import Any
 from common.config import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.decode_leg import Job
+from proxy.node import Node, NodeRole
 from proxy.node_load import Charge
+from proxy.node_pool import NodePool
 from proxy.node_rates import RateTable
-from proxy.nodes import Node, NodePool, NodeRole
 from proxy.placement.cost import Choice, Cost, CostChooser, Options
 from proxy.placement.create import create_policy
 from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt

@@ -12,7 +12,7 @@ import json
 
 from common.api.resume import STATE_PREFIX, Resume, read_state_line
 from proxy.legs import LegFailedError
-from proxy.nodes import Node
+from proxy.node import Node
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]"

@@ -30,8 +30,9 @@ from common.api.tokenizer_document import (
     create_codec,
 )
 from common.errors import InvalidRequestError
+from proxy.node import Node
 from proxy.node_calls import NodeCallError, get
-from proxy.nodes import Node, NodePool
+from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.prompt_keys import PromptKeys
 

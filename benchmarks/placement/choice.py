@@ -11,8 +11,9 @@ from common.api.cache_events import CHECKPOINT, CacheChange, hint
 from common.config import ProxyConfig
 from proxy.cache_view import NodeCache
 from proxy.decode_leg import Job
+from proxy.node import NodeInfo
 from proxy.node_load import LoadReport, Measured
-from proxy.nodes import NodeInfo, NodePool
+from proxy.node_pool import NodePool
 from proxy.placer import Avoided, Placer
 from proxy.prefix_index import PrefixIndex
 from proxy.prompt_keys import PromptKeys

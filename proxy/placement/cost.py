@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from proxy.node import Node
 from proxy.node_load import Charge
-from proxy.nodes import Node
 from proxy.placement.estimate import MAX_SOURCES, MIN_GAIN_TOKENS, OVERLAP, Estimator, Fill, Prompt
 from proxy.placement.least_loaded import LeastLoaded
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from proxy.node import Node
 from proxy.node_rates import Rates
-from proxy.nodes import Node
 from proxy.prefix_index import Coverage
 
 NOTHING = Coverage(0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
-from proxy.nodes import Node
+from proxy.node import Node
 
 NOTHING_KNOWN: Mapping[str, int] = {}
 

@@ -17,7 +17,8 @@ from fastapi.responses import JSONResponse, Response
 from common.api.drain import STATUS, Drain
 from common.api.versions import installed_versions
 from proxy.admission import Admission
-from proxy.nodes import Node, NodePool, NodeState
+from proxy.node import Node, NodeState
+from proxy.node_pool import NodePool
 from proxy.recent import RecentRequests
 from proxy.status.figures import Fetch, NodeFigures
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli.bench import _parser
+from common.cli.bench.settings import _parser
 from common.cli.flags import UpConfig
 from common.config import NodeConfig, ProxyConfig, flags_of
 from common.errors import TandemError
@@ -15,7 +15,7 @@ from common.metrics.table import METRICS, PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
-NOT_METRICS = {"tandem_sources", "tandem_node", "tandem_rendezvous", "tandem_lease_id"}
+NOT_METRICS = {"tandem_sources", "tandem_prompt", "tandem_node", "tandem_rendezvous", "tandem_lease_id"}
 # Of `tandem simulate`, of tests/run.sh, and of other programs.
 OTHER_FLAGS = {"--trace", "--limit", "--model-config", "--json", "--all", "--cache", "--help", "--version"}
 OTHER_PROGRAMS = re.compile(r"^.*(?:kubectl|docker|pip |benchmarks\.|python -m|--profile|--build).*$", re.MULTILINE)

@@ -10,9 +10,10 @@ import runpy
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -127,6 +128,12 @@ def config_of(role: str, environment: Mapping[str, str]) -> NodeConfig | ProxyCo
     return parse_node_config([], environment, role=role, default_port=DEFAULT_PORTS[role])
 
 
+def places(urls: Iterable[str]) -> set[tuple[str, int | None]]:
+    """Headless service and port of nodes that are named one by one, or all at once by ``dns+``."""
+    parts = [urlsplit(url.removeprefix("dns+")) for url in urls]
+    return {((part.hostname or "").rpartition(".")[2], part.port) for part in parts}
+
+
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
 def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed_where_those_say(folder: Path) -> None:
     found = workloads(folder)
@@ -155,9 +162,8 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
     assert isinstance(proxy, ProxyConfig)
     assert isinstance(prefill, NodeConfig)
     assert isinstance(decode, NodeConfig)
-    # The proxy finds the pods behind a service's name; nodes name each of their peers.
-    for peers, services in ((prefill.peers, proxy.decode), (decode.peers, proxy.prefill)):
-        assert {"dns+http://" + peer.partition(".")[2] for peer in peers} == set(services)
+    assert places(prefill.peers) == places(proxy.decode) == {("tandem-decode", DEFAULT_PORTS["decode"])}
+    assert places(decode.peers) == places(proxy.prefill) == {("tandem-prefill", DEFAULT_PORTS["prefill"])}
     assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
 
 

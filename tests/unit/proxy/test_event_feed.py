@@ -22,8 +22,8 @@ from common.kv_cache.manager import KVCacheManager
 from common.node.event_route import add_event_route
 from proxy import event_feed
 from proxy.event_feed import EventFeeds
+from proxy.node import Node, NodeInfo, NodeRole
 from proxy.node_client import NodeClient
-from proxy.nodes import Node, NodeInfo, NodeRole
 from proxy.prefix_index import Coverage, PrefixIndex
 from proxy.prompt_keys import PromptKeys
 from tests.support.http_server import AppServer, serving

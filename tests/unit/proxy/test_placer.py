@@ -10,7 +10,8 @@ import pytest
 from common.config import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.cache_view import NodeCache
-from proxy.nodes import Node, NodePool, NodeRole
+from proxy.node import Node, NodeRole
+from proxy.node_pool import NodePool
 from proxy.placement.hint import PlacementHint
 from proxy.placer import Avoided, Placement, Placer
 from proxy.prefix_index import PrefixIndex
