@@ -102,7 +102,7 @@ class CostChooser:
         ways: list[_Way] = []
         for decode in options.decode:
             base_s = estimator.stream_price_s(decode) - bonus_s.get(decode.url, 0.0)
-            if options.may_be_local or not bids:
+            if not bids or (options.may_be_local and _goes_on(decode, weighed)):
                 ways.append(_local(decode, weighed, scale, estimator, base_s))
             if bids:
                 ways.append(_remote(decode, weighed, scale, bids, estimator, base_s))
@@ -172,6 +172,12 @@ class CostChooser:
         self._last_turn[node.url] = next(self._turns)
         if len(self._last_turn) > MAX_REMEMBERED_NODES:
             self._last_turn.clear()
+
+
+def _goes_on(decode: Node, prompts: Sequence[Prompt]) -> bool:
+    """Whether the decode node has a state of every prompt to go on from. A prompt that is new to it is for the prefill
+    nodes, even where a few milliseconds would be saved: keeping such work from the streams is what they are for."""
+    return all(prompt.on(decode).state_tokens > 0 for prompt in prompts)
 
 
 def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Estimator, base_s: float) -> _Way:

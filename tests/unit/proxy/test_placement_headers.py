@@ -49,11 +49,14 @@ def test_cost_when_requests_end_then_nodes_that_report_nothing_are_used_alike(st
 
 def test_cost_when_a_stream_begins_then_estimate_and_ratio_are_counted(start_cluster: StartCluster) -> None:
     cluster = start_cluster(policy="cost")
-    for _ in range(2):
-        assert cluster.client.post("/v1/completions", json={**BODY, "stream": True}).status_code == 200
+    for hint in ("remote", "local"):
+        headers = {"X-Tandem-Placement": hint}
+        stream = {**BODY, "stream": True}
+        assert cluster.client.post("/v1/completions", json=stream, headers=headers).status_code == 200
     assert cluster.client.post("/v1/completions", json=BODY).status_code == 200
     for name in ("tandem_proxy_predicted_ttft_seconds", "tandem_proxy_ttft_ratio"):
-        wait_for(lambda name=name: cluster.metric(name + "_count", placement="local") == 2, name)  # type: ignore[misc]
+        for way in ("remote", "local"):
+            wait_for(lambda n=name, w=way: cluster.metric(n + "_count", placement=w) == 1, name)  # type: ignore[misc]
 
 
 def test_session_when_given_then_its_turns_stay_on_one_decode_node(start_cluster: StartCluster) -> None:

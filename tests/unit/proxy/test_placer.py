@@ -101,10 +101,22 @@ def test_place_when_its_decode_node_runs_streams_then_a_short_suffix_stays_local
     assert rig.place(prompt).is_local
 
 
-def test_place_when_streams_do_not_count_then_what_is_fastest_for_the_new_one() -> None:
-    rig = Rig(1, 1, stream_delay_weight=0.0)
+@pytest.mark.parametrize(("weight", "is_local"), [(0.0, True), (0.5, False)])
+def test_place_when_streams_do_not_count_then_what_is_fastest_for_the_new_one(weight: float, is_local: bool) -> None:
+    rig = Rig(1, 1, stream_delay_weight=weight)
     busy(rig.decode[0], num_running=8)
-    assert rig.place(tokens(3000)).is_local
+    prompt = tokens(3000)
+    rig.has(rig.decode[0], prompt, 1000)
+    assert rig.place(prompt).is_local is is_local
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 3000])
+def test_place_when_a_prompt_is_new_to_the_decode_node_then_remote_however_short(num_tokens: int) -> None:
+    rig = Rig(1, 1)
+    prompt = tokens(num_tokens)
+    assert not rig.place(prompt).is_local
+    rig.has(rig.decode[0], prompt, num_tokens, state=False)
+    assert not rig.place(prompt).is_local
 
 
 def test_place_when_blocks_are_there_without_a_state_then_the_prefix_is_not_taken_for_computed() -> None:
