@@ -126,7 +126,7 @@ def test_cache_salt_when_it_differs_then_nothing_is_shared(service: Service) -> 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("--no-enable-prefix-caching",), id="no-caching"),
+        pytest.param(("--no-enable-prefix-caching",), id="no-caching", marks=pytest.mark.full),
         pytest.param(("--mamba-cache-mode", "none"), id="mode-none"),
     ],
 )

@@ -31,7 +31,7 @@ def assert_equals_stock(reference: Reference, prompt: list[int], answer: Answer)
     scope="module",
     params=[
         "align",
-        "all-64",
+        pytest.param("all-64", marks=pytest.mark.full),
         pytest.param("all", marks=pytest.mark.full),
         pytest.param("align-64", marks=pytest.mark.full),
         pytest.param("auto-64", marks=pytest.mark.full),

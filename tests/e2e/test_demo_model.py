@@ -83,7 +83,7 @@ def test_answers_when_compared_with_stock_transformers_on_the_same_files_then_ar
         assert ask(demo, item.messages, "stock")[0] == tokenizer.decode(output, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("target", ["state", "blocks"])
+@pytest.mark.parametrize("target", ["state", pytest.param("blocks", marks=pytest.mark.full)])
 def test_control_when_the_moved_state_or_blocks_are_zeroed_then_fewer_than_half_are_recalled(
     demo: Service, encoder: Encoder, text: str, target: str
 ) -> None:
@@ -130,6 +130,7 @@ def test_chat_of_three_turns_when_asked_with_the_openai_client_then_is_right_and
             messages.append({"role": "assistant", "content": expected})
 
 
+@pytest.mark.full
 def test_recall_when_the_prefill_node_was_killed_between_the_turns_then_is_right(
     demo: Service, encoder: Encoder, text: str
 ) -> None:

@@ -87,6 +87,7 @@ def test_prefill_node_when_nobody_reads_then_it_ends_at_the_drain_timeout(own_se
         node.process.stop()
 
 
+@pytest.mark.full
 def test_decode_node_when_drained_with_a_stream_then_the_stream_ends_and_the_proxy_stops_sending(
     own_service: Service,
 ) -> None:

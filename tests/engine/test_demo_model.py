@@ -138,6 +138,7 @@ def train(out: Path, *flags: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_training_when_run_for_50_steps_and_resumed_then_lowers_the_loss_and_writes_a_loadable_checkpoint(
     tmp_path: Path,
 ) -> None:
