@@ -255,7 +255,8 @@ def test_body_over_the_limit_when_sent_in_chunks_then_is_413(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/", 404)]
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/nothing", 404)],
 )
 def test_unknown_route_or_method_when_asked_then_is_an_openai_shaped_error(
     url: str, method: str, path: str, status: int
