@@ -155,6 +155,8 @@ class FakeNode:
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.fault is Fault.STATUS or body.get("prompt") in self.refused_prompts:
             status = self.status if self.fault is Fault.STATUS else 400
+            if self.fault is Fault.STATUS and self.code == "transfer_failed":
+                await self._follow(body.get("kv_transfer_params"))  # it has asked its prefill node before it says so
             return JSONResponse({"error": {"message": f"{self.name} says no", "code": self.code}}, status)
         if self.refuses_resume and "tandem_resume" in body:
             return JSONResponse({"error": {"message": f"{self.name} cannot", "code": "no"}}, 400)
