@@ -150,6 +150,7 @@ def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
     return status, up.output
 
 
+@pytest.mark.full
 def test_up_when_model_family_is_not_supported_then_says_which_are(tmp_path: Path, scratch_model: Path) -> None:
     folder = copy_of_checkpoint(scratch_model, "other-family")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -162,6 +163,7 @@ def test_up_when_model_family_is_not_supported_then_says_which_are(tmp_path: Pat
         assert word in output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["cut off", pytest.param("no header", marks=pytest.mark.full)])
 def test_up_when_weights_file_is_corrupt_then_names_it(tmp_path: Path, scratch_model: Path, damage: str) -> None:
     folder = copy_of_checkpoint(scratch_model, f"corrupt-{damage}")

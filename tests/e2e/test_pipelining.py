@@ -354,6 +354,7 @@ def strict_decode(pipelined: Service, tmp_path_factory: pytest.TempPathFactory) 
         node.process.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_prefill_node_when_lost_and_the_policy_is_fail_then_502_before_the_first_byte(
     pipelined: Service, strict_decode: Node, stream: bool

@@ -63,6 +63,7 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_sto
         assert end[pool]["free"] + end[pool]["cached"] == sum(start[pool].values())
 
 
+@pytest.mark.full
 def test_seeded_forks_when_memory_runs_out_then_give_the_answers_that_they_give_with_room(
     service: Service, small: tuple[Node, Node]
 ) -> None:

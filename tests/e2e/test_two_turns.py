@@ -235,6 +235,7 @@ def character_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_chat_when_its_tokenizer_round_trips_then_turn_two_computes_from_the_end_of_the_reply(
     character_checkpoint: Path,
 ) -> None:

@@ -260,6 +260,7 @@ def conversations(interval: int | None) -> tuple[float, KVCacheManager]:
     return num_hit / num_prompt, manager
 
 
+@pytest.mark.full
 def test_retention_when_dense_states_overflow_the_pool_then_sparse_ones_keep_the_hits() -> None:
     dense, _ = conversations(None)
     sparse, manager = conversations(512)
