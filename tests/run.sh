@@ -24,4 +24,5 @@ for variable in ${!TANDEM_@}; do unset "$variable"; done
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest -m "$markers" "$@"
+# Two workers: one has the tests that start services, the other all else (tests/conftest.py).
+exec .venv/bin/python -m pytest -m "$markers" --numprocesses 2 --dist loadgroup "$@"

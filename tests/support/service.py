@@ -7,7 +7,6 @@ at start raises with the end of its log.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -23,12 +22,12 @@ from types import TracebackType
 
 import httpx
 
+from tests.support.warm import WarmPopen, die_with_parent, warm_server
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 DRAIN_WAIT_S = 5.0
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
 PORTS = (10_240, 32_000)
 
 
@@ -56,26 +55,21 @@ def child_environment(**extra: str) -> dict[str, str]:
     return environment | extra
 
 
-def _die_with_parent() -> None:
-    """A test run that is killed must not leave nodes behind: each has a session of its own."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class Process:
-    """One child process in a process group of its own, its output in a file."""
+    """One process in a process group of its own, its output in a file."""
 
     def __init__(self, argv: Sequence[str], log: Path, **environment: str) -> None:
         self.log = log
-        self._file = log.open("wb")
-        self.popen = subprocess.Popen(
-            argv,
-            cwd=ROOT,
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            env=child_environment(**environment),
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        with log.open("wb") as output:
+            self.popen: subprocess.Popen[bytes] | WarmPopen = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment(**environment),
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
 
     @property
     def pid(self) -> int:
@@ -94,13 +88,20 @@ class Process:
                     self.popen.wait(wait_s)
         if self.popen.poll() is None:
             self.kill()
-        self._file.close()
         return int(self.popen.wait())
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(STOP_TIMEOUT_S)
+
+
+class WarmProcess(Process):
+    """``python -m module argv`` without the seconds of its imports."""
+
+    def __init__(self, module: str, argv: Sequence[str], log: Path, **environment: str) -> None:
+        self.log = log
+        self.popen = warm_server(ROOT).start(module, argv, log, child_environment(**environment))
 
 
 @dataclass
@@ -121,9 +122,10 @@ class Node:
 def start_node(role: str, model: Path, folder: Path, *flags: str, port: int | None = None, **environment: str) -> Node:
     """``role`` is ``prefill`` or ``decode``. Does not wait: see ``wait_ready``."""
     port = port or free_port()
-    argv = [sys.executable, "-m", f"{role}_node", "--model", str(model), "--port", str(port), "--device", "cpu", *flags]
+    argv = ["--model", str(model), "--port", str(port), "--device", "cpu", *flags]
     environment = {"TANDEM_TEST_HOOKS": "1", **environment}
-    return Node(role, f"http://127.0.0.1:{port}", Process(argv, folder / f"{role}-{port}.log", **environment))
+    process = WarmProcess(f"{role}_node", argv, folder / f"{role}-{port}.log", **environment)
+    return Node(role, f"http://127.0.0.1:{port}", process)
 
 
 def start_proxy(prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str) -> Node:

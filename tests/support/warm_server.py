@@ -1,0 +1,115 @@
+"""``python -m tests.support.warm_server``: forks nodes that need not import torch and transformers again.
+
+Importing them takes most of a node's start, and the tests start a hundred nodes. The server imports a node's modules
+once, stays at one thread, and forks a child for each request on its standard input's socket. What the child then runs
+is ``python -m prefill_node`` or ``decode_node`` with its flags, in a session and with an environment of its own: all
+that it skips is the import. (Cold starts are tested where starting is: the CLI, ``tandem up``, deploy.)
+
+A request is one JSON line, {"module", "argv", "environment", "cwd", "log"}; its answers are one JSON line each,
+{"pid"} when it runs and {"pid", "status"} when it has ended, with the status of ``os.waitstatus_to_exitcode``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any, NoReturn
+
+PRELOADED = ("prefill_node.app", "decode_node.app")
+
+
+def serve(connection: socket.socket) -> None:
+    """Until the other end closes; its children end with it (``PR_SET_PDEATHSIG``, which the child sets)."""
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    requests = connection.makefile("rb", buffering=0)
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is connection:
+                    line = requests.readline()
+                    if not line:
+                        return
+                    pid = os.fork()
+                    if pid == 0:
+                        _run(json.loads(line), connection, woken, wake)
+                    _send(connection, {"pid": pid})
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        woken.recv(4096)
+                    _reap(connection)
+
+
+def _reap(connection: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            _send(connection, {"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def _send(connection: socket.socket, message: dict[str, int]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _run(request: dict[str, Any], *sockets: socket.socket) -> NoReturn:
+    """The child: becomes what ``python -m module argv`` is after its imports."""
+    status = 1
+    try:
+        from tests.support.warm import die_with_parent
+
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        die_with_parent()
+        for each in sockets:
+            os.close(each.detach())
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+        for target in (1, 2):
+            os.dup2(log, target)
+        os.close(log)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.argv = [request["module"], *request["argv"]]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as exc:
+        status = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except Exception:  # noqa: BLE001 - whatever a node dies of, its log says it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # A fork copies one thread only: a second one could hold a lock for ever in the child.
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()
+    serve(socket.socket(fileno=sys.stdin.fileno()))
+
+
+if __name__ == "__main__":
+    main()
