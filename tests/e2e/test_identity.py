@@ -1,4 +1,5 @@
-"""Through proxy, prefill node, NIXL and decode node, every family gives transformers' own tokens and log-probabilities.
+"""Through proxy, prefill node, NIXL and decode node, every kind of model gives transformers' own tokens and
+log-probabilities.
 
 Cold, cached, resumed inside a block, alone and in a crowd. And the controls: with a state, a block, an early part of
 the prompt or an output row changed, the same comparison fails; so it would notice.
@@ -16,7 +17,7 @@ import pytest
 from common.api.handoff import prefill_leg_params
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import Answer, complete, completion_body, info, payload_bytes, post, together, wait_settled
-from tests.support.models import ATTENTION_FAMILIES, DEMO, FAMILIES, RECURRENT_FAMILIES, checkpoint
+from tests.support.models import ATTENTION_FAMILIES, DEMO, RECURRENT_FAMILIES, checkpoint
 from tests.support.reference import Mismatch, Reference, random_tokens, reference
 from tests.support.service import Service
 
@@ -24,10 +25,12 @@ LENGTHS = (1, 15, 16, 17, 100, 1000, 3000)
 NUM_TOKENS, FEWER_TOKENS = 48, 20
 BLOCK_SIZE = 16
 SHORT_TIER = (FAMILY, "qwen3_5")
-"""Two kinds of mixer; the full tier has them all, and the engine's tests run the others in process."""
-FULL_TIER = tuple(
-    pytest.param(family, marks=pytest.mark.full) for family in (*FAMILIES, DEMO) if family not in SHORT_TIER
-)
+"""Two kinds of mixer: Mamba-2 and gated delta."""
+OTHERS = ("kimi_linear", "lfm2", "jamba", "minimax", "falcon_h1", "mamba2", "llama", "gemma3", "qwen3_5_vl", DEMO)
+"""One of each other kind: Kimi delta with latents, short convolution, Mamba-1, lightning attention, two mixers side by
+side, no attention, nothing but attention, sliding windows, a vision-language wrapper, trained weights. The engine's
+tests run every family in process."""
+FULL_TIER = tuple(pytest.param(family, marks=pytest.mark.full) for family in OTHERS)
 
 
 @dataclass(frozen=True)
