@@ -76,7 +76,7 @@ def new_request_id() -> str:
 
 
 def request_id_of(request: Request) -> str:
-    """The id that ``RequestIdMiddleware`` gave to ``request``."""
+    """The id that the ``Gate`` gave to ``request``."""
     return str(request.state.request_id)
 
 
