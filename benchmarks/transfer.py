@@ -33,11 +33,13 @@ import torch
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
 from common.kv_cache.storage import KVStorage
 from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
-from common.transfer.backend import Peer, PeerMetadata, Read, Region
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
-from common.transfer.nixl_backend import PROGRESS_TIMEOUT_US, NixlBackend, load_bindings
+from common.transfer.nixl_backend import PROGRESS_TIMEOUT_US, NixlBackend
+from common.transfer.nixl_bindings import load_bindings
 from common.transfer.puller import Puller
+from common.transfer.reads import Read
+from common.transfer.regions import Peer, PeerMetadata, Region
 
 EPOCH = 1
 GENERATION = 7

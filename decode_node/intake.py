@@ -25,14 +25,14 @@ from common.node.handover import Handover, Taken
 from common.node.node import Node
 from common.node.node_metrics import failure_label
 from common.node.offers import ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
-from common.transfer.backend import TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 
 logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """``common.node.serving.Intake`` of a decode node."""
+    """``common.node.handover.Intake`` of a decode node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

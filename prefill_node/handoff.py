@@ -17,7 +17,7 @@ from common.kv_cache.results import PrefixProgress
 from common.node.conversation import RemotePrefix
 from common.node.manifests import leased_manifest
 from common.node.node import Node
-from common.node.serving import EncodedPrompt
+from common.node.prompt_jobs import EncodedPrompt
 from common.request import Request, RequestOutput
 
 

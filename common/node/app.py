@@ -27,11 +27,12 @@ from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.event_route import add_event_route
+from common.node.handover import Intake
 from common.node.load import load_report
 from common.node.node import Node
 from common.node.pull_routes import add_pull_routes
 from common.node.runtime import NodeModel, has_test_hooks
-from common.node.serving import Intake, PrefillLeg, Serving
+from common.node.serving import PrefillLeg, Serving
 from common.node.test_hooks import add_test_hooks
 from common.node.tokenizer_route import add_tokenizer_route
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY

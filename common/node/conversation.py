@@ -24,9 +24,11 @@ from common.kv_cache.manager import PullPlan
 from common.node.offers import Offer, Offers
 from common.node.peers import PeerDirectory
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
-from common.transfer.backend import Peer, Read, TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullReason, PullStatus
 from common.transfer.puller import Puller
+from common.transfer.reads import Read
+from common.transfer.regions import Peer
 
 AGENT_CODES = (TransferCode.PEER_DISCONNECTED, TransferCode.UNKNOWN_PEER, TransferCode.AGENT_RECREATED)
 """The peer's agent, or ours, is another one now: after a new handshake the same bytes can be read."""

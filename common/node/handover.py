@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from common.api.handoff import Rendezvous
 from common.api.manifest import Manifest, PrefillReport
@@ -41,3 +44,13 @@ class Taken:
     def is_remote(self) -> bool:
         """Whether a prefill leg finished this prompt, or would have had nothing to do."""
         return self.known_report is not None or (self.prefix is not None and self.prefix.offers.final is not None)
+
+
+class Intake(Protocol):
+    """How a node takes a computed prompt in."""
+
+    def parse(self, params: Mapping[str, Any]) -> Handover: ...
+
+    def take(
+        self, handover: Handover, token_ids: Sequence[int], cache_salt: str | None
+    ) -> contextlib.AbstractAsyncContextManager[Taken]: ...

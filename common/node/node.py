@@ -116,7 +116,9 @@ class Node:
         await asyncio.to_thread(self.tracer.close)
 
     def not_ready_reason(self) -> str | None:
-        return None if self.engine.is_alive else "the engine stopped"
+        if not self.engine.is_alive:
+            return "the engine stopped"
+        return None if self._puller.is_alive else "the transfer layer stopped"
 
     # --- requests
 

@@ -11,7 +11,7 @@ from common.metrics.metrics import Metrics, Samples
 from common.node.conversation import FinishedPull
 from common.request import FinishReason, PhaseSeconds, RequestOutput
 from common.telemetry.tracing import NO_SPAN, RequestSpan
-from common.transfer.backend import TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 
 

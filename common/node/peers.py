@@ -18,7 +18,8 @@ import httpx
 
 from common.errors import InvalidRequestError, PrefillLegFailedError, PrefillLegRejectedError, TransferError
 from common.node.liveness import Liveness
-from common.transfer.backend import Peer, TransferBackend
+from common.transfer.backend import TransferBackend
+from common.transfer.regions import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class PeerDirectory:
                 f"kv_transfer_params.remote_host/remote_port: {url} is not among the peers of this node (--peers)",
                 param="kv_transfer_params.remote_host",
             )
-        if not _is_loopback(urlsplit(url).hostname or ""):
+        if not _is_loopback(url):
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not a loopback address and there are no --peers",
                 param="kv_transfer_params.remote_host",
@@ -111,7 +112,7 @@ class PeerDirectory:
             response = await self._http.post(url + path, json=body, timeout=timeout_s)
             response.raise_for_status()
             answer = response.json()
-        except (httpx.HTTPError, ValueError) as exc:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
             raise TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         return answer if isinstance(answer, dict) else {}
 
@@ -130,7 +131,7 @@ class PeerDirectory:
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
                 if attempt:
                     raise _unreachable(url, path, exc) from exc
-            except httpx.HTTPError as exc:
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
                 raise _unreachable(url, path, exc) from exc
         try:
             answer = response.json()
@@ -144,7 +145,7 @@ class PeerDirectory:
         try:
             response = await self._http.get(url + "/internal/v1/transfer")
             response.raise_for_status()
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         peer = await asyncio.to_thread(self._backend.add_peer, response.content)
         self._peers[url] = peer
@@ -153,7 +154,7 @@ class PeerDirectory:
         return peer
 
 
-def _unreachable(url: str, path: str, exc: httpx.HTTPError) -> TransferError:
+def _unreachable(url: str, path: str, exc: Exception) -> TransferError:
     return TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable")
 
 
@@ -178,10 +179,11 @@ def _failure(where: str, response: httpx.Response, answer: object) -> TransferEr
     return PrefillLegFailedError(message)
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def _is_loopback(url: str) -> bool:
+    """False as well for what is no URL: the host comes from a request, and ``[`` or ``::1]`` break parsers."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        httpx.URL(url)
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except (httpx.InvalidURL, ValueError):
         return False

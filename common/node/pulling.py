@@ -19,7 +19,7 @@ from common.kv_cache.manager import PullPlan
 from common.node.conversation import Conversation, FinishedPull, RemotePrefix
 from common.node.offers import Offer
 from common.node.peers import PeerDirectory
-from common.transfer.backend import TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from common.transfer.puller import Puller
 

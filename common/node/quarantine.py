@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from common.errors import TransferError
 from common.kv_cache.stats import CacheStats
-from common.transfer.backend import TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.puller import Puller
 
 logger = logging.getLogger(__name__)

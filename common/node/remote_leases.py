@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 RENEWALS_PER_LEASE = 6
 """A lease survives several lost renewals in a row."""
 
+MIN_RENEWAL_INTERVAL_S = 0.005
+"""How long a lease lasts is what its holder, or whoever made up a manifest, says it is."""
+
 RELEASE_TIMEOUT_S = 2.0
 RENEW_TIMEOUT_S = 1.0
 
@@ -30,7 +33,7 @@ RENEW_TIMEOUT_S = 1.0
 @dataclass(slots=True)
 class _Held:
     url: str
-    lease_seconds: float
+    interval_s: float
     due_s: float  # when to renew next, on time.monotonic
 
 
@@ -42,6 +45,7 @@ class RemoteLeases:
         self._held: dict[str, _Held] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._renewals: dict[str, asyncio.Task[None]] = {}  # one at a time per holder
         self._releases: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -49,15 +53,18 @@ class RemoteLeases:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            renewing = (self._task, *self._renewals.values())
+            for task in renewing:
+                task.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
         for lease_id in list(self._held):
             self.release(lease_id)
         if self._releases:
             await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
 
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
-        self._held[lease_id] = _Held(url, lease_seconds, time.monotonic() + lease_seconds / RENEWALS_PER_LEASE)
+        interval_s = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_INTERVAL_S)
+        self._held[lease_id] = _Held(url, interval_s, time.monotonic() + interval_s)
         self._changed.set()
 
     def release(self, lease_id: str) -> bool:
@@ -85,15 +92,18 @@ class RemoteLeases:
             logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
 
     async def _renew_forever(self) -> None:
-        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in."""
+        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. Nobody
+        waits for a call: a holder that does not answer must not cost the leases at another."""
         while True:
             now = time.monotonic()
             due: dict[str, list[str]] = defaultdict(list)
             for lease_id, held in self._held.items():
                 if held.due_s <= now:
-                    held.due_s = now + held.lease_seconds / RENEWALS_PER_LEASE
+                    held.due_s = now + held.interval_s
                     due[held.url].append(lease_id)
-            await asyncio.gather(*(self._renew(url, lease_ids) for url, lease_ids in due.items()))
+            for url, lease_ids in due.items():
+                if url not in self._renewals:
+                    self._renewals[url] = asyncio.create_task(self._renew(url, lease_ids))
             self._changed.clear()
             next_s = min((held.due_s for held in self._held.values()), default=None)
             with contextlib.suppress(TimeoutError):
@@ -104,3 +114,5 @@ class RemoteLeases:
             await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, RENEW_TIMEOUT_S)
         except TransferError as exc:
             logger.warning("%d leases not renewed: %s", len(lease_ids), exc)
+        finally:
+            del self._renewals[url]

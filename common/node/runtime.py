@@ -30,9 +30,10 @@ from common.kv_cache.storage import KVStorage
 from common.models.loader import LoadedModel, load_model
 from common.node.cache_warnings import cache_warnings
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
-from common.transfer.backend import Region, TransferBackend
+from common.transfer.backend import TransferBackend
 from common.transfer.faulty_backend import FaultyBackend
 from common.transfer.nixl_backend import NixlBackend
+from common.transfer.regions import Region
 
 logger = logging.getLogger(__name__)
 

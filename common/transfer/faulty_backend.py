@@ -23,16 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidRequestError, TransferError
-from common.transfer.backend import (
-    CheckedRead,
-    Handle,
-    Peer,
-    Read,
-    ReadStatus,
-    Region,
-    TransferBackend,
-    TransferCode,
-)
+from common.transfer.backend import TransferBackend
+from common.transfer.codes import TransferCode
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.regions import Peer, Region
 
 FAULT_KINDS = ("delay", "hang", "post_error", "poll_error", "partial", "stale")
 FAULT_TARGETS = ("data", "generations", "both")

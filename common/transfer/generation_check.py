@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
-from common.transfer.backend import Read, Region
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullReason
+from common.transfer.reads import Read
+from common.transfer.regions import Region
 
 GENERATION_BYTES = 16
 WORDS_PER_ENTRY = 2

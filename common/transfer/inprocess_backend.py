@@ -14,17 +14,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from common.errors import TransferError
-from common.transfer.backend import (
-    CheckedRead,
-    Handle,
-    Peer,
-    PeerMetadata,
-    Read,
-    ReadStatus,
-    Region,
-    TransferBackend,
-    TransferCode,
-)
+from common.transfer.backend import TransferBackend
+from common.transfer.codes import TransferCode
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.regions import Peer, PeerMetadata, Region
 
 
 class InProcessHub:

@@ -6,7 +6,9 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.transfer.backend import Peer, Read, TransferCode
+from common.transfer.codes import TransferCode
+from common.transfer.reads import Read
+from common.transfer.regions import Peer
 
 
 class PullReason:

@@ -16,16 +16,12 @@ taken for this one's. NIXL facts this file is built on (1.5.1):
   reads of 96 MiB) or makes itself a new agent (1 of 12). No setting of UCX was found that avoids it; a supervisor has
   to start the node again. Over shared memory nothing is answered, so nothing breaks.
 - Over shared memory the copy happens inside the post, with the GIL released.
-- ``import nixl`` puts a log handler on stdout, and UCX logs there too; stdout belongs to the program. Both are moved
-  off it.
 """
 
 from __future__ import annotations
 
 import base64
-import importlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -34,58 +30,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from common.errors import TransferError
-from common.transfer.backend import (
-    CheckedRead,
-    Handle,
-    Peer,
-    PeerMetadata,
-    Read,
-    ReadStatus,
-    Region,
-    TransferBackend,
-    TransferCode,
-)
+from common.transfer.backend import TransferBackend
+from common.transfer.codes import TransferCode
+from common.transfer.nixl_bindings import load_bindings
+from common.transfer.nixl_descriptors import by_memory, descriptor_rows, memory_kind
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.regions import Peer, PeerMetadata, Region
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("nixl", "nixl_cu12")
 PROGRESS_TIMEOUT_US = 10_000
-
-
-def load_bindings(packages: Sequence[str] = PACKAGES) -> Any:
-    """The bindings module of the first of ``packages`` that can be imported, with its logging off stdout.
-
-    Imported on demand: a process that moves no bytes (or moves them in-process) needs no NIXL. UCX reads its
-    environment while it is being loaded; defaults are set for its logging only, and only where the user has set
-    nothing: to stderr, and errors only, because ending an agent with reads in flight logs a warning per descriptor.
-
-    Raises:
-        TransferError: ``backend_unavailable``, with every reason.
-    """
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    reasons: list[str] = []
-    raise_exceptions = logging.raiseExceptions
-    for package in packages:
-        try:
-            importlib.import_module(package)
-            bindings = importlib.import_module(f"{package}._bindings")
-        except ImportError as exc:
-            reasons.append(f"{package}: {exc}")
-            continue
-        finally:
-            logging.raiseExceptions = raise_exceptions
-        nixl_logger = logging.getLogger("nixl")
-        for handler in list(nixl_logger.handlers):
-            nixl_logger.removeHandler(handler)
-        nixl_logger.propagate = True
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            nixl_logger.setLevel(logging.WARNING)
-        return bindings
-    raise TransferError(f"NIXL cannot be imported ({'; '.join(reasons)})", code=TransferCode.BACKEND_UNAVAILABLE)
 
 
 class _NixlHandle(Handle):
@@ -274,12 +229,16 @@ class NixlBackend(TransferBackend):
             # All transfers are created before the first is posted, so that an error raised from here means: nothing
             # moves.
             try:
-                for (local_memory, remote_memory), group in _by_memory(checked).items():
+                for (local_memory, remote_memory), group in by_memory(checked).items():
                     handle.transfers.append(
                         agent.createXferReq(
                             self._nixl.NIXL_READ,
-                            self._nixl.nixlXferDList(getattr(self._nixl, local_memory), _rows(group, local=True)),
-                            self._nixl.nixlXferDList(getattr(self._nixl, remote_memory), _rows(group, local=False)),
+                            self._nixl.nixlXferDList(
+                                getattr(self._nixl, local_memory), descriptor_rows(group, local=True)
+                            ),
+                            self._nixl.nixlXferDList(
+                                getattr(self._nixl, remote_memory), descriptor_rows(group, local=False)
+                            ),
                             peer.name,
                         )
                     )
@@ -398,7 +357,7 @@ class NixlBackend(TransferBackend):
     def _register_with(self, agent: Any, regions: Sequence[Region]) -> None:
         entries: dict[str, list[tuple[int, int, int, str]]] = {}
         for region in regions:
-            memory, device_id = _memory_kind(region.device)
+            memory, device_id = memory_kind(region.device)
             entries.setdefault(memory, []).append((region.address, region.num_bytes, device_id, region.name))
         registered: list[Any] = []
         try:
@@ -465,35 +424,3 @@ class NixlBackend(TransferBackend):
         error = TransferError(f"{doing}, peer {remote.peer.name}: {type(exc).__name__} {exc}", code=code)
         error.__cause__ = cause
         return error
-
-
-def _memory_kind(device: str) -> tuple[str, int]:
-    """Name of NIXL's memory kind, and the device id, of a device string."""
-    if device == "cpu":
-        return "DRAM_SEG", 0
-    kind, _, index = device.partition(":")
-    if kind == "cuda" and (not index or index.isdecimal()):
-        return "VRAM_SEG", int(index or 0)
-    raise TransferError(f"unknown device {device!r}, use cpu or cuda:N", code=TransferCode.REGISTRATION_FAILED)
-
-
-def _by_memory(reads: Sequence[CheckedRead]) -> dict[tuple[str, str], list[CheckedRead]]:
-    groups: dict[tuple[str, str], list[CheckedRead]] = {}
-    for read in reads:
-        key = (_memory_kind(read.local.device)[0], _memory_kind(read.remote.device)[0])
-        groups.setdefault(key, []).append(read)
-    return groups
-
-
-def _rows(reads: Sequence[CheckedRead], *, local: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """[num_descriptors, 3]: address, bytes, device id. As one array: a list of tuples is converted one by one."""
-    parts = []
-    for read in reads:
-        region = read.local if local else read.remote
-        runs = read.runs.astype(np.uint64)
-        part = np.empty_like(runs)
-        part[:, 0] = np.uint64(region.address) + runs[:, 0 if local else 1] * np.uint64(region.unit_bytes)
-        part[:, 1] = runs[:, 2] * np.uint64(region.unit_bytes)
-        part[:, 2] = _memory_kind(region.device)[1]
-        parts.append(part)
-    return np.concatenate(parts)

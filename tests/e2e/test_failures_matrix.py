@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import FAMILY
+from tests.support import foreign
 from tests.support.chaos import Question, Tally, ask
 from tests.support.client import complete, completion_body, info, metric, wait_settled
 from tests.support.hangup import OpenRequest, wait_until
@@ -136,8 +137,9 @@ def decode_killed(hit: Hit) -> None:
     hit.decode.process.kill()
     killed_s = time.monotonic()
     wait_until(lambda: _holds_nothing(hit.prefill), "the prefill node to take back its memory", LEASE_S + 20)
-    # A prompt that was still being computed is finished or aborted first; the lease counts from then on.
-    assert time.monotonic() - killed_s < LEASE_S + 1 + 15
+    freed_s = time.monotonic() - killed_s
+    print(f"memory free after {freed_s:.2f} s")
+    assert freed_s < LEASE_S + 1
     hit.client.join(60)
 
 
@@ -256,10 +258,11 @@ def test_request_when_its_proxy_is_killed_then_nodes_give_everything_back(
 def test_waiting_request_when_its_prefill_node_is_lost_then_recompute_begins_within_two_seconds(
     hit_service: Service, reference: Reference, event: str
 ) -> None:
-    """Several requests wait for one node; when the decode node gives the holder up is seen in its own counters."""
+    """Four requests wait for one node; when the decode node has given up the holder of each is seen in its own
+    counters."""
     prefill, decode = hit_service.prefill[0], hit_service.decode[0]
     first_seed = 790 if event == "killed" else 890  # what one case computed, the other would find cached
-    prompts = [random_tokens(1500, first_seed + index) for index in range(4)]
+    prompts = [random_tokens(2500, first_seed + index) for index in range(4)]  # none is finished before the node is hit
     questions = [Question(prompt, reference.greedy(prompt, 8)) for prompt in prompts]
     complete(hit_service.url, random_tokens(30, first_seed + 9), 2)  # the nodes know each other
     tally = Tally()
@@ -275,11 +278,11 @@ def test_waiting_request_when_its_prefill_node_is_lost_then_recompute_begins_wit
         state = info(prefill)
         return int(state["running"]) + int(state["waiting"])
 
-    wait_until(lambda: num_there() >= 3, "prompts to be computed and to queue")
+    wait_until(lambda: num_there() == 4, "one prompt to be computed and three to queue")
     os.kill(prefill.process.pid, signal.SIGKILL if event == "killed" else signal.SIGSTOP)
     lost_s = time.monotonic()
     try:
-        wait_until(lambda: metric(decode, "transfer_failures_total") > failures, "the holder to be given up", 30)
+        wait_until(lambda: metric(decode, "transfer_failures_total") == failures + 4, "all to give the holder up", 30)
         noticed_s = time.monotonic() - lost_s
         for client in clients:
             client.join(60)
@@ -287,7 +290,30 @@ def test_waiting_request_when_its_prefill_node_is_lost_then_recompute_begins_wit
         if event == "frozen":
             os.kill(prefill.process.pid, signal.SIGCONT)
     print(f"begun to recompute after {noticed_s:.2f} s")
-    assert noticed_s < NOTICED_S + 1.0  # the test's own look takes time on a busy machine
+    assert noticed_s < NOTICED_S
     assert tally.counts == {"right": 4}, tally
     bring_back(hit_service)
     wait_settled(*hit_service.prefill, *hit_service.decode)
+
+
+@pytest.mark.full
+def test_lease_when_its_reader_is_killed_and_nobody_says_so_then_memory_is_free_within_the_lease(
+    hit_service: Service,
+) -> None:
+    """No proxy in between: the reader renews its lease until it dies in the middle of its read."""
+    prefill, decode = hit_service.prefill[0], hit_service.decode[0]
+    body = completion_body(random_tokens(500, seed=950), NUM_TOKENS)
+    params = foreign.prefill(prefill.url, body)
+    delay_next_read(decode)
+    with OpenRequest(decode.url, ROUTE, {**body, "kv_transfer_params": params}):
+        wait_until(lambda: int(decode.check_cache()["sequences"]) >= 1, "the pull to start")  # type: ignore[call-overload]
+        time.sleep(LEASE_S / 2)  # it has renewed the lease since
+        decode.process.kill()
+    killed_s = time.monotonic()
+    assert not _holds_nothing(prefill)
+    wait_until(lambda: _holds_nothing(prefill), "the lease to run out", LEASE_S + 20)
+    freed_s = time.monotonic() - killed_s
+    print(f"memory free after {freed_s:.2f} s, the lease is {LEASE_S} s")
+    assert freed_s < LEASE_S + 1
+    bring_back(hit_service)
+    wait_settled(prefill, decode)

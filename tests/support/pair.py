@@ -23,13 +23,14 @@ from common.node import runtime
 from common.node.conversation import FinishedPull, RemotePrefix
 from common.node.handover import Handover
 from common.node.offers import Offer, Offers
+from common.node.prompt_jobs import EncodedPrompt
 from common.node.pulling import PullSource
 from common.node.rendezvous import RendezvousTable
-from common.node.serving import EncodedPrompt
 from common.request import Request, RequestOutput, SamplingParams
-from common.transfer.backend import Peer, TransferBackend
+from common.transfer.backend import TransferBackend
 from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
 from common.transfer.puller import Puller
+from common.transfer.regions import Peer
 from decode_node.intake import Intake
 from prefill_node.handoff import PrefillLeg
 from tests.support.models import checkpoint

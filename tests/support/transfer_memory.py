@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 
-from common.transfer.backend import Region
+from common.transfer.regions import Region
 
 BLOCKS = "blocks"
 SLOTS = "slots"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from common.transfer.backend import Handle, Peer, Read, ReadStatus, Region, TransferBackend
+from common.transfer.backend import TransferBackend
+from common.transfer.reads import Handle, Read, ReadStatus
+from common.transfer.regions import Peer, Region
 
 
 class RecordingBackend(TransferBackend):

@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.transfer.backend import Peer, Read, TransferBackend
+from common.transfer.backend import TransferBackend
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome
 from common.transfer.puller import Puller
+from common.transfer.reads import Read
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 from tests.support.transfer_recording import RecordingBackend
 from tests.support.transfer_sites import PATIENCE_S

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.transfer.backend import Peer
 from common.transfer.jobs import PullStatus
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import EndpointMemory
 from tests.support.transfer_rigs import EPOCH, Rig, Rigs
 from tests.support.transfer_sites import Holder, Site

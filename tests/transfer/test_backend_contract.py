@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from common.transfer.backend import Read, ReadStatus, Region, TransferCode, merge_pairs
+from common.transfer.codes import TransferCode
+from common.transfer.reads import Read, ReadStatus, merge_pairs
+from common.transfer.regions import Region
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOTS, EndpointMemory
 from tests.support.transfer_sites import Site, finish
 

@@ -11,8 +11,11 @@ import types
 import pytest
 
 from common.errors import TransferError
-from common.transfer.backend import Peer, Read, ReadStatus, TransferCode
-from common.transfer.nixl_backend import NixlBackend, load_bindings
+from common.transfer.codes import TransferCode
+from common.transfer.nixl_backend import NixlBackend
+from common.transfer.nixl_bindings import load_bindings
+from common.transfer.reads import Read, ReadStatus
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCKS, EndpointMemory
 from tests.support.transfer_sites import NIXL_PACKAGES, Site, finish
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from common.transfer.backend import Peer, TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullOutcome, PullStatus
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCKS, EndpointMemory
 from tests.support.transfer_rigs import EPOCH, LONG_S, Rig, Rigs
 from tests.support.transfer_sites import PATIENCE_S, ProcessHolder, Site, wait_for

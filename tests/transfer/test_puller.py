@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from common.errors import TransferError
-from common.transfer.backend import Peer, TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.faulty_backend import Fault, FaultyBackend
 from common.transfer.generation_check import SCRATCH_SEGMENTS, SEGMENT_ENTRIES
 from common.transfer.jobs import PullJob, PullOutcome, PullStatus
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 from tests.support.transfer_rigs import EPOCH, LONG_S, SHORT_S, Rig, Rigs, expected
 from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for
@@ -409,3 +410,39 @@ def test_close_when_a_read_is_in_flight_then_its_pull_failed_and_is_not_terminal
     outcome = rig.outcome()
     assert (outcome.status, outcome.terminal, outcome.reason) == (PullStatus.FAILED, False, "closed")
     assert rig.outcomes.empty()
+
+
+def test_puller_when_its_thread_dies_then_every_pull_has_an_outcome_and_new_ones_are_refused(
+    holder: Holder, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of our own on the poll thread: nobody waits for it for ever."""
+    peer = rig.backend.add_peer(holder.metadata)
+    assert rig.puller.is_alive
+
+    def break_down() -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr(rig.backend, "recreate", break_down)
+    with pytest.raises(TransferError) as caught:
+        rig.puller.recreate_backend(0.0)
+    assert caught.value.code == TransferCode.CLOSED
+    assert wait_for(lambda: not rig.puller.is_alive)
+    with pytest.raises(TransferError) as refused:
+        rig.submit(peer, [(1, 20)])
+    assert refused.value.code == TransferCode.CLOSED
+    assert rig.puller.num_active == 0
+
+
+def test_pull_in_flight_when_the_pullers_thread_dies_then_fails_and_keeps_its_destination(
+    holder: Holder, site: Site, rigs: Rigs, memory: EndpointMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = FaultyBackend(site.backend(memory))
+    rig = rigs(faulty)
+    faulty.inject(Fault("hang"))
+    rig.submit(rig.backend.add_peer(holder.metadata), [(1, 20)])
+    assert wait_for(lambda: len(rig.backend.events) == 1)
+    monkeypatch.setattr(rig.backend, "recreate", lambda: 1 / 0)
+    with pytest.raises(TransferError):
+        rig.puller.recreate_backend(0.0)
+    outcome = rig.outcome()
+    assert (outcome.status, outcome.reason, outcome.terminal) == (PullStatus.FAILED, TransferCode.CLOSED, False)

@@ -14,7 +14,7 @@ from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.manager import PullPlan
 from common.node.conversation import Conversation, FinishedPull, RemotePrefix
 from common.node.offers import Offer, Offers
-from common.transfer.backend import TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import BLOCK_SIZE, BLOCKS, SLOTS, PeerHolder

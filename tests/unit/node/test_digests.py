@@ -7,9 +7,10 @@ import torch
 
 from common.kv_cache.storage import KVStorage
 from common.node.digests import PrefixDigests, find_mismatch, make_digests
-from common.transfer.backend import Read, ReadStatus, Region
 from common.transfer.faulty_backend import Fault, FaultyBackend
 from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.transfer.reads import Read, ReadStatus
+from common.transfer.regions import Region
 from tests.unit.kv_cache.world import make_config
 
 BLOCK_SIZE = 4

@@ -35,7 +35,11 @@ async def test_loopback_when_no_peers_are_configured_is_allowed(directory: PeerD
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "url",
-    ["http://10.0.0.1:8100", "http://169.254.169.254:80", "http://example.org:80", "http://127.0.0.1.example.org:80"],
+    [
+        *("http://10.0.0.1:8100", "http://169.254.169.254:80", "http://example.org:80"),
+        *("http://127.0.0.1.example.org:80", "http://[:8100", "http://]:8100", "http://[::1]]:8100"),
+        *("http://[[::1]:8100", "http://[localhost:]:8100", "http://[127.0.0.1:80]:8100", "http://127.0.0.1%:8100"),
+    ],
 )
 async def test_other_hosts_when_no_peers_are_configured_are_refused(directory: PeerDirectory, url: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -57,3 +61,16 @@ async def test_connect_when_nobody_listens_is_a_typed_transfer_error(directory: 
     with pytest.raises(TransferError) as caught:
         await directory.connect(f"http://127.0.0.1:{free_port()}", "engine", 5)
     assert caught.value.code == "peer_unreachable"
+
+
+@pytest.mark.asyncio
+async def test_calls_when_the_address_is_no_url_then_typed_transfer_errors(directory: PeerDirectory) -> None:
+    """Whoever calls has checked it; a background task that did not must not end of it."""
+    for call in (
+        directory.post("http://[::1]]:1", "/x", {}, 1.0),
+        directory.ask("http://[::1]]:1", "/x", {}, 1.0),
+        directory.meet("http://[::1]]:1"),
+    ):
+        with pytest.raises(TransferError) as caught:
+            await call
+        assert caught.value.code == "peer_unreachable"

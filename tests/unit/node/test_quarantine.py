@@ -13,8 +13,9 @@ from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.stats import CacheStats
 from common.node import quarantine
 from common.node.quarantine import QuarantineKeeper
-from common.transfer.backend import Peer, TransferCode
+from common.transfer.codes import TransferCode
 from common.transfer.faulty_backend import Fault, FaultyBackend
+from common.transfer.regions import Peer
 from tests.support.transfer_memory import EndpointMemory
 from tests.support.transfer_rigs import EPOCH, Rig, Rigs
 from tests.support.transfer_sites import PATIENCE_S, Site, wait_for

@@ -1,0 +1,286 @@
+"""What the poll thread of a ``Puller`` does: every post, every poll and every callback.
+
+Each round: 1 take what lies on the desk, 2 look at reads that outlived their pulls, 3 move each pull on as far as it
+goes without waiting, 4 make the agent again when somebody waits for that and it is time. Leaves by the puller's
+``close``, or by an error of our own, in both cases with an outcome for every pull: nobody waits for a thread that is
+gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from common.errors import TransferError
+from common.transfer.backend import TransferBackend
+from common.transfer.codes import TransferCode
+from common.transfer.generation_check import GenerationCheck, ScratchMemory
+from common.transfer.jobs import PullOutcome, PullReason, PullStatus
+from common.transfer.pull import Phase, Pull, PullDesk, Unterminated
+from common.transfer.reads import Handle, ReadStatus
+
+logger = logging.getLogger(__name__)
+
+# Between two polls: a few rounds that only yield (a read over shared memory is done by then), then sleeps that grow to
+# the maximum; a submit or cancel wakes the thread at once. Reads nobody waits for any more are looked at at leisure.
+SPIN_ROUNDS = 16
+MIN_SLEEP_S = 0.0002
+MAX_SLEEP_S = 0.001
+UNTERMINATED_SLEEP_S = 0.02
+
+
+class PollLoop:
+    """``run`` on a thread of its own, once; nothing else is called from outside."""
+
+    def __init__(self, backend: TransferBackend, scratch: ScratchMemory, desk: PullDesk) -> None:
+        self._backend = backend
+        self._scratch = scratch
+        self._desk = desk
+        self._pulls: list[Pull] = []
+        self._unterminated: list[Unterminated] = []
+        self._is_draining = False
+
+    def run(self) -> None:
+        """Returns when the puller is closed. On an error of ours the puller closes itself."""
+        why = "the puller was closed"
+        try:
+            self._run_rounds()
+        except Exception:
+            why = "the puller failed"
+            logger.exception("the puller's thread ends: every pull fails from here on")
+        finally:
+            self._end_all(why)
+
+    def _run_rounds(self) -> None:
+        quiet_rounds = 0
+        while self._wait(quiet_rounds):
+            moved = self._step()
+            if self._is_draining:
+                moved = self._maybe_recreate() or moved
+            quiet_rounds = 0 if moved else quiet_rounds + 1
+
+    def _end_all(self, why: str) -> None:
+        with self._desk.condition:
+            self._desk.is_closing = True
+            pulls = list(self._desk.open_pulls.values())
+        for pull in pulls:
+            in_flight = pull.handle is not None and pull.phase is Phase.READING
+            self._report(pull, PullStatus.FAILED, TransferCode.CLOSED, why, terminal=not in_flight)
+        self._pulls.clear()
+        for recreation in self._desk.take_recreations():
+            recreation.error = TransferError("puller is closed", code=TransferCode.CLOSED)
+            recreation.done.set()
+
+    def _wait(self, quiet_rounds: int) -> bool:
+        """Sleep as long as it makes sense, take in what was submitted. False: closing."""
+        with self._desk.condition:
+            if not self._desk.is_woken:
+                if not self._pulls and not self._desk.recreations:
+                    self._desk.condition.wait(UNTERMINATED_SLEEP_S if self._unterminated else None)
+                elif quiet_rounds >= SPIN_ROUNDS:
+                    self._desk.condition.wait(min(MAX_SLEEP_S, MIN_SLEEP_S * (1 + quiet_rounds - SPIN_ROUNDS)))
+            self._desk.is_woken = False
+            self._pulls.extend(self._desk.inbox)
+            self._desk.inbox.clear()
+            self._is_draining = bool(self._desk.recreations)
+            closing = self._desk.is_closing
+        if quiet_rounds:
+            time.sleep(0)
+        return not closing
+
+    def _step(self) -> bool:
+        """Advance every pull once. True when any of them moved."""
+        moved = self._reap_unterminated()
+        open_pulls: list[Pull] = []
+        for pull in self._pulls:
+            phase = pull.phase
+            try:
+                finished = self._advance(pull)
+            except Exception:
+                logger.exception("pull failed pull_id=%s phase=%s", pull.job.pull_id, phase.value)
+                terminal = pull.handle is None or pull.phase is not Phase.READING
+                self._end(pull, PullStatus.FAILED, TransferCode.TRANSFER_FAILED, "internal error", terminal=terminal)
+                finished = True
+            if not finished:
+                open_pulls.append(pull)
+            moved = moved or finished or pull.phase is not phase
+        self._pulls = open_pulls
+        return moved
+
+    def _advance(self, pull: Pull) -> bool:
+        """Move a pull on as far as it goes without waiting. True: it has its outcome."""
+        must_end = pull.abandoned or time.monotonic() >= pull.job.deadline_s
+        if pull.handle is not None:
+            status = self._poll(pull.handle)
+            if not status.is_terminal:
+                reading = pull.phase is Phase.READING
+                # What is in flight while VERIFYING writes scratch memory only: the destination is safe already.
+                if must_end or (pull.cancelled and not reading):
+                    return self._give_up(pull, terminal=not reading)
+                return False
+            handle, pull.handle = pull.handle, None
+            self._release(handle)
+            if status is ReadStatus.FAILED:
+                return self._fail(pull, handle.error or TransferError("read failed without a reason"))
+            if pull.phase is Phase.VERIFYING and self._find_stale(pull):
+                return True
+        verified = pull.phase is Phase.VERIFYING and pull.check is not None and pull.check.is_complete
+        if (must_end or pull.cancelled) and not verified:
+            return self._give_up(pull, terminal=True)
+        try:
+            return self._post_next(pull)
+        except TransferError as exc:
+            return self._fail(pull, exc)
+
+    def _post_next(self, pull: Pull) -> bool:
+        """Post what comes next: the data, then the generations segment by segment. True: nothing did, the pull is
+        OK."""
+        job = pull.job
+        if pull.phase is Phase.QUEUED:
+            if self._is_draining:
+                return False
+            if any(len(read.pairs) for read in job.reads):
+                pull.handle = self._backend.post_read(job.peer, job.reads)
+                pull.phase = Phase.READING
+                pull.num_bytes = pull.handle.num_bytes
+                pull.num_descriptors = pull.handle.num_descriptors
+        if pull.check is None:
+            pull.check = GenerationCheck(job)
+        if pull.handle is not None:
+            return False
+        if pull.check.is_complete:
+            self._end(pull, PullStatus.OK)
+            return True
+        if pull.segment is None:
+            pull.segment = self._scratch.take()
+            if pull.segment is None:
+                pull.phase = Phase.WAITING_FOR_SCRATCH
+                return False
+        pull.handle = self._backend.post_read(job.peer, pull.check.reads(self._scratch, pull.segment))
+        pull.phase = Phase.VERIFYING
+        return False
+
+    def _find_stale(self, pull: Pull) -> bool:
+        """Compare the segment of generations that has arrived. True: one differs, the pull has ended STALE."""
+        assert pull.segment is not None
+        assert pull.check is not None
+        mismatch = pull.check.compare(self._scratch, pull.segment)
+        if mismatch is not None:
+            self._end(pull, PullStatus.STALE, mismatch.reason, mismatch.message)
+        return mismatch is not None
+
+    def _give_up(self, pull: Pull, *, terminal: bool) -> bool:
+        waited_s = time.monotonic() - pull.submitted_s
+        if pull.cancelled:
+            status, reason, message = PullStatus.CANCELLED, PullReason.CANCELLED, f"cancelled after {waited_s:.3f} s"
+        elif pull.abandoned:
+            status, reason = PullStatus.TIMED_OUT, PullReason.PEER_LOST
+            message = f"peer {pull.job.peer.engine_id} was lost after {waited_s:.3f} s, {pull.phase.value}"
+        else:
+            status, reason = PullStatus.TIMED_OUT, PullReason.DEADLINE
+            message = f"not finished after {waited_s:.3f} s, {pull.phase.value}"
+        self._end(pull, status, reason, message, terminal=terminal)
+        return True
+
+    def _fail(self, pull: Pull, error: TransferError) -> bool:
+        if pull.cancelled:
+            return self._give_up(pull, terminal=True)
+        self._end(pull, PullStatus.FAILED, error.code, error.message)
+        return True
+
+    def _end(
+        self, pull: Pull, status: PullStatus, reason: str = "", message: str = "", *, terminal: bool = True
+    ) -> None:
+        """Give back the pull's scratch, keep watching what is in flight, report."""
+        if pull.handle is not None:
+            self._unterminated.append(
+                Unterminated(
+                    pull.job.pull_id,
+                    pull.handle,
+                    time.monotonic(),
+                    on_terminal=None if terminal else pull.on_terminal,
+                    segment=pull.segment,
+                    holds_destination=not terminal,
+                )
+            )
+            self._count_unterminated()
+        elif pull.segment is not None:
+            self._scratch.put_back(pull.segment)
+        self._report(pull, status, reason, message, terminal=terminal)
+
+    def _report(self, pull: Pull, status: PullStatus, reason: str, message: str, *, terminal: bool) -> None:
+        with self._desk.condition:
+            del self._desk.open_pulls[pull.job.pull_id]
+        outcome = PullOutcome(
+            pull_id=pull.job.pull_id,
+            status=status,
+            terminal=terminal,
+            num_bytes=pull.num_bytes,
+            num_descriptors=pull.num_descriptors,
+            seconds=time.monotonic() - pull.submitted_s,
+            reason=reason,
+            message=message,
+        )
+        try:
+            pull.on_done(outcome)
+        except Exception:
+            logger.exception("on_done raised pull_id=%s", outcome.pull_id)
+
+    def _reap_unterminated(self) -> bool:
+        """Look at the reads that outlived their pulls. True when one became terminal."""
+        still: list[Unterminated] = []
+        ended: list[Unterminated] = []
+        for entry in self._unterminated:
+            (ended if self._poll(entry.handle).is_terminal else still).append(entry)
+        self._unterminated = still
+        if not ended:
+            return False
+        self._count_unterminated()
+        for entry in ended:
+            self._release(entry.handle)
+            if entry.segment is not None:
+                self._scratch.put_back(entry.segment)
+            if entry.on_terminal is not None:
+                try:
+                    entry.on_terminal(entry.pull_id)
+                except Exception:
+                    logger.exception("on_terminal raised pull_id=%s", entry.pull_id)
+        return True
+
+    def _maybe_recreate(self) -> bool:
+        """Recreate the backend once nothing but hopeless reads is in flight, or the drain has taken long enough."""
+        with self._desk.condition:
+            until_s = min(recreation.drain_until_s for recreation in self._desk.recreations)
+        if any(pull.phase is not Phase.QUEUED for pull in self._pulls) and time.monotonic() < until_s:
+            return False
+        error: TransferError | None = None
+        try:
+            self._backend.recreate()
+        except TransferError as exc:
+            error = exc
+        # The old agent's reads are terminal now: this finds them, their pulls end, on_terminal is called.
+        self._step()
+        recreations = self._desk.take_recreations()
+        for recreation in recreations:
+            recreation.error = error
+            recreation.done.set()
+        return True
+
+    def _poll(self, handle: Handle) -> ReadStatus:
+        try:
+            return self._backend.poll(handle)
+        except TransferError as exc:
+            # The backend was closed under us: the agent is gone, and nothing is in flight without it.
+            handle.error = exc
+            return ReadStatus.FAILED
+
+    def _release(self, handle: Handle) -> None:
+        try:
+            self._backend.release(handle)
+        except TransferError as exc:
+            logger.debug("releasing a read from %s: %s", handle.peer.name, exc)
+
+    def _count_unterminated(self) -> None:
+        since_s = tuple(entry.since_s for entry in self._unterminated if entry.holds_destination)
+        with self._desk.condition:
+            self._desk.unterminated_since_s = since_s

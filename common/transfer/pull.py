@@ -1,0 +1,100 @@
+"""One pull on its way, and what the threads that share a puller tell each other about it."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.errors import TransferError
+from common.transfer.codes import TransferCode
+from common.transfer.generation_check import GenerationCheck
+from common.transfer.jobs import DoneCallback, PullJob, TerminalCallback
+from common.transfer.reads import Handle
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    READING = "reading"
+    WAITING_FOR_SCRATCH = "waiting_for_scratch"
+    VERIFYING = "verifying"
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """A pull without an outcome. ``handle``: the read in flight, of data or of generations by ``phase``. ``check``:
+    what is still to be verified; made once the data is in flight, so that it costs no time. ``abandoned``: give up at
+    once, whatever is in flight."""
+
+    job: PullJob
+    on_done: DoneCallback
+    on_terminal: TerminalCallback | None
+    submitted_s: float
+    phase: Phase = Phase.QUEUED
+    check: GenerationCheck | None = None
+    handle: Handle | None = None
+    segment: int | None = None
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    cancelled: bool = False
+    abandoned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Unterminated:
+    """A read in flight whose pull has its outcome. ``segment``: scratch memory that it may still write."""
+
+    pull_id: str
+    handle: Handle
+    since_s: float
+    on_terminal: TerminalCallback | None = None
+    segment: int | None = None
+    holds_destination: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Recreation:
+    """Someone waits for a new agent. ``drain_until_s``: when the reads that are still in flight are ended."""
+
+    drain_until_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+    error: TransferError | None = None
+
+
+class PullDesk:
+    """Where any thread leaves what the poll thread takes: pulls, and wishes to have the agent made again. Every
+    attribute is guarded by ``condition``.
+
+    Attributes:
+        inbox: submitted, not yet taken.
+        open_pulls: by id, those without an outcome.
+        recreations: who waits for a new agent.
+        is_woken: the poll thread must look before it sleeps.
+        is_closing: nothing new is taken, everything open is reported.
+        unterminated_since_s: of reads that outlived their pulls and may still write, since when each has.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.inbox: deque[Pull] = deque()
+        self.open_pulls: dict[str, Pull] = {}
+        self.recreations: list[Recreation] = []
+        self.is_woken = False
+        self.is_closing = False
+        self.unterminated_since_s: tuple[float, ...] = ()
+
+    def check_open(self) -> None:
+        """Raises TransferError (``closed``). The caller holds the lock."""
+        if self.is_closing:
+            raise TransferError("puller is closed", code=TransferCode.CLOSED)
+
+    def wake(self) -> None:
+        """The caller holds the lock."""
+        self.is_woken = True
+        self.condition.notify()
+
+    def take_recreations(self) -> list[Recreation]:
+        with self.condition:
+            recreations, self.recreations = self.recreations, []
+        return recreations

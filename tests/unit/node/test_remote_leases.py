@@ -1,0 +1,67 @@
+"""Leases held at peers: renewed in time, whatever another holder, or whoever wrote a manifest, does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from common.errors import TransferError
+from common.node.remote_leases import RemoteLeases
+
+GOOD, SILENT, BROKEN = "http://good", "http://silent", "http://broken"
+
+
+class FakePeers:
+    """Takes posts: one peer answers, one does not within its timeout, one cannot be reached."""
+
+    def __init__(self) -> None:
+        self.renewals: list[tuple[str, float, tuple[str, ...]]] = []
+
+    async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if path.endswith("/renew"):
+            self.renewals.append((url, time.monotonic(), tuple(body["lease_ids"])))
+        if url == SILENT:
+            await asyncio.sleep(timeout_s)
+        if url != GOOD:
+            raise TransferError(f"{url} does not answer", code="peer_unreachable")
+        return {}
+
+    def times(self, url: str) -> list[float]:
+        return [time_s for each, time_s, _ in self.renewals if each == url]
+
+
+async def renewals_within(seconds: float, *held: tuple[str, str, float]) -> FakePeers:
+    peers = FakePeers()
+    leases = RemoteLeases(peers)  # type: ignore[arg-type]
+    leases.start()
+    for lease in held:
+        leases.hold(*lease)
+    await asyncio.sleep(seconds)
+    await leases.close()
+    return peers
+
+
+@pytest.mark.asyncio
+async def test_lease_when_another_holder_does_not_answer_then_is_still_renewed_in_time() -> None:
+    peers = await renewals_within(0.5, ("a", SILENT, 0.3), ("b", GOOD, 0.3), ("c", BROKEN, 0.3))
+    times = peers.times(GOOD)
+    assert len(times) >= 4
+    assert max(after - before for before, after in itertools.pairwise(times)) < 0.3
+    assert len(peers.times(SILENT)) == 1  # never two calls to one holder at once
+    assert len(peers.times(BROKEN)) >= 4
+
+
+@pytest.mark.asyncio
+async def test_leases_at_one_holder_when_due_together_then_are_one_call() -> None:
+    peers = await renewals_within(0.15, ("a", GOOD, 0.6), ("b", GOOD, 0.6))
+    assert [lease_ids for _, _, lease_ids in peers.renewals] == [("a", "b")]
+
+
+@pytest.mark.asyncio
+async def test_lease_when_it_claims_to_last_for_nothing_then_is_not_renewed_without_a_pause() -> None:
+    peers = await renewals_within(0.2, ("a", GOOD, 1e-12))
+    assert 1 <= len(peers.renewals) <= 0.2 / 0.005 + 1
