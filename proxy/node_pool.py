@@ -199,7 +199,8 @@ class NodePool:
             num_failures = 0 if node.is_up else num_failures + 1
             delay_s = self._poll_interval_s * 2 ** min(max(num_failures - 1, 0), 10)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(node.poll_now.wait(), min(delay_s, max(MAX_BACKOFF_S, self._poll_interval_s)))
+                async with asyncio.timeout(min(delay_s, max(MAX_BACKOFF_S, self._poll_interval_s))):
+                    await node.poll_now.wait()
             node.poll_now.clear()
 
     async def poll(self, node: Node) -> None:

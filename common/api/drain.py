@@ -109,7 +109,8 @@ class Drain:
         message = f"{self._who} ends: draining took longer than --drain-timeout-seconds {self._timeout_s:g}"
         self._cut_off(NodeUnavailableError(message, code="shutting_down"))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_closed.wait(), CUT_GRACE_S)
+            async with asyncio.timeout(CUT_GRACE_S):
+                await self._all_closed.wait()
 
 
 class OpenWorkMiddleware:

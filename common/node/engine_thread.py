@@ -74,7 +74,9 @@ class EngineThread:
                 future.set_exception(exc)
 
         self.post(command)
-        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        # Not wait_for: before Python 3.12 it may swallow a cancellation, and a request whose client has left runs on.
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(future)
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Yields outputs of all forks until each has finished. Raises the sequence's error. Aborts on the way out."""

@@ -86,7 +86,8 @@ async def _beats(node: Node) -> AsyncIterator[str]:
         yield json.dumps({**life, "beat": beat}) + "\n"
         beat += 1
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(node.drain.stopped.wait(), BEAT_S)
+            async with asyncio.timeout(BEAT_S):
+                await node.drain.stopped.wait()
 
 
 def _lease_ids(body: Mapping[str, Any]) -> list[str]:

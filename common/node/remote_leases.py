@@ -107,7 +107,8 @@ class RemoteLeases:
             self._changed.clear()
             next_s = min((held.due_s for held in self._held.values()), default=None)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if next_s is None else next_s - time.monotonic())
+                async with asyncio.timeout(None if next_s is None else next_s - time.monotonic()):
+                    await self._changed.wait()
 
     async def _renew(self, url: str, lease_ids: list[str]) -> None:
         try:

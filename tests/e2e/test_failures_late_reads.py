@@ -31,13 +31,14 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def racing() -> Iterator[Service]:
+@pytest.fixture(scope="module", params=["default", pytest.param("tcp", marks=pytest.mark.full)])
+def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
     """A prefill node with 24 blocks whose promises hold for 50 ms, and a decode node with room."""
     with Service(
         checkpoint(FAMILY),
         prefill_flags=(*FLAGS, "--kv-cache-memory", "400KiB"),
         decode_flags=(*FLAGS, "--kv-cache-memory", "8MiB", "--no-enable-prefix-caching"),
+        environment={"UCX_TLS": "tcp,self"} if request.param == "tcp" else {},
     ) as running:
         assert int(info(running.prefill[0])["num_blocks"]) - 1 == NUM_BLOCKS
         yield running

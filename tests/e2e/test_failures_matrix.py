@@ -23,7 +23,7 @@ import pytest
 from tests.e2e.conftest import FAMILY
 from tests.support import foreign
 from tests.support.chaos import Question, Tally, ask
-from tests.support.client import complete, completion_body, info, metric, wait_settled
+from tests.support.client import complete, completion_body, info, metric, payload_bytes, wait_settled
 from tests.support.hangup import OpenRequest, wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
@@ -221,6 +221,15 @@ def test_request_when_a_node_is_hit_then_is_right_or_fails_typed_and_nothing_is_
     wait_settled(*hit_service.prefill, *hit_service.decode)
 
 
+def wait_for_phase(phase: str, request: OpenRequest, prefill: Node, decode: Node) -> None:
+    if phase == "before":
+        wait_until(lambda: int(info(prefill)["running"]) >= 1, "the prompt to be computed")
+    elif phase == "during":
+        wait_until(lambda: int(decode.check_cache()["sequences"]) >= 1, "the pull")  # type: ignore[call-overload]
+    else:
+        request.read_events(3)
+
+
 @pytest.mark.parametrize("phase", [pytest.param(phase, marks=pytest.mark.full) for phase in PHASES])
 def test_request_when_its_proxy_is_killed_then_nodes_give_everything_back(
     hit_service: Service, reference: Reference, phase: str
@@ -237,12 +246,7 @@ def test_request_when_its_proxy_is_killed_then_nodes_give_everything_back(
             with OpenRequest(
                 doomed.url, ROUTE, completion_body(prompt, 500 if phase == "before" else 2000, stream=True)
             ) as request:
-                if phase == "before":
-                    wait_until(lambda: int(info(prefill)["running"]) >= 1, "the prompt to be computed")
-                elif phase == "during":
-                    wait_until(lambda: int(decode.check_cache()["sequences"]) >= 1, "the pull")  # type: ignore[call-overload]
-                else:
-                    request.read_events(3)
+                wait_for_phase(phase, request, prefill, decode)
                 doomed.process.kill()
                 wait_settled(*hit_service.prefill, *hit_service.decode)
         finally:
@@ -317,3 +321,45 @@ def test_lease_when_its_reader_is_killed_and_nobody_says_so_then_memory_is_free_
     assert freed_s < LEASE_S + 1
     bring_back(hit_service)
     wait_settled(prefill, decode)
+
+
+@pytest.mark.full
+def test_request_when_nothing_is_hit_then_its_prefix_moves_once_and_a_repeat_moves_nothing(
+    hit_service: Service, reference: Reference
+) -> None:
+    prompt = random_tokens(333, seed=960)
+    expected = reference.greedy(prompt, NUM_TOKENS)
+    for num_blocks, num_states in ((-(-333 // 16), 1), (0, 0)):
+        answer = complete(hit_service.url, prompt, NUM_TOKENS)
+        assert expected.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None
+        moved = payload_bytes(hit_service.decode[0], num_blocks, num_states)
+        assert answer.trace["transferred_bytes"] == moved
+    wait_settled(*hit_service.prefill, *hit_service.decode)
+
+
+@pytest.mark.full
+def test_request_when_it_is_refused_then_both_legs_are_over_at_once(hit_service: Service) -> None:
+    for wrong in ({"max_tokens": 100_000}, {"prompt": [10**6]}, {"temperature": -1}):
+        body = {**completion_body(random_tokens(1500, seed=961), 4), **wrong}
+        response = httpx.post(hit_service.url + ROUTE, json=body, timeout=30)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == next(iter(wrong))
+        wait_settled(*hit_service.prefill, *hit_service.decode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
+def test_request_when_its_client_leaves_then_everything_is_given_back(
+    hit_service: Service, reference: Reference, phase: str
+) -> None:
+    prefill, decode = hit_service.prefill[0], hit_service.decode[0]
+    prompt = random_tokens(3000 if phase == "before" else 120, seed=970 + PHASES.index(phase))
+    if phase == "during":
+        delay_next_read(decode)
+    with OpenRequest(hit_service.url, ROUTE, completion_body(prompt, 900, stream=True)) as request:
+        wait_for_phase(phase, request, prefill, decode)
+    wait_settled(prefill, decode)
+    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS))
+    tally = Tally()
+    ask(hit_service.url, question, reference, tally, stream=False)
+    assert tally.counts == {"right": 1}, tally

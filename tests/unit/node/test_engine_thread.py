@@ -53,6 +53,24 @@ async def wait_idle(engine: EngineThread, model: NodeModel) -> None:
 
 
 @pytest.mark.asyncio
+async def test_call_when_cancelled_just_as_its_result_arrives_then_the_cancellation_is_not_lost(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose client left in that moment would run to its end."""
+    monkeypatch.setattr(engine, "post", lambda command: command())  # the result is on its way from the first moment
+    num_cancelled = 0
+    for num_turns in range(10):
+        call = asyncio.create_task(engine.call(lambda: "result"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if call.cancel():
+            num_cancelled += 1
+            await asyncio.gather(call, return_exceptions=True)
+            assert call.cancelled(), f"lost after {num_turns} turns of the loop"
+    assert 2 <= num_cancelled < 10
+
+
+@pytest.mark.asyncio
 async def test_generate_when_several_run_at_once_gives_each_its_own_tokens(
     engine: EngineThread, model: NodeModel
 ) -> None:
