@@ -44,6 +44,9 @@ FLAGS = (
 TRANSPORTS: dict[str, dict[str, str]] = {"default": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 PHASES = ("before", "during", "after")
 READ_DELAY_S = 3.0
+PROMPTS = {phase: random_tokens(3000 if phase == "before" else 120, seed=700) for phase in PHASES}
+"""The same in every test: a cache salt of its own makes it new, and stock transformers is asked once."""
+BYSTANDER = random_tokens(60, seed=701)
 
 
 @pytest.fixture(scope="module", params=["default", pytest.param("tcp", marks=pytest.mark.full)])
@@ -79,12 +82,12 @@ def delay_next_read(decode: Node) -> None:
 
 
 @contextlib.contextmanager
-def request_in(phase: str, service: Service, reference: Reference, seed: int, url: str) -> Iterator[Hit]:
+def request_in(phase: str, service: Service, reference: Reference, salt: str, url: str) -> Iterator[Hit]:
     """A request through ``url`` that is in ``phase`` while the block runs; its client is waited for at the end."""
     prefill, decode = service.prefill[0], service.decode[0]
-    prompt = random_tokens(3000 if phase == "before" else 120, seed)
+    prompt = PROMPTS[phase]
     num_tokens = 400 if phase == "after" else NUM_TOKENS
-    question = Question(prompt, reference.greedy(prompt, num_tokens))
+    question = Question(prompt, reference.greedy(prompt, num_tokens), salt)
     tally = Tally()
     generated = metric(decode, "generation_tokens_total")
     if phase == "during":
@@ -192,8 +195,8 @@ def bring_back(service: Service) -> None:
 def test_request_when_a_node_is_hit_then_is_right_or_fails_typed_and_nothing_is_held(
     hit_service: Service, reference: Reference, event: str, phase: str
 ) -> None:
-    seed = 700 + 10 * list(EVENTS).index(event) + PHASES.index(phase)
-    bystander = Question(prompt := random_tokens(60, seed + 100), reference.greedy(prompt, 300))
+    salt = f"{event}, {phase}"
+    bystander = Question(BYSTANDER, reference.greedy(BYSTANDER, 300), salt)
     beside = Tally()
     running = threading.Thread(
         target=ask, args=(hit_service.url, bystander, reference, beside), kwargs={"stream": True}
@@ -202,7 +205,7 @@ def test_request_when_a_node_is_hit_then_is_right_or_fails_typed_and_nothing_is_
     generated = metric(decode, "generation_tokens_total")
     running.start()
     wait_until(lambda: metric(decode, "generation_tokens_total") > generated + 3, "the bystander's tokens")
-    with request_in(phase, hit_service, reference, seed, hit_service.url) as hit:
+    with request_in(phase, hit_service, reference, salt, hit_service.url) as hit:
         EVENTS[event](hit)
     running.join(60)
     assert not hit.tally.wrong, hit.tally.wrong
@@ -238,20 +241,19 @@ def test_request_when_its_proxy_is_killed_then_nodes_give_everything_back(
         doomed = start_proxy(hit_service.prefill, hit_service.decode, Path(folder))
         try:
             wait_ready(doomed, 30)
-            seed = 780 + PHASES.index(phase)
-            prompt = random_tokens(3000 if phase == "before" else 120, seed)
+            prompt, salt = PROMPTS[phase], f"proxy, {phase}"
             prefill, decode = hit_service.prefill[0], hit_service.decode[0]
             if phase == "during":
                 delay_next_read(decode)
-            with OpenRequest(
-                doomed.url, ROUTE, completion_body(prompt, 500 if phase == "before" else 2000, stream=True)
-            ) as request:
+            num_tokens = 500 if phase == "before" else 2000
+            body = completion_body(prompt, num_tokens, stream=True, cache_salt=salt)
+            with OpenRequest(doomed.url, ROUTE, body) as request:
                 wait_for_phase(phase, request, prefill, decode)
                 doomed.process.kill()
                 wait_settled(*hit_service.prefill, *hit_service.decode)
         finally:
             doomed.process.stop()
-    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS))
+    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS), salt)
     tally = Tally()
     ask(hit_service.url, question, reference, tally, stream=False)
     assert tally.counts == {"right": 1}, tally
@@ -265,10 +267,10 @@ def test_waiting_request_when_its_prefill_node_is_lost_then_recompute_begins_wit
     """Four requests wait for one node; when the decode node has given up the holder of each is seen in its own
     counters."""
     prefill, decode = hit_service.prefill[0], hit_service.decode[0]
-    first_seed = 790 if event == "killed" else 890  # what one case computed, the other would find cached
-    prompts = [random_tokens(2500, first_seed + index) for index in range(4)]  # none is finished before the node is hit
-    questions = [Question(prompt, reference.greedy(prompt, 8)) for prompt in prompts]
-    complete(hit_service.url, random_tokens(30, first_seed + 9), 2)  # the nodes know each other
+    prompt = PROMPTS["before"]  # long: none is finished before the node is hit
+    expected = reference.greedy(prompt, NUM_TOKENS)
+    questions = [Question(prompt, expected, f"{event}, {index} of those that wait") for index in range(4)]
+    complete(hit_service.url, BYSTANDER, 2, cache_salt=event)  # the nodes know each other
     tally = Tally()
     failures = metric(decode, "transfer_failures_total")
     clients = [
@@ -353,13 +355,13 @@ def test_request_when_its_client_leaves_then_everything_is_given_back(
     hit_service: Service, reference: Reference, phase: str
 ) -> None:
     prefill, decode = hit_service.prefill[0], hit_service.decode[0]
-    prompt = random_tokens(3000 if phase == "before" else 120, seed=970 + PHASES.index(phase))
+    prompt, salt = PROMPTS[phase], f"client, {phase}"
     if phase == "during":
         delay_next_read(decode)
-    with OpenRequest(hit_service.url, ROUTE, completion_body(prompt, 900, stream=True)) as request:
+    with OpenRequest(hit_service.url, ROUTE, completion_body(prompt, 900, stream=True, cache_salt=salt)) as request:
         wait_for_phase(phase, request, prefill, decode)
     wait_settled(prefill, decode)
-    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS))
+    question = Question(prompt, reference.greedy(prompt, NUM_TOKENS), salt)
     tally = Tally()
     ask(hit_service.url, question, reference, tally, stream=False)
     assert tally.counts == {"right": 1}, tally

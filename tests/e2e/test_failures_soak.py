@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
-from tests.support.chaos import Tally, ask, clients, make_questions, num_open_files, resident_mib, strike
+from tests.support.chaos import Tally, ask_all, clients, make_questions, num_open_files, resident_mib, strike
 from tests.support.client import metric, wait_settled
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
@@ -26,15 +27,19 @@ MEMORY_SLACK_MIB = 64.0
 
 def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) -> None:
     """A node is struck every ``interval_s``, from one start to the next."""
-    questions = make_questions(reference, 32, NUM_TOKENS, seed=600)
+    started_s = time.monotonic()
+    pool = ThreadPoolExecutor(1)  # stock transformers answers while the nodes start
+    coming = pool.submit(make_questions, reference, 32, NUM_TOKENS, seed=600)
+    pool.shutdown(wait=False)
     draw = random.Random(seed)
     tally = Tally()
     # A killed decode node's leases end by themselves: soon, so that the end of the test need not wait for them.
-    flags = (*NODE_FLAGS, "--kv-lease-seconds", "5")
+    flags = (*NODE_FLAGS, "--kv-lease-seconds", "3")
     with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags, num_prefill=2, num_decode=2) as service:
         nodes = (*service.prefill, *service.decode)
-        for question in questions:  # every connection and every page that stays is there before memory is measured
-            ask(service.url, question, reference, tally, stream=False)
+        questions = coming.result()
+        # Every connection and every page that stays is there before memory is measured.
+        ask_all(service.url, questions, reference, tally, at_once=NUM_CLIENTS)
         wait_settled(*nodes)
         before = (num_open_files(service.proxy), resident_mib(service.proxy))
         samples: list[float] = []
@@ -54,12 +59,12 @@ def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) 
         # All were started at different times; from here on each of them only answers.
         marks = {node.url: (num_open_files(node), resident_mib(node)) for node in nodes}
         for _ in range(3):
-            for question in questions:
-                ask(service.url, question, reference, tally, stream=False)
+            ask_all(service.url, questions, reference, tally, at_once=NUM_CLIENTS)
         wait_settled(*nodes)
         after = (num_open_files(service.proxy), resident_mib(service.proxy))
         report = {
             "seconds": duration_s,
+            "seconds_in_all": round(time.monotonic() - started_s, 1),
             "strikes": strikes,
             "outcomes": dict(tally.counts),
             "proxy_open_files": (before[0], after[0]),

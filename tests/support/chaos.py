@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and what stock transformers answers."""
+    """A prompt and what stock transformers answers, which takes seconds for a long one. With another ``cache_salt`` the
+    same prompt is new to every node."""
 
     prompt: list[int]
     expected: Greedy
+    cache_salt: str | None = None
 
     def ask_again(self, reference: Reference, seed: int, num_tokens: int) -> Question:
         """The next turn: this prompt, its answer, and something new."""
@@ -91,7 +94,8 @@ class Tally:
 
 def ask(url: str, question: Question, reference: Reference, tally: Tally, *, stream: bool) -> None:
     """One request, read to its end and judged."""
-    body = completion_body(question.prompt, len(question.expected.token_ids), stream=stream)
+    salt = {} if question.cache_salt is None else {"cache_salt": question.cache_salt}
+    body = completion_body(question.prompt, len(question.expected.token_ids), stream=stream, **salt)
     started_s = time.monotonic()
     try:
         token_ids, logprobs, error = (_read_stream if stream else _read_whole)(url, body)
@@ -107,6 +111,15 @@ def ask(url: str, question: Question, reference: Reference, tally: Tally, *, str
         tally.add_wrong(f"{len(question.prompt)} tokens: {mismatch}")
     else:
         tally.add("right")
+
+
+def ask_all(
+    url: str, questions: Sequence[Question], reference: Reference, tally: Tally, *, at_once: int, stream: bool = False
+) -> None:
+    """Each question once, ``at_once`` of them at a time."""
+    with ThreadPoolExecutor(at_once) as pool:
+        for asked in [pool.submit(ask, url, each, reference, tally, stream=stream) for each in questions]:
+            asked.result()
 
 
 def judge_error(status: int, error: Any, tally: Tally) -> None:
