@@ -152,6 +152,12 @@ class PrefillLegFailedError(TransferError):
     code = "leg_failed"
 
 
+class PrefillLegAbortedError(PrefillLegFailedError):
+    """Its caller went away: as a rule everybody's, and the decode leg's end is on its way too."""
+
+    code = "leg_aborted"
+
+
 class PrefillLegRejectedError(PrefillLegFailedError):
     """It will not for a reason that is the client's to hear (4xx): the same answer, whoever computes."""
 

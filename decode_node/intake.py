@@ -18,13 +18,13 @@ from typing import Any
 
 from common.api.handoff import Rendezvous
 from common.api.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
-from common.errors import InvalidRequestError, PrefillLegRejectedError, TransferError
+from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
 from common.kv_cache.keys import PrefixKeys
 from common.node.conversation import RemotePrefix
 from common.node.handover import Handover, Taken
 from common.node.node import Node
 from common.node.node_metrics import failure_label
-from common.node.offers import ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
+from common.node.offers import OWN_ABORT_WAIT_S, ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 
@@ -75,6 +75,8 @@ class Intake:
             except PrefillLegRejectedError:
                 raise
             except TransferError as exc:
+                if isinstance(exc, PrefillLegAbortedError):
+                    await asyncio.sleep(OWN_ABORT_WAIT_S)
                 taken = self._lose(exc, known_report)
                 offers.close()
             yield taken

@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import TandemError
+from common.errors import PrefillLegAbortedError, TandemError
 from common.kv_cache.generations import content_tag
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import PullPlan
-from common.node.offers import Offer, Offers
+from common.node.offers import OWN_ABORT_WAIT_S, Offer, Offers
 from common.node.peers import PeerDirectory
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.codes import TransferCode
@@ -136,6 +136,10 @@ class Conversation:
                 raise PullStopped(PullReason.CANCELLED)
         except PullStopped as stopped:
             return self.failed(stopped.reason)
+        except PrefillLegAbortedError as exc:
+            # A client that leaves ends both legs, this one a moment later: no failure, nothing to compute.
+            await asyncio.wait({self._stopped}, timeout=OWN_ABORT_WAIT_S)
+            return self.failed(self._stopped.result() if self._stopped.done() else exc.code)
         except TandemError as exc:
             return self.failed(exc.code)
         finally:

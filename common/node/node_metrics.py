@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from common.errors import PrefillLegFailedError
+from common.errors import PrefillLegAbortedError, PrefillLegFailedError
 from common.kv_cache.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
 from common.node.conversation import FinishedPull
@@ -58,6 +58,7 @@ _FAILURES = {
     TransferCode.FINGERPRINT_MISMATCH: "mismatch",
     TransferCode.REGION_MISMATCH: "mismatch",
     PrefillLegFailedError.code: "leg_failed",
+    PrefillLegAbortedError.code: "leg_failed",
     "unknown_pull": "unknown_pull",
 }
 

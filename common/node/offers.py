@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 POLL_TIMEOUT_S = MAX_WAIT_SECONDS + 5.0
 NO_DIGESTS = PrefixDigests()
 ROW_PARAM = "kv_transfer_params.tandem_output_row"
+OWN_ABORT_WAIT_S = 0.25
+"""A prefill leg whose caller left: that ours has left too is heard within this time, or it has not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,14 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from common.errors import InvalidRequestError, PrefillLegFailedError, PrefillLegRejectedError, TransferError
+from common.errors import (
+    InvalidRequestError,
+    PrefillLegAbortedError,
+    PrefillLegFailedError,
+    PrefillLegRejectedError,
+    RequestAbortedError,
+    TransferError,
+)
 from common.node.liveness import Liveness
 from common.transfer.backend import TransferBackend
 from common.transfer.regions import Peer
@@ -122,7 +129,7 @@ class PeerDirectory:
         Raises:
             TransferError: no answer, or another one than a JSON object with status 200.
             PrefillLegFailedError: the leg that was asked for has failed; PrefillLegRejectedError when its client should
-                hear why.
+                hear why, PrefillLegAbortedError when its caller left.
         """
         for attempt in range(2):
             try:
@@ -166,7 +173,9 @@ def _failure(where: str, response: httpx.Response, answer: object) -> TransferEr
     code, message = str(error.get("code") or ""), f"{where} answers {status} {error.get('message') or ''}".rstrip()
     if response.headers.get(LEG_HEADER) != "failed":
         return TransferError(message, code=code if code in OWN_CODES else "transfer_failed")
-    if 400 <= status < 500 and status != 499:
+    if status == RequestAbortedError.status:
+        return PrefillLegAbortedError(message)
+    if 400 <= status < 500:
         param = error.get("param")
         return PrefillLegRejectedError(
             str(error.get("message") or message),

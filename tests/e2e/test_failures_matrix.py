@@ -356,11 +356,13 @@ def test_request_when_its_client_leaves_then_everything_is_given_back(
 ) -> None:
     prefill, decode = hit_service.prefill[0], hit_service.decode[0]
     prompt, salt = PROMPTS[phase], f"client, {phase}"
+    failures = metric(decode, "transfer_failures_total")
     if phase == "during":
         delay_next_read(decode)
     with OpenRequest(hit_service.url, ROUTE, completion_body(prompt, 900, stream=True, cache_salt=salt)) as request:
         wait_for_phase(phase, request, prefill, decode)
     wait_settled(prefill, decode)
+    assert metric(decode, "transfer_failures_total") == failures, "a client that leaves is no failed transfer"
     question = Question(prompt, reference.greedy(prompt, NUM_TOKENS), salt)
     tally = Tally()
     ask(hit_service.url, question, reference, tally, stream=False)

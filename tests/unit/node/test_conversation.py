@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.errors import TransferError
+from common.errors import PrefillLegAbortedError, TransferError
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.manager import PullPlan
 from common.node.conversation import Conversation, FinishedPull, RemotePrefix
@@ -204,6 +204,21 @@ async def test_offers_when_they_fail_then_the_pull_fails_with_their_reason(talk:
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, "leg_failed")
     assert it.checked == []
+
+
+@pytest.mark.parametrize(("is_cancelled", "reason"), [(True, "cancelled"), (False, "leg_aborted")])
+async def test_leg_when_its_caller_leaves_then_our_own_end_is_waited_for_a_moment(
+    talk: StartTalk, is_cancelled: bool, reason: str
+) -> None:
+    """A client that leaves ends both legs: what the prefill node says of it first is no failed transfer."""
+    it = talk()
+    it.offers.fail(PrefillLegAbortedError("its caller went away"))
+    await asyncio.sleep(0.05)
+    assert not it.task.done()
+    if is_cancelled:
+        it.conversation.cancel()
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, reason)
 
 
 async def test_offers_when_none_comes_for_the_timeout_then_deadline(talk: StartTalk) -> None:

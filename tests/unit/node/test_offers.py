@@ -127,7 +127,7 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
     ("answer", "code"),
     [
         ((404, {}, {"error": {"message": "no leg", "code": "unknown_pull"}}), "unknown_pull"),
-        ((499, {"X-Tandem-Leg": "failed"}, {}), "leg_failed"),
+        ((499, {"X-Tandem-Leg": "failed"}, {}), "leg_aborted"),
         ((401, {}, {"error": {"message": "key", "code": "invalid_cluster_key"}}), "transfer_failed"),
         ({"final": False, "remote_num_tokens": 7}, "bad_manifest"),
         ({"final": True, "remote_num_tokens": 5}, "bad_manifest"),
