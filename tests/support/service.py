@@ -210,6 +210,14 @@ class Service:
         port = int(node.url.rpartition(":")[2])
         node.process = start_node(node.role, self.model, folder, *flags, port=port, **self.environment).process
 
+    def bring_back(self, node: Node, wait_s: float = 0.5) -> None:
+        """After ``node`` stood still: UCX may end a holder that wakes up with answers nobody waits for any more
+        (docs/failures.md); such a one is started again."""
+        time.sleep(wait_s)
+        if node.process.popen.poll() is not None:
+            self.start_again(node)
+            wait_ready(node)
+
     def _stop(self) -> None:
         for node in reversed(list(self.nodes)):
             node.process.stop()
