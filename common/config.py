@@ -259,6 +259,12 @@ class NodeConfig:
     ops_backend: str = choice_flag(
         "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
     )
+    prebuilt_ops: str | None = flag(
+        None,
+        "folder that python -m common.models.prebuild FOLDER has filled: ops for this CPU are taken from there instead "
+        "of being compiled",
+        metavar="FOLDER",
+    )
     num_threads: int = int_flag(1, "torch threads of this process", 1, 1024)
     seed: int = int_flag(0, "seed of requests that bring none", 0, (1 << 63) - 1)
     max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)

@@ -180,6 +180,14 @@ class DrainingError(NodeUnavailableError):
     retry_after_s = 1
 
 
+class EndingError(TandemError):
+    """The process was told to end; that cannot be taken back."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "ending"
+
+
 class DeadlineExceededError(TandemError):
     status = 504
     type = "timeout_error"

@@ -3,7 +3,7 @@
 Life: 1 serving, 2 draining, from a signal or ``POST /internal/v1/drain`` on: ``/ready`` says 503, ``/health`` 200, new
 work is refused with a 503 that says so, so that a proxy sends it elsewhere, 3 idle: no request is open and nothing is
 held for others (a prefill node's leases); or the deadline has passed: what is left is cut off with a typed error. Then
-``common.api.serve`` ends the process, if a signal began this.
+``common.api.serve`` ends the process, if a signal came. Without one ``DELETE /internal/v1/drain`` leads back to 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.api.http import CLUSTER_KEY_HEADER
-from common.errors import DrainingError, NodeUnavailableError, PermissionDeniedError
+from common.errors import DrainingError, EndingError, NodeUnavailableError, PermissionDeniedError
 
 logger = logging.getLogger(__name__)
 
 DRAIN_ROUTE = "/internal/v1/drain"
 STATUS = "draining"
+SERVING_STATUS = "serving"
 WORK_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 LOOK_S = 0.02
 CUT_GRACE_S = 0.5
@@ -54,6 +55,7 @@ class Drain:
         self._count_held = count_held
         self._cut_off = cut_off
         self._deadline_s: float | None = None
+        self._is_ending = False
         self.num_open = 0
         self._all_closed = asyncio.Event()
         self.stopped = asyncio.Event()
@@ -63,11 +65,25 @@ class Drain:
     def is_draining(self) -> bool:
         return self._deadline_s is not None
 
-    def begin(self, reason: str) -> None:
-        """Refuse new work from now on. A second call changes nothing."""
+    def begin(self, reason: str, *, is_end: bool = False) -> None:
+        """Refuse new work from now on. A second call leaves the deadline as it is. ``is_end``: the process will end,
+        nothing leads back."""
+        self._is_ending = self._is_ending or is_end
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self._timeout_s
             logger.info("draining reason=%s open=%d timeout_s=%.1f", reason, self.num_open, self._timeout_s)
+
+    def undo(self, reason: str) -> None:
+        """Serve again. Nothing happens to a process that does not drain.
+
+        Raises:
+            EndingError: it was told to end.
+        """
+        if self._is_ending:
+            raise EndingError(f"{self._who} was told to end by a signal: its drain cannot be undone")
+        if self._deadline_s is not None:
+            self._deadline_s = None
+            logger.info("serving again reason=%s open=%d", reason, self.num_open)
 
     def check_admission(self) -> None:
         """Raises DrainingError for new work while draining."""
@@ -138,6 +154,12 @@ def add_drain(app: FastAPI, drain: Drain, *, has_cluster_key: bool) -> None:
         require_cluster_key(has_cluster_key)
         drain.begin("asked to")
         return {"status": STATUS, "open": drain.num_open, "held": await drain.held()}
+
+    @app.delete(DRAIN_ROUTE)
+    async def undo() -> dict[str, Any]:
+        require_cluster_key(has_cluster_key)
+        drain.undo("asked to")
+        return {"status": SERVING_STATUS, "open": drain.num_open, "held": await drain.held()}
 
 
 def require_cluster_key(has_cluster_key: bool) -> None:

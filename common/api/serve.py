@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
 
     def _begin_to_end(self, reason: str) -> None:
         assert self._drain is not None
-        self._drain.begin(reason)
+        self._drain.begin(reason, is_end=True)
         self._ending = asyncio.create_task(self._end(self._drain), name="drain")
 
     async def _end(self, drain: Drain) -> None:

@@ -91,6 +91,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("requests_total", "Requests that ended, by route and outcome.", "route", "outcome"),
     _gauge("requests_running", "Requests being worked on."),
     _gauge("requests_waiting", "Requests in the queue."),
+    _gauge(
+        "requests_waiting_for_peer",
+        "Of those in the queue, requests whose prompt another node computes and has handed over no part of: they wait "
+        "for that node, not for this one.",
+        roles=NODES,
+    ),
     _histogram("request_ttft_seconds", "Time from arrival to the first token."),
     _histogram("request_itl_seconds", "Time between two tokens of a request.", buckets=GAP_SECONDS),
     _histogram("request_e2e_seconds", "Time from arrival to the last token.", buckets=REQUEST_SECONDS),

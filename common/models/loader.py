@@ -83,11 +83,12 @@ def load_model(
     trust_remote_code: bool = False,
     seed: int = 0,
     ops_backend: str = "auto",
+    prebuilt_ops: str | None = None,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
-    ``ops_backend`` is auto | torch | cpp (:func:`common.ops.select.create_ops`).
+    ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -99,7 +100,13 @@ def load_model(
     geometry = model_geometry(raw_config, dtype)  # refuses what is not in FAMILIES
     family = FAMILIES[geometry.model_type]
     target = torch.device(device)
-    ops = create_ops(ops_backend, dtype=getattr(torch, dtype), device=target, cache_dir=user_cache_dir())
+    ops = create_ops(
+        ops_backend,
+        dtype=getattr(torch, dtype),
+        device=target,
+        cache_dir=user_cache_dir(),
+        prebuilt_dir=Path(prebuilt_ops) if prebuilt_ops is not None else None,
+    )
     with quiet_transformers():
         loaded = _load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
         head = Head(loaded)

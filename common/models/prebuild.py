@@ -1,18 +1,26 @@
-"""Compiles the C++ ops for this machine's CPU into the user's cache, so that no node does it at its first start.
+"""Compiles the C++ ops for this machine's CPU ahead of time, so that no node does it at its first start.
 
-``python -m common.models.prebuild``, for images. Ends with status 1 and the reason where it cannot be done.
+``python -m common.models.prebuild [FOLDER]``, for images: into FOLDER, which nodes get as ``--prebuilt-ops FOLDER``, or
+into the user's cache. Ends with status 1 and the reason where it cannot be done.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from common.models.fingerprint import user_cache_dir
 from common.ops.cpp.build import BuildError, load_library
 
+USAGE = "usage: python -m common.models.prebuild [FOLDER]\n"
 
-def main() -> int:
-    folder = user_cache_dir()
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1 or any(word.startswith("-") for word in argv):
+        sys.stderr.write(USAGE)
+        return 2
+    folder = Path(argv[0]) if argv else user_cache_dir()
     try:
         load_library(folder)
     except BuildError as exc:
@@ -23,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

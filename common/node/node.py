@@ -197,7 +197,11 @@ class Node:
     def _samples(self) -> Samples:
         core = self.core
         return cache_samples(
-            self.cache_stats, running=core.num_running, waiting=self.num_waiting, preemptions=core.num_preemptions
+            self.cache_stats,
+            running=core.num_running,
+            waiting=self.num_waiting,
+            waiting_for_peer=self.num_in_intake,
+            preemptions=core.num_preemptions,
         )
 
     async def refresh_stats(self) -> None:

@@ -15,7 +15,7 @@ from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 
 
-def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions: int) -> Samples:
+def cache_samples(stats: CacheStats, *, running: int, waiting: int, waiting_for_peer: int, preemptions: int) -> Samples:
     """Gauges and counters of interface.md that live in the cache manager and the scheduler."""
     checkpoints: dict[tuple[str, ...], float] = {}
     for event, counts in (
@@ -27,6 +27,7 @@ def cache_samples(stats: CacheStats, *, running: int, waiting: int, preemptions:
     return {
         "requests_running": {(): running},
         "requests_waiting": {(): waiting},
+        "requests_waiting_for_peer": {(): waiting_for_peer},
         "prefix_cache_query_tokens_total": {(): stats.query_tokens},
         "prefix_cache_hit_tokens_total": _labelled(stats.hit_tokens),
         "prefix_cache_lost_tokens_total": _labelled(stats.lost_tokens),

@@ -18,11 +18,14 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "torch", "cpp")
 
 
-def create_ops(backend: str, *, dtype: torch.dtype, device: torch.device, cache_dir: Path) -> Ops:
+def create_ops(
+    backend: str, *, dtype: torch.dtype, device: torch.device, cache_dir: Path, prebuilt_dir: Path | None = None
+) -> Ops:
     """The ops for a model of ``dtype`` on ``device``.
 
     ``auto`` is cpp where it can run and else torch: silently on another device or in float16, with one warning when it
-    cannot be compiled. ``cache_dir`` is where compiled libraries are kept.
+    cannot be compiled. ``cache_dir`` is where compiled libraries are kept, ``prebuilt_dir`` where they are looked for
+    first.
 
     Raises:
         ConfigError: cpp was asked for and cannot run, with the reason.
@@ -38,7 +41,7 @@ def create_ops(backend: str, *, dtype: torch.dtype, device: torch.device, cache_
             raise ConfigError(f"--ops-backend cpp runs {known} on cpu, not {what}", param="--ops-backend")
         return TorchOps()
     try:
-        return CppOps(load_library(cache_dir))
+        return CppOps(load_library(cache_dir, prebuilt_dir=prebuilt_dir))
     except BuildError as exc:
         if backend == "cpp":
             raise ConfigError(f"--ops-backend cpp cannot run here: {exc}", param="--ops-backend") from exc

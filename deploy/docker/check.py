@@ -269,6 +269,8 @@ def run_together(images: dict[str, Image]) -> None:
         if (node := images.get("node-cpu")) is not None:
             [model] = node.inside("/app/venv").glob("lib/python*/site-packages/common/demo_model/tandem-demo")
             settings = {"TANDEM_MODEL": "/" + str(model.relative_to(node.root)), "TANDEM_KV_CACHE_MEMORY": "64MiB"}
+            # An empty volume hides the image's own folder, as in Kubernetes: what is baked in must not be there.
+            settings["XDG_CACHE_HOME"] = "/cache"
             for role, port in (("prefill", prefill_port), ("decode", decode_port)):
                 peer = urls["decode" if role == "prefill" else "prefill"]
                 running.append(start(node, [role], port, TANDEM_PEERS=peer, **settings))
@@ -279,11 +281,23 @@ def run_together(images: dict[str, Image]) -> None:
             wait_until_well(each)
         if proxy is not None:
             ask(proxy_port, has_nodes=node is not None)
+        for each in running:
+            check_baked(each)
     finally:
         statuses = {each.words[0]: each.stop() for each in running}
     say(f"SIGTERM: exit statuses {statuses}")
     if any(statuses.values()):
         raise SystemExit("a process did not end in order on SIGTERM")
+
+
+def check_baked(started: Started) -> None:
+    """Nodes run the compiled ops, and no start has compiled them."""
+    if started.words == ["proxy"]:
+        return
+    log = started.log.read_text()
+    if "compiling the C++ ops" in log or " ops=cpp " not in log:
+        raise SystemExit(f"{started.words}: the image's compiled ops are not used:\n{log[-3000:]}")
+    say(f"{started.image.name} {started.words[0]}: runs the image's compiled ops")
 
 
 def ask(port: int, *, has_nodes: bool) -> None:

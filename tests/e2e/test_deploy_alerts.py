@@ -41,7 +41,8 @@ ELSEWHERE = {("Tandem" + name) for name in ("KvBlocksFull", "KvBlocksHigh", "Lat
 SLOW = ("--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB", "--kv-lease-seconds", "6")
 VALUES = (
     "up",
-    "role:tandem_requests_waiting:avg",
+    "role:tandem_requests_queued:avg",
+    "instance:tandem_leased:ratio",
     "instance:tandem_kv_blocks:occupied_ratio",
     "instance:tandem_state_slots:occupied_ratio",
     'instance:tandem_prefix_cache_hit:ratio_rate5m{group="joint"}',

@@ -121,11 +121,11 @@ def test_decode_node_when_requests_wait_for_a_prefill_node_then_they_are_counted
     try:
         thread.start()
         wait_until(lambda: info(decode)["waiting"] == 1, "the request to wait")
-        assert metric(decode, "requests_waiting") == 1
+        assert metric(decode, "requests_waiting") == metric(decode, "requests_waiting_for_peer") == 1
     finally:
         prefill.process.popen.send_signal(signal.SIGCONT)
     thread.join()
-    assert metric(decode, "requests_waiting") == 0
+    assert metric(decode, "requests_waiting") == metric(decode, "requests_waiting_for_peer") == 0
 
 
 def test_nodes_when_idle_then_they_end_at_once_and_a_second_signal_ends_a_draining_one(own_service: Service) -> None:

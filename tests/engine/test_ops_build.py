@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from common.ops.cpp import build
 from common.ops.cpp.build import BuildError, load_library
 from common.ops.select import create_ops
 from tests.support.models import checkpoint
@@ -66,6 +67,31 @@ def test_load_library_when_called_again_then_does_not_compile_again(
     assert first
     assert load_library(tmp_path / "cache", sources).tandem_attention() == 7
     assert count(compilations) == first
+
+
+def test_load_library_when_it_was_prebuilt_then_is_read_from_there_and_nothing_is_compiled_or_written(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    image = tmp_path / "image"
+    load_library(image, sources)
+    first = count(compilations)
+    before = sorted(image.rglob("*"))
+    assert load_library(tmp_path / "cache", sources, prebuilt_dir=image).tandem_attention() == 7
+    assert count(compilations) == first
+    assert not (tmp_path / "cache").exists()
+    assert sorted(image.rglob("*")) == before
+
+
+def test_load_library_when_it_was_prebuilt_on_another_cpu_then_is_compiled_for_this_one(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(build, "_cpu", lambda: "x86_64\nmodel\t: another one")
+        load_library(tmp_path / "image", sources)
+    first = count(compilations)
+    library = load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image")
+    assert count(compilations) == first + 1
+    assert Path(library._name).parent == tmp_path / "cache" / "ops"
 
 
 def test_load_library_when_many_come_at_once_then_one_compiles(

@@ -1,10 +1,12 @@
 """From the sources beside this file to a loaded library, compiled once per machine.
 
 1 find a compiler, 2 name the library after everything that its bytes depend on (sources, compiler, flags, CPU), 3 take
-it from the cache folder, or compile it there into a scratch file that is moved into place, under a lock so that nodes
-that start together compile once, 4 load it. Leaves by: a library, or :class:`BuildError` with the reason.
+it from the folder of prebuilt ones where there is one (an image's), else from the cache folder, or compile it there
+into a scratch file that is moved into place, under a lock so that nodes that start together compile once, 4 load it.
+Leaves by: a library, or :class:`BuildError` with the reason.
 
-The code is for the CPU it was compiled on, so only the sources are shipped.
+The code is for the CPU it was compiled on, so packages hold only the sources, and what an image built on another kind
+of CPU brings has another name: it is never loaded.
 """
 
 from __future__ import annotations
@@ -55,11 +57,16 @@ class BuildError(Exception):
 
 
 def load_library(
-    cache_dir: Path, source_dir: Path = SOURCE_DIR, machine_flags: Sequence[tuple[str, ...]] = MACHINE_FLAGS
+    cache_dir: Path,
+    source_dir: Path = SOURCE_DIR,
+    machine_flags: Sequence[tuple[str, ...]] = MACHINE_FLAGS,
+    *,
+    prebuilt_dir: Path | None = None,
 ) -> ctypes.CDLL:
-    """The compiled ops of ``source_dir``, from ``cache_dir``/ops or compiled into it.
+    """The compiled ops of ``source_dir``, from ``prebuilt_dir``/ops, from ``cache_dir``/ops, or compiled into that.
 
     ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
+    ``prebuilt_dir``: once the ``cache_dir`` of somebody else; only read.
 
     Raises:
         BuildError: no compiler, no success with it, or nowhere to write.
@@ -68,6 +75,11 @@ def load_library(
     folder = cache_dir / "ops"
     sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
     path = folder / f"{_digest(compiler, sources, machine_flags)}.so"
+    if prebuilt_dir is not None:
+        prebuilt = prebuilt_dir / "ops" / path.name
+        if prebuilt.exists() and (library := _try_load(prebuilt)) is not None:
+            return library
+        logger.info("no prebuilt C++ ops for this CPU and compiler path=%s", prebuilt)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):

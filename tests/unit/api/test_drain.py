@@ -9,7 +9,7 @@ import time
 import pytest
 
 from common.api.drain import Drain
-from common.errors import DrainingError, NodeUnavailableError
+from common.errors import DrainingError, EndingError, NodeUnavailableError
 
 
 def test_drain_when_work_is_open_and_then_held_for_others_then_it_waits_for_both() -> None:
@@ -66,3 +66,30 @@ def test_drain_when_begun_twice_then_the_first_deadline_stays() -> None:
         assert cut_s[0] - again_s < 0.8  # 0.2 s were left
 
     asyncio.run(scenario())
+
+
+def test_drain_when_undone_then_it_admits_again_and_the_next_drain_has_all_its_time() -> None:
+    async def scenario() -> None:
+        drain = Drain("node", 1.0)
+        drain.undo("never begun")
+        drain.begin("an operator")
+        await asyncio.sleep(0.8)
+        drain.undo("the operator again")
+        assert not drain.is_draining
+        drain.check_admission()
+        with drain.open():
+            drain.begin("an operator")
+            started_s = time.monotonic()
+            assert not await drain.wait()
+        assert time.monotonic() - started_s >= 1.0
+
+    asyncio.run(scenario())
+
+
+def test_drain_when_a_signal_came_then_it_cannot_be_undone() -> None:
+    drain = Drain("node", 1.0)
+    drain.begin("an operator")
+    drain.begin("SIGTERM", is_end=True)
+    with pytest.raises(EndingError, match="node was told to end"):
+        drain.undo("an operator")
+    assert drain.is_draining

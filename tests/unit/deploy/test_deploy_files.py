@@ -22,7 +22,8 @@ DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.parent for path in (DEPLOY / "kubernetes" / "overlays").glob("*/kustomization.yaml"))
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 # Made by the adapter's rules from the metrics that those name.
-ADAPTED = {"tandem_kv_blocks_occupied_ratio", "tandem_request_itl_slow_ratio"}
+ADAPTER = DEPLOY / "kubernetes" / "monitoring" / "adapter-rules.yaml"
+ADAPTED = {rule["name"]["as"]: rule["metricsQuery"] for rule in yaml.safe_load(ADAPTER.read_text())["rules"]}
 # Of the images and of compose, not of the processes.
 NOT_FLAGS = {"TANDEM_TEST_HOOKS"}
 
@@ -133,6 +134,12 @@ def test_compose_variables_when_used_then_are_explained_in_the_example() -> None
     assert used == explained
 
 
+def test_compose_variables_when_commented_out_then_the_example_shows_the_default() -> None:
+    defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", (DEPLOY / "compose.yaml").read_text()))
+    shown = dict(re.findall(r"^# ([A-Z_]+)=(.*)$", (DEPLOY / ".env.example").read_text(), re.MULTILINE))
+    assert shown == defaults
+
+
 def test_compose_when_read_then_ports_commands_and_addresses_fit_together() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert services["proxy"]["environment"]["TANDEM_PREFILL"] == "http://prefill:8100"
@@ -239,4 +246,5 @@ def test_overlay_when_built_then_its_parts_refer_to_each_other(overlay: Path) ->
     for spec in scalers.values():
         for entry in spec["metrics"]:
             name = entry["pods"]["metric"]["name"]
-            assert name in exposed_names() | ADAPTED
+            assert name in ADAPTED
+            assert names_in(ADAPTED[name]) <= exposed_names()

@@ -227,6 +227,23 @@ def test_image_when_read_then_starts_our_command_as_another_user_from_files_that
     assert health == '["python", "-m", "common.cli.probe", "/health"]'
 
 
+def test_node_image_when_ops_are_baked_in_then_no_volume_hides_them_and_nodes_look_there() -> None:
+    steps = dockerfile()["node-cpu"]
+    [folder] = [step.text for step in steps if step.word == "WORKDIR"]
+    [baked] = [step.text.split()[-1] for step in steps if step.text.startswith("python -m common.models.prebuild")]
+    variables = dict(word.split("=", 1) for step in steps if step.word == "ENV" for word in shlex.split(step.text))
+    config = parse_node_config([], {**variables, "TANDEM_MODEL": "m"}, role="decode", default_port=8200)
+    assert config.prebuilt_ops == f"{folder}/{baked}"
+    mounts = {
+        mount["mountPath"] for each in OVERLAYS for w in workloads(each) for mount in container_of(w)["volumeMounts"]
+    }
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    mounts |= {volume.split(":")[1] for service in services for volume in service.get("volumes", ())}
+    mounts |= {step.text for step in steps if step.word == "VOLUME"}
+    assert {"/cache", "/models"} <= mounts
+    assert not [mount for mount in mounts if f"{config.prebuilt_ops}/".startswith(mount.rstrip("/") + "/")]
+
+
 @pytest.mark.full
 def test_proxy_image_when_its_steps_are_run_in_a_clean_folder_then_serves_and_ends_on_sigterm() -> None:
     command = ["python3", str(DEPLOY / "docker" / "check.py"), "--targets", "proxy"]

@@ -109,11 +109,24 @@ def test_proxy_when_cut_off_then_streams_end_with_an_error_event(start_cluster: 
     wait_for(lambda: cluster.decode[0].num_aborted == 1, "the leg to be closed")
 
 
+def test_proxy_when_its_drain_is_undone_then_it_is_ready_and_serves(start_cluster: StartCluster, key_file: str) -> None:
+    cluster = start_cluster(1, 1, cluster_key_file=key_file)
+    headers = {"X-Tandem-Cluster-Key": KEY}
+    assert drain(cluster).status_code == 200
+    assert post(cluster).status_code == 503
+    undone = cluster.client.delete("/internal/v1/drain", headers=headers)
+    assert undone.json() == {"status": "serving", "open": 0, "held": 0}
+    assert cluster.client.get("/ready").status_code == 200
+    assert post(cluster).status_code == 200
+    assert cluster.client.delete("/internal/v1/drain").status_code == 401
+
+
 def test_drain_route_when_there_is_no_cluster_key_then_refused(start_cluster: StartCluster, key_file: str) -> None:
     cluster = start_cluster(0)
     answer = cluster.client.post("/internal/v1/drain")
     assert answer.status_code == 403
     assert "--cluster-key-file" in answer.json()["error"]["message"]
+    assert cluster.client.delete("/internal/v1/drain").status_code == 403
     guarded = start_cluster(0, cluster_key_file=key_file)
     assert guarded.client.post("/internal/v1/drain").status_code == 401
     assert cluster.client.get("/ready").status_code == guarded.client.get("/ready").status_code == 200
