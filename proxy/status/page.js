@@ -59,6 +59,14 @@ function seconds(value) {
   return value < 120 ? value.toFixed(2) + " s" : Math.floor(value / 60) + " min " + Math.round(value % 60) + " s";
 }
 
+function duration(value) {
+  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].map(([size, unit], index, all) =>
+    [Math.floor(index ? (value % all[index - 1][0]) / size : value / size), unit]);
+  const first = parts.findIndex(([amount]) => amount > 0);
+  if (first < 0) return "0 s";
+  return parts.slice(first, first + 2).map(([amount, unit]) => amount + " " + unit).join(" ");
+}
+
 // parts: [[label, css class, amount, text]]; what a bar says in colour its label says in words.
 function bar(title, parts) {
   const made = el("div", "bar");
@@ -99,23 +107,23 @@ function pool(title, states) {
   return el("div", "measure", head, bar(title, shown));
 }
 
+// "joint" is what requests could use; a group that has more than that says what keeps it from being used.
 function hits(now, ever) {
-  const groups = Object.keys(ever || {});
-  if (!groups.length) return "nothing looked up yet";
-  const one = (group) => group + " " + percent(ever[group]) +
-    (now && group in now ? " (last minute " + percent(now[group]) + ")" : "");
-  return groups.map(one).join(", ");
+  if (!ever || !("joint" in ever)) return "nothing looked up yet";
+  const recent = now && "joint" in now ? percent(now.joint) + " in the last minute, " : "";
+  const more = Object.keys(ever).filter((group) => ever[group] - ever.joint > 0.005)
+    .map((group) => group + " alone " + percent(ever[group]));
+  return recent + percent(ever.joint) + " since its start" + (more.length ? "; " + more.join(", ") : "");
 }
 
 function nodeParts(node) {
   const parts = [el("div", "card-head", el("h3", "", node.name), el("span", "role", node.role + " node"), stateBadge(node))];
   if (node.reason) parts.push(el("p", "reason", node.reason));
   const figures = node.figures;
-  const facts = [
-    ["model", node.model || "unknown"],
-    ["fingerprint", node.fingerprint ? node.fingerprint.slice(0, 16) : "unknown"],
-    ["address", node.url],
-  ];
+  const facts = [["address", node.url]];
+  if (!node.is_like_all) {
+    facts.push(["model", node.model || "unknown"], ["fingerprint", short(node.fingerprint)]);
+  }
   if (figures) {
     if (figures.kv_blocks) parts.push(pool("KV blocks", figures.kv_blocks));
     if (figures.state_slots) parts.push(pool("State slots", figures.state_slots));
@@ -137,7 +145,17 @@ function nodeParts(node) {
   return parts;
 }
 
-function showNodes(nodes) {
+const short = (fingerprint) => fingerprint ? fingerprint.slice(0, 16) : "unknown";
+
+// What all nodes serve, or null when they differ or nobody has said.
+function common(nodes) {
+  const first = nodes.find((node) => node.model);
+  const isLike = (node) => !node.model || (node.model === first.model && node.fingerprint === first.fingerprint);
+  if (!first || !nodes.every(isLike)) return null;
+  return first.model.split("/").filter(Boolean).slice(-2).join("/") + " (" + short(first.fingerprint) + ")";
+}
+
+function showNodes(nodes, isLikeAll) {
   for (const node of nodes) {
     let card = cards.get(node.url);
     if (!card) {
@@ -145,7 +163,7 @@ function showNodes(nodes) {
       cards.set(node.url, card);
       byId("nodes").append(card);
     }
-    const shown = { ...node, age_seconds: node.age_seconds > 3 ? node.age_seconds : 0 };
+    const shown = { ...node, age_seconds: node.age_seconds > 3 ? node.age_seconds : 0, is_like_all: isLikeAll };
     same(card, shown, () => nodeParts(shown));
     card.classList.toggle("stale", node.state !== "ready" || !node.answers);
   }
@@ -263,19 +281,47 @@ function showRequests(requests) {
 
 // --- the page
 
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)];
+}
+
+function showTiles(status, down) {
+  const sum = (name) => status.nodes.filter((node) => !down.includes(node))
+    .reduce((total, node) => total + ((node.rates || {})[name] || 0), 0);
+  const firsts = status.requests.map((request) => request.ttft_seconds).filter((value) => value !== null);
+  const known = status.requests.filter((request) => request.prompt_tokens > 0);
+  const prompts = known.reduce((total, request) => total + request.prompt_tokens, 0);
+  const cachedOf = (request) => Math.max(request.prefill_cached_tokens || 0, request.decode_cached_tokens || 0);
+  const cached = known.reduce((total, request) => total + Math.min(request.prompt_tokens, cachedOf(request)), 0);
+  const waiting = status.waiting ? ", " + number(status.waiting) + " waiting" : "";
+  const tiles = [
+    ["nodes up", String(status.nodes.length - down.length), "of " + status.nodes.length, down.length > 0],
+    ["requests in work" + waiting, number(status.running), "of at most " + number(status.max_concurrency), waiting !== ""],
+    ["to the first token, median of " + firsts.length, firsts.length ? seconds(median(firsts)) : "–", "", false],
+    ["of the last prompts was cached", prompts ? percent(cached / prompts) : "–", "", false],
+    ["tokens generated a second", number(sum("generated_tokens")), "", false],
+    ["prompt tokens computed a second", number(sum("computed_tokens")), "", false],
+  ];
+  same(byId("tiles"), tiles, () => tiles.map(([name, value, unit, isAlarm]) =>
+    el("div", "tile" + (isAlarm ? " alarm" : ""), el("dt", "", name),
+      el("dd", "", value + " ", el("small", "", unit)))));
+}
+
 function show(status) {
   const down = status.nodes.filter((node) => node.state !== "ready" || !node.answers);
+  const served = common(status.nodes);
   const well = status.ready && !down.length;
   const words = !status.ready ? "Not ready: " + status.reasons.join("; ")
     : down.length ? "Serving, but not all nodes: " + down.map((node) => node.name).join(", ") : "Serving";
   const summary = byId("summary");
   say(summary, words);
   summary.className = "badge " + (well ? "good" : status.ready ? "warn" : "bad");
-  say(byId("numbers"), status.running + " of at most " + status.max_concurrency + " requests, " + status.waiting +
-    " waiting · version " +
-    (status.version || "unknown") + " · up " + seconds(status.uptime_seconds));
+  say(byId("numbers"), (served ? served + " · " : "") + "version " + (status.version || "unknown") + " · up " +
+    duration(status.uptime_seconds));
   document.title = (well ? "" : "! ") + "Tandem";
-  showNodes(status.nodes);
+  showTiles(status, down);
+  showNodes(status.nodes, served !== null);
   showRequests(status.requests);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import time
@@ -17,7 +18,9 @@ import yaml
 from tests.support.client import complete, together
 from tests.support.hangup import wait_until
 from tests.support.reference import random_tokens
-from tests.support.service import ROOT, Process, Service, free_port
+from tests.support.service import ROOT, Node, Process, Service, free_port
+from tests.unit.deploy.test_autoscaling import adapter_queries
+from tests.unit.deploy.test_autoscaling import targets as scaler_targets
 
 pytestmark = pytest.mark.full
 
@@ -35,11 +38,15 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
     if program is None:
         pytest.skip("prometheus is not installed (Debian package prometheus)")
     folder = tmp_path_factory.mktemp("prometheus")
-    targets = [node.url.removeprefix("http://") for node in service.nodes]
+    targets = [
+        # As the PodMonitor labels them.
+        {"targets": [node.url.removeprefix("http://")], "labels": {"namespace": "tandem", "pod": pod_of(node)}}
+        for node in service.nodes
+    ]
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(path) for path in RULES]
-    config["scrape_configs"] = [{"job_name": "tandem", "static_configs": [{"targets": targets}]}]
+    config["scrape_configs"] = [{"job_name": "tandem", "static_configs": targets}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = free_port()
     argv = [
@@ -64,6 +71,10 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
         process.stop()
 
 
+def pod_of(node: Node) -> str:
+    return f"tandem-{node.role}-0"
+
+
 def is_ready(url: str) -> bool:
     try:
         return httpx.get(url + "/-/ready", timeout=2).status_code == 200
@@ -85,7 +96,17 @@ def test_dashboard_when_a_service_was_under_load_then_every_panel_has_data(prome
             continue
         if panel["fieldConfig"]["defaults"]["noValue"] == "none":  # a panel of failures
             continue
-        assert all(results), (panel["title"], panel["targets"])
+        for target, result in zip(panel["targets"], results, strict=True):
+            assert any(not math.isnan(float(each["value"][1])) for each in result), (panel["title"], target)
+
+
+def test_adapter_when_a_service_was_under_load_then_every_scaler_has_a_figure_of_its_pods(prometheus: str) -> None:
+    for role, metrics in scaler_targets().items():
+        queries = adapter_queries(f"tandem-{role}-0")
+        for metric in metrics:
+            [result] = query(prometheus, queries[metric])
+            assert result["metric"] == {"pod": f"tandem-{role}-0"}
+            assert float(result["value"][1]) >= 0, metric
 
 
 def test_rules_when_a_service_was_under_load_then_all_are_evaluated_and_no_alert_fires(prometheus: str) -> None:

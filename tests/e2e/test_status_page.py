@@ -106,6 +106,9 @@ def test_page_when_opened_in_a_browser_while_requests_run_then_is_live_quiet_and
                 assert node.url in text
             assert text.count("ready") == 3
             assert "prompt tokens" in text
+            tiles = page.evaluate("document.getElementById('tiles').innerText")
+            assert "3 of 3" in tiles
+            assert "nodes up" in tiles
             assert "Serving" in text
 
             # Live: rows come by themselves, and what is open stays open.
@@ -130,6 +133,10 @@ def test_page_when_opened_in_a_browser_while_requests_run_then_is_live_quiet_and
             page.wait_for("document.body.innerText.match(/ready/g).length === 3")
             killed.process.kill()
             assert page.wait_for("document.body.innerText.includes('suspect')", 10) <= SEEN_WITHIN_S
+            page.wait_for("document.getElementById('tiles').innerText.includes('2 of 3')")
+            for width, height, name in ((1280, 1000, "desktop"), (360, 740, "phone")):
+                page.resize(width, height)
+                page.screenshot(tmp_path / f"{name}-node-dead.png")
 
             assert page.complaints == []
             assert {httpx.URL(url).netloc.decode() for url in page.urls} == {service.url.removeprefix("http://")}
