@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.cli.flags import UpConfig
 from common.config import NodeConfig, ProxyConfig, flag_table
+from common.metrics.labels import LABEL_VALUES, LabelValues
 from common.metrics.table import METRICS, NODES, PREFIX, MetricSpec, Role
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
@@ -30,6 +31,12 @@ Served at `/metrics` of every process, in the Prometheus text format. All names 
 units (seconds, bytes, tokens), and every metric also has the label `role` (`prefill`, `decode` or `proxy`). Label
 values come from small fixed sets. A histogram `NAME` appears as `NAME_bucket`, `NAME_sum` and `NAME_count`.
 """
+_LABELS_INTRODUCTION = """
+## Label values
+
+A counter has no series for a reason that has not come up. `route` is `completions` or `chat`, `policy` the value of
+`--policy`, `node` a node's URL.
+"""
 
 
 def flags_document() -> str:
@@ -46,7 +53,8 @@ def flags_document() -> str:
 def metrics_document() -> str:
     """``docs/metrics.md``."""
     rows = ["| metric | kind | labels | on | meaning |", "|---|---|---|---|---|", *map(_metric_row, METRICS)]
-    return "\n".join([_heading("Metrics", _METRICS_INTRODUCTION), *rows]) + "\n"
+    values = ["| label | of | values |", "|---|---|---|", *map(_label_row, LABEL_VALUES)]
+    return "\n".join([_heading("Metrics", _METRICS_INTRODUCTION), *rows, _LABELS_INTRODUCTION, *values]) + "\n"
 
 
 def documents() -> dict[str, str]:
@@ -61,6 +69,12 @@ def _heading(title: str, introduction: str) -> str:
 def _metric_row(spec: MetricSpec) -> str:
     labels = ", ".join(f"`{label}`" for label in spec.labels)
     return f"| `{PREFIX}{spec.name}` | {spec.kind.value} | {labels} | {_roles(spec.roles)} | {spec.help} |"
+
+
+def _label_row(each: LabelValues) -> str:
+    metrics = ", ".join(f"`{PREFIX}{name}`" for name in each.metrics)
+    values = "; ".join(f"`{value}`: {meaning}" for value, meaning in each.values.items())
+    return f"| `{each.label}` | {metrics} | {values} |"
 
 
 def _roles(roles: frozenset[Role]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import time
@@ -14,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from common.metrics.labels import LABEL_VALUES
+from common.metrics.table import PREFIX
 from tests.support.client import complete, together
 from tests.support.hangup import wait_until
 from tests.support.reference import random_tokens
@@ -119,6 +123,24 @@ def test_rules_when_a_service_was_under_load_then_all_are_evaluated_and_no_alert
         assert rule["health"] == "ok", rule
         if rule["type"] == "alerting":
             assert rule["state"] != "firing", rule
+
+
+def test_labels_when_a_service_was_under_load_then_their_values_are_documented(
+    prometheus: str, service: Service
+) -> None:
+    found = set()
+    for node in service.nodes:
+        for family in text_string_to_metric_families(httpx.get(node.url + "/metrics", timeout=30).text):
+            for sample in family.samples:
+                found |= {(family.name, label, re.sub(r"\d+", "<N>", value)) for label, value in sample.labels.items()}
+    explained = {(each.label, PREFIX + name): each.values for each in LABEL_VALUES for name in each.metrics}
+    seen = 0
+    for family, label, value in found:
+        values = explained.get((label, family), explained.get((label, family + "_total")))
+        if values is not None:
+            assert value in values, (family, label, value)
+            seen += 1
+    assert seen > 20
 
 
 def test_metrics_when_promtool_lints_them_then_names_and_types_are_in_order(service: Service) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.cli.docs import COMMAND, documents
+from common.cli.docs import COMMAND, documents, metrics_document
 from common.cli.flags import UpConfig
 from common.config import NodeConfig, ProxyConfig, flag_table, flags_of
+from common.metrics.labels import LABEL_VALUES
 from common.metrics.metrics import Metrics
 from common.metrics.table import METRICS, PREFIX, Role
 
@@ -39,7 +40,7 @@ def test_flags_document_has_no_other_rows_than_those_tables() -> None:
 
 def test_metrics_document_lists_exactly_the_table_with_labels_and_help() -> None:
     rows = {}
-    for line in read("metrics.md").splitlines():
+    for line in read("metrics.md").partition("## Label values")[0].splitlines():
         if line.startswith("| `"):
             name, kind, labels, _, meaning = (cell.strip() for cell in line.strip("|").split("|"))
             rows[name.strip("`")] = (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
@@ -61,3 +62,13 @@ def test_metrics_document_names_each_metric_that_a_process_exposes(role: Role) -
         if on == "all" or role.value in on or (on == "nodes" and role is not Role.PROXY)
     }
     assert exposed == here
+
+
+def test_label_values_when_listed_then_every_label_of_every_metric_is_explained() -> None:
+    explained = {(name, each.label) for each in LABEL_VALUES for name in each.metrics}
+    introduced = set(
+        re.findall(r"`(\w+)` (?:is|the|a)", metrics_document().partition("## Label values")[2].split("|")[0])
+    )
+    labels = {(spec.name, label) for spec in METRICS if spec.name != "build_info" for label in spec.labels}
+    assert {"route", "policy", "node"} <= introduced
+    assert {pair for pair in labels if pair[1] not in introduced} == explained

@@ -46,6 +46,7 @@ ALLOWED = {
         "common.config",
         "common.demo_model",
         "common.kv_cache.simulate",
+        "common.metrics.labels",
         "common.metrics.table",
         "common.telemetry",
     },

@@ -19,7 +19,7 @@ leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,plac
 """
 
 BEYOND_INTERFACE = """
-transfer_early_parts_total agent_recreations_total source_queries_total{result}
+requests_waiting_for_peer transfer_early_parts_total agent_recreations_total source_queries_total{result}
 proxy_retries_total{reason} proxy_retries_refused_total proxy_migrations_total{outcome} breaker_state{node}
 breaker_opened_total{node}
 proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}

@@ -1,0 +1,165 @@
+"""What the values of metrics' labels mean, for the documentation; a test compares them with what a running service
+exposes. Names of metrics are without prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LabelValues:
+    """``values``: value -> meaning; one with ``<N>`` stands for all with a number there."""
+
+    metrics: tuple[str, ...]
+    label: str
+    values: Mapping[str, str]
+
+
+POOL_STATES = {
+    "free": "holds nothing",
+    "cached": "holds content that a request may find, and is free for whoever needs it",
+    "used": "of a running request",
+    "leased": "of a finished prompt that waits for its reader",
+    "quarantined": "a read that was given up may still write it",
+}
+PLACEMENTS = {
+    "remote": "a prefill node computes the prompt, the decode node pulls it",
+    "local": "the decode node computes the prompt itself",
+}
+
+LABEL_VALUES: tuple[LabelValues, ...] = (
+    LabelValues(
+        ("requests_total",),
+        "outcome",
+        {
+            "stop": "answered to its end; on nodes: the model or a stop string ended it",
+            "length": "on nodes: `max_tokens` ended it",
+            "abort": "the client left",
+            "rejected": "refused before work began: malformed, too long, turned away",
+            "error": "failed, and not by the client's fault",
+        },
+    ),
+    LabelValues(
+        ("request_phase_seconds",),
+        "phase",
+        {
+            "queue": "waiting in this process",
+            "prefill": "computing the prompt; at the proxy: the prefill leg",
+            "transfer": "from the prompt's last token computed to its last bytes here and checked",
+            "first_token": "sampling the first token",
+        },
+    ),
+    LabelValues(
+        ("prompt_tokens_total",),
+        "source",
+        {"computed": "here", "cached": "found here", "transferred": "pulled from another node"},
+    ),
+    LabelValues(
+        ("prefix_cache_hit_tokens_total", "evictions_total"),
+        "group",
+        {
+            "joint": "what requests could use: the shortest of the groups",
+            "attention": "blocks of full attention",
+            "mla": "blocks of latent attention",
+            "window_<N>": "blocks of sliding windows of N tokens",
+            "state": "recurrent states",
+        },
+    ),
+    LabelValues(
+        ("prefix_cache_lost_tokens_total",),
+        "reason",
+        {
+            "no_state": "attention was there, no state to go on from",
+            "no_attention": "a state was there, attention before it was not",
+            "no_window": "the last tokens of a sliding window were not there",
+        },
+    ),
+    LabelValues(("kv_blocks", "state_slots"), "state", POOL_STATES),
+    LabelValues(
+        ("checkpoints_total",),
+        "event",
+        {"saved": "kept", "skipped": "could not be kept", "evicted": "dropped again"},
+    ),
+    LabelValues(
+        ("checkpoints_total",),
+        "reason",
+        {
+            "prompt_end": "saved at the end of a prompt",
+            "semantic": "saved at a message's end",
+            "grid": "saved at an interval (`--prefix-cache-retention-interval`) or a block's end",
+            "junction": "saved where another prompt had parted",
+            "donated": "saved at the end of an answer: the running state itself",
+            "pulled": "saved with what was pulled",
+            "exists": "skipped: is there already",
+            "no_attention": "skipped: the attention before it is not cached",
+            "no_slot": "skipped: no slot",
+            "no_block": "skipped: no block",
+            "limit": "skipped or evicted: too many checkpoints, in all or between two blocks",
+            "capacity": "evicted: its slot was needed",
+            "tail": "evicted: its tail's blocks were needed",
+            "attention": "evicted: with the attention before it",
+        },
+    ),
+    LabelValues(("transfer_bytes_total",), "direction", {"in": "this node read"}),
+    LabelValues(("transfer_bytes_total",), "kind", {"kv": "attention blocks", "state": "recurrent states"}),
+    LabelValues(
+        ("transfer_failures_total",),
+        "reason",
+        {
+            "stale": "read too late: the memory had changed",
+            "wrong_content": "another prompt than promised",
+            "digest_mismatch": "other bytes than promised",
+            "timed_out": "no progress for `--kv-transfer-timeout-seconds`",
+            "peer_lost": "the other node is dead, or silent for 1.5 s",
+            "leg_failed": "the prefill node will not compute the prompt",
+            "unknown_pull": "the prefill node does not know the prompt",
+            "mismatch": "another model or layout",
+            "failed": "everything else",
+        },
+    ),
+    LabelValues(
+        ("source_queries_total",),
+        "result",
+        {
+            "hit": "the other node has more of the prefix",
+            "miss": "it has not",
+            "refused": "it will not say",
+            "timeout": "no answer in time",
+            "failed": "the question failed",
+            "mismatch": "another model or layout",
+        },
+    ),
+    LabelValues(("leases",), "state", {"active": "held for a reader"}),
+    LabelValues(("proxy_decisions_total", "proxy_predicted_ttft_seconds", "proxy_ttft_ratio"), "placement", PLACEMENTS),
+    LabelValues(
+        ("proxy_retries_total",),
+        "reason",
+        {
+            "refused": "the node does not take connections",
+            "broken": "the connection broke",
+            "garbage": "what it answers is no answer",
+            "status": "a 5xx",
+            "busy": "it is full or drains",
+            "transfer": "it could not get the prompt",
+        },
+    ),
+    LabelValues(
+        ("proxy_migrations_total",),
+        "outcome",
+        {"resumed": "went on at another decode node", "gave_up": "ended with an error event"},
+    ),
+    LabelValues(
+        ("requests_dropped_total",),
+        "reason",
+        {
+            "rejected-queue-full": "the queue is full",
+            "rejected-deadline": "its turn would come after its deadline",
+            "rejected-concurrency": "its key's `max_concurrency`",
+            "rejected-rate-limit": "its key's rate",
+            "evicted-priority": "a better one took its place in the queue",
+            "evicted-deadline": "its deadline passed",
+            "evicted-timeout": "waited for `--max-queue-seconds`",
+        },
+    ),
+)
