@@ -45,7 +45,7 @@ def plain_ttft_s(client: httpx.Client, seed: int) -> float:
 def test_bench_when_compared_with_a_plain_client_then_ttft_is_the_same(service: Service, tmp_path: Path) -> None:
     flags = ("--requests", str(NUM_REQUESTS), "--concurrency", "1", "--prompt-tokens", str(NUM_PROMPT_TOKENS))
     reported, plain = [], []
-    for turn in range(3):  # one after the other, so that what else runs on the machine meets both
+    for turn in range(5):  # one after the other, so that what else runs on the machine meets both
         seed = str(9000 + turn)
         status, report, done = bench(service.url, tmp_path / "report.json", *flags, "--max-tokens", "8", "--seed", seed)
         assert status == 0, done.stderr
@@ -54,8 +54,9 @@ def test_bench_when_compared_with_a_plain_client_then_ttft_is_the_same(service: 
         with httpx.Client(base_url=service.url, timeout=60, trust_env=False) as client:
             seeds = range(300 + turn * 20, 300 + turn * 20 + NUM_REQUESTS)
             plain.append(statistics.median(plain_ttft_s(client, seed) for seed in seeds))
-    ratio = statistics.median(reported) / statistics.median(plain)
-    assert 1 / 1.5 < ratio < 1.5, (reported, plain)
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(reported, plain, strict=True))
+    print(f"ratio {ratio:.3f}; seconds by tandem bench: {reported}, by a plain client: {plain}")
+    assert 1 / 1.25 < ratio < 1.25, (reported, plain)
 
 
 def test_bench_when_a_service_runs_then_its_cache_and_placements_are_reported(service: Service, tmp_path: Path) -> None:
