@@ -36,7 +36,7 @@ from tests.support.service import Service
 FLAGS = ("--kv-cache-memory", "256MiB", "--log-level", "warning")
 MAX_TOKENS = 8
 NUM_RESAMPLES = 2000
-NUM_CALLS = 1000
+NUM_CALLS = 500  # the exporter queues 2048 spans
 ROLES = ("proxy", "prefill", "decode")
 
 Pairs = Sequence[tuple[float, float]]

@@ -71,6 +71,7 @@ OVERVIEW = (
                 "reqps",
                 (("{{reason}}", "sum by (reason) (rate(tandem_requests_dropped_total[5m]))"),),
                 stacked=True,
+                failure=True,
             ),
             Panel(
                 "Tokens",

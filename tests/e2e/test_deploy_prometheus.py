@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.table import PREFIX
-from tests.support.client import complete, together
+from proxy.placement.hint import HINT_HEADER
+from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support.client import completion_body, together
 from tests.support.hangup import wait_until
+from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import ROOT, Node, Process, Service, free_port
 from tests.unit.deploy.test_autoscaling import adapter_queries
@@ -33,10 +37,25 @@ RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 # Series that only come into being with the first failure, eviction or preemption.
 EMPTY_WHILE_ALL_IS_WELL = {"Evictions", "Tokens found and computed again"}
 LOAD_S = 20.0
+MOVED = {HINT_HEADER: "remote"}
 
 
 @pytest.fixture(scope="module")
-def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def observed() -> Iterator[Service]:
+    """With the policy that a service has by default: what it estimates is on the boards."""
+    flags = {"prefill_flags": NODE_FLAGS, "decode_flags": NODE_FLAGS, "proxy_flags": ("--policy", "cost")}
+    with Service(checkpoint(FAMILY), **flags) as running:
+        yield running
+
+
+def ask(url: str, num_tokens: int, seed: int, headers: Mapping[str, str]) -> None:
+    body = completion_body(random_tokens(num_tokens, seed=seed), 12, stream=True)
+    response = httpx.post(url + "/v1/completions", json=body, headers=headers, timeout=60)
+    assert response.text.rstrip().endswith("[DONE]"), response.text
+
+
+@pytest.fixture(scope="module")
+def prometheus(observed: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its URL, after it has scraped the three processes under load for a while."""
     program = shutil.which("prometheus")
     if program is None:
@@ -45,7 +64,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
     targets = [
         # As the PodMonitor labels them.
         {"targets": [node.url.removeprefix("http://")], "labels": {"namespace": "tandem", "pod": pod_of(node)}}
-        for node in service.nodes
+        for node in observed.nodes
     ]
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -67,8 +86,12 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
         turn = 0
         while time.monotonic() < end_s:
             turn += 1
-            prompts = [random_tokens(100 + 40 * index, seed=240 + (turn + index) % 7) for index in range(4)]
-            together([lambda prompt=prompt: complete(service.url, prompt, 12) for prompt in prompts])  # type: ignore[misc]
+            together(
+                [
+                    functools.partial(ask, observed.url, 100 + 40 * index, 240 + (turn + index) % 7, headers)
+                    for index, headers in enumerate(({}, MOVED, {}, MOVED))
+                ]
+            )
         time.sleep(2.0)
         yield url
     finally:
@@ -126,10 +149,10 @@ def test_rules_when_a_service_was_under_load_then_all_are_evaluated_and_no_alert
 
 
 def test_labels_when_a_service_was_under_load_then_their_values_are_documented(
-    prometheus: str, service: Service
+    prometheus: str, observed: Service
 ) -> None:
     found = set()
-    for node in service.nodes:
+    for node in observed.nodes:
         for family in text_string_to_metric_families(httpx.get(node.url + "/metrics", timeout=30).text):
             for sample in family.samples:
                 found |= {(family.name, label, re.sub(r"\d+", "<N>", value)) for label, value in sample.labels.items()}
@@ -143,11 +166,11 @@ def test_labels_when_a_service_was_under_load_then_their_values_are_documented(
     assert seen > 20
 
 
-def test_metrics_when_promtool_lints_them_then_names_and_types_are_in_order(service: Service) -> None:
+def test_metrics_when_promtool_lints_them_then_names_and_types_are_in_order(observed: Service) -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
-    for node in service.nodes:
+    for node in observed.nodes:
         text = httpx.get(node.url + "/metrics", timeout=30).text
         result = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
         assert result.returncode == 0, (node.role, result.stdout, result.stderr)
