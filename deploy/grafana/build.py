@@ -397,6 +397,7 @@ NODES = (
                     ("retry refused", "sum(rate(tandem_proxy_retries_refused_total[5m]))"),
                     ("stream {{outcome}}", "sum by (outcome) (rate(tandem_proxy_migrations_total[5m]))"),
                 ),
+                failure=True,
             ),
         ),
     ),

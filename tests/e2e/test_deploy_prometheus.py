@@ -37,7 +37,7 @@ RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 # Series that only come into being with the first failure, eviction or preemption.
 EMPTY_WHILE_ALL_IS_WELL = {"Evictions", "Tokens found and computed again"}
 LOAD_S = 20.0
-MOVED = {HINT_HEADER: "remote"}
+MOVED, STAYS = {HINT_HEADER: "remote"}, {HINT_HEADER: "local"}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,9 @@ def prometheus(observed: Service, tmp_path_factory: pytest.TempPathFactory) -> I
                     for index, headers in enumerate(({}, MOVED, {}, MOVED))
                 ]
             )
+            # A prefix that only the decode node has, then a longer prompt for the prefill node: it asks for it.
+            ask(observed.url, 400, 1000 + turn, STAYS)
+            ask(observed.url, 700, 1000 + turn, MOVED)
         time.sleep(2.0)
         yield url
     finally:
