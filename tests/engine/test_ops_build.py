@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from common.models.fingerprint import user_cache_dir
 from common.ops.cpp import build
 from common.ops.cpp.build import BuildError, load_library
 from common.ops.select import create_ops
@@ -173,6 +174,29 @@ def test_create_ops_when_the_dtype_is_float16_then_takes_torch_or_refuses(
 
 def test_create_ops_when_a_compiler_is_there_then_takes_cpp() -> None:
     assert make_ops("cpp").name == "cpp"
+
+
+def test_process_when_its_ops_were_prebuilt_and_its_cache_is_an_empty_volume_then_compiles_nothing(
+    tmp_path: Path,
+) -> None:
+    """As a pod of the image starts: what was baked in is found, although the cache folder is new."""
+    assert make_ops("cpp").name == "cpp"  # they are in the user's cache now
+    script = (
+        "import logging\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "from common.config import NodeConfig\n"
+        "from common.node.runtime import load_node_model\n"
+        f"config = NodeConfig(model={str(checkpoint('granitemoehybrid'))!r}, device='cpu', kv_cache_memory=8 << 20,\n"
+        f"                    max_model_len=256, max_num_seqs=2, prebuilt_ops={str(user_cache_dir())!r})\n"
+        "print(load_node_model(config).loaded.ops.name)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "volume"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["cpp"]
+    assert "model loaded" in done.stderr
+    assert "compiling the C++ ops" not in done.stderr
+    assert not (tmp_path / "volume" / "tandem" / "ops").exists()
 
 
 def test_process_when_path_has_no_compiler_then_runs_the_model_with_one_warning(tmp_path: Path) -> None:
