@@ -298,7 +298,7 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
 
 def test_memory_that_is_held_by_long_answers(drill: Drill) -> None:
     """TandemKvBlocksHigh, TandemKvBlocksFull."""
-    with drill.load(16, lambda seed: drill.complete(300, 1500, seed=seed)):
+    with drill.load(16, lambda seed: drill.complete(300, 1000, seed=seed)):
         drill.expect("TandemKvBlocksHigh", "TandemKvBlocksFull")
         # Look: by whom they are held, and what it costs.
         for node in drill.service.decode:

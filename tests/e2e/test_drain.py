@@ -88,6 +88,33 @@ def test_prefill_node_when_nobody_reads_then_it_ends_at_the_drain_timeout(own_se
 
 
 @pytest.mark.full
+def test_node_when_its_drain_is_undone_then_it_serves_again_unless_a_signal_came(
+    own_service: Service, tmp_path: Path
+) -> None:
+    keys = tmp_path / "cluster"
+    keys.write_text("cluster-secret\n")
+    flags = (*NODE_FLAGS, "--cluster-key-file", str(keys), "--drain-timeout-seconds", "60")
+    node = start_node("prefill", own_service.model, tmp_path, *flags)
+    headers = {"X-Tandem-Cluster-Key": "cluster-secret"}
+    body = completion_body(random_tokens(90, seed=9107), 4)
+    try:
+        wait_ready(node)
+        assert httpx.post(node.url + "/internal/v1/drain", headers=headers).json()["status"] == "draining"
+        assert httpx.get(node.url + "/ready").status_code == httpx.post(node.url + ROUTE, json=body).status_code == 503
+        undone = httpx.delete(node.url + "/internal/v1/drain", headers=headers)
+        assert (undone.status_code, undone.json()["status"]) == (200, "serving")
+        assert httpx.get(node.url + "/ready").status_code == 200
+        foreign.prefill(node.url, body)  # its lease keeps the node from ending
+        ask_to_stop(node)
+        wait_draining(node)
+        refused = httpx.delete(node.url + "/internal/v1/drain", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ending")
+        assert httpx.get(node.url + "/ready").status_code == 503
+    finally:
+        node.process.stop()
+
+
+@pytest.mark.full
 def test_decode_node_when_drained_with_a_stream_then_the_stream_ends_and_the_proxy_stops_sending(
     own_service: Service,
 ) -> None:
