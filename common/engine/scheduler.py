@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 from common.engine.plan import GroupTable, Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
+from common.engine.shared_prefixes import MAX_LOOKED_AT, has_to_wait, is_computing, places_for
 from common.kv_cache.manager import KVCacheManager, PullPlan
+from common.kv_cache.results import PrefixHit
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         schedule = Schedule()
         num_preemptions = self.num_preemptions
+        for sequence in self.running:
+            self._keep_for_waiting(sequence)
         budget = self._schedule_running(schedule, self._config.max_num_batched_tokens)
         if (
             self.num_preemptions == num_preemptions
@@ -139,22 +143,27 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
-        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves.
+        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves. Only those that wait
+        for a running prompt's computing let others pass.
 
         A sequence gets the blocks of all its tokens at once: one that started with part of them could take itself back
         and start again for as long as somebody's lease holds the rest.
         """
+        held: list[Sequence] = []
         while self.waiting and self.has_room():
             sequence = self.waiting[0]
             if sequence.remote is not None:
                 if not self._start_pull(schedule, sequence):
-                    return
+                    break
                 continue
             if budget == 0:
-                return
+                break
             hit = None
             if not sequence.request.skip_prefix_lookup:
                 hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
+                if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
+                    held.append(self.waiting.pop(0))
+                    continue
             num_computed = hit.num_tokens if hit is not None else 0
             num_tokens = self._chunk_size(sequence, num_computed, budget)
             if not self._manager.admit(
@@ -164,19 +173,9 @@ class Scheduler:
                 sequence.num_tokens,
                 num_prompt_tokens=sequence.num_prompt_tokens,
             ):
-                return
-            sequence.save_positions = self._manager.save_positions(
-                sequence.num_prompt_tokens, hit, sequence.request.semantic_boundaries
-            )
+                break
             self.waiting.pop(0)
-            sequence.num_computed_tokens = num_computed
-            num_hit = min(num_computed, sequence.num_prompt_tokens)
-            if sequence.num_preemptions == 0 and not sequence.transferred_bytes:
-                sequence.num_local_hit = num_hit  # else it may have found what it computed itself, or pulled
-            sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
-            if sequence.scheduled_s is None:
-                sequence.scheduled_s = self._clock()
-            self.add_running(sequence)
+            self._begin(sequence, hit)
             if num_tokens == 0:
                 assert hit is not None
                 assert hit.output_row is not None
@@ -185,6 +184,31 @@ class Scheduler:
                 continue
             self._add_segment(schedule, sequence, num_tokens)
             budget -= num_tokens
+        self.waiting[:0] = held
+
+    def _begin(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+        """The sequence was admitted, and goes on from ``hit``."""
+        num_computed = hit.num_tokens if hit is not None else 0
+        sequence.save_positions = self._manager.save_positions(
+            sequence.num_prompt_tokens, hit, sequence.request.semantic_boundaries
+        )
+        sequence.num_computed_tokens = num_computed
+        num_hit = min(num_computed, sequence.num_prompt_tokens)
+        if sequence.num_preemptions == 0 and not sequence.transferred_bytes:
+            sequence.num_local_hit = num_hit  # else it may have found what it computed itself, or pulled
+        sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = self._clock()
+        self.add_running(sequence)
+        self._keep_for_waiting(sequence)
+
+    def _keep_for_waiting(self, sequence: Sequence) -> None:
+        """States where prompts that wait will go on from this one's."""
+        config = self._manager.config
+        if not (self.waiting and config.has_state and config.caches_states and is_computing(sequence)):
+            return
+        for place in places_for(sequence, self.waiting[:MAX_LOOKED_AT]):
+            sequence.save_positions.setdefault(place, "junction")
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""

@@ -9,7 +9,6 @@ sequence by ``seq_id`` from its admission to its ``free``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from typing import Any
 
 from common.kv_cache.keys import PrefixKeys
@@ -54,7 +53,7 @@ class Sequence:
         self.aborted = False
         self.is_prompt_done = False
         self.num_preemptions = 0
-        self.save_positions: Mapping[int, str] = {}
+        self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
