@@ -389,6 +389,12 @@ class ProxyConfig:
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    node_silence_seconds: float = seconds_flag(
+        5.0,
+        "for how long a node may answer no look at it: then requests that have heard nothing from it for as long fail, "
+        "or go on elsewhere",
+        0.05,
+    )
     retry_budget: float = share_flag(
         "legs that are sent again before the first byte, as a share of the requests of the last 10 s, 10 more allowed; "
         "0: none",

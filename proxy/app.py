@@ -80,6 +80,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             poll_interval_s=config.health_interval_seconds,
             headers=node_headers,
             node_kind=config.node_kind,
+            max_silence_s=config.node_silence_seconds,
             create_breaker=lambda url: Breaker(
                 url, failures=config.breaker_failures, open_s=config.breaker_open_seconds
             ),

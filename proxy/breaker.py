@@ -49,8 +49,9 @@ class Breaker:
     @property
     def is_admitting(self) -> bool:
         """Whether a leg may go to the node now."""
-        state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
+        if self._open_until_s is None:
+            return True
+        return self._probe is None and self._clock() >= self._open_until_s
 
     @property
     def reason(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.api.cache_events import CHECKPOINT, CacheChange, hint
 from proxy.prompt_keys import PromptKeys
@@ -17,8 +17,7 @@ from proxy.prompt_keys import PromptKeys
 _WINDOW_PREFIX = "window_"
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(NamedTuple):
     """What one node has of one prompt, in tokens from its start.
 
     Attributes:
@@ -29,6 +28,9 @@ class Coverage:
 
     attention_tokens: int
     state_tokens: int
+
+
+NO_COVERAGE = Coverage(0, 0)
 
 
 class NodeCache:
@@ -112,7 +114,9 @@ class NodeCache:
         """``hints``: the cut ``boundary_keys`` of ``keys``."""
         size = self.block_size
         run = self._run(hints)
-        windows = _Windows(self._windows, self._blocks, hints, size)
+        if not run and hints[0] not in self._hanging:
+            return NO_COVERAGE
+        windows = _Windows(self._windows, self._blocks, hints, size) if self._windows else None
         num_attention = run * size if self._full_bits else 0
         deepest, resume = 0, 0
         for position, num_blocks, has_row in self._checkpoints(keys, hints, run):
@@ -121,11 +125,13 @@ class NodeCache:
             if is_end and self._has_state and not has_row:
                 continue  # the last token's row is wanted, and its state cannot be undone
             goes_on = position if is_end and has_row else min(position, keys.num_tokens - 1)
-            if windows.reach(num_blocks, goes_on):
+            if windows is None or windows.reach(num_blocks, goes_on):
                 resume = goes_on
                 break
         if not self._has_state:
-            depth = next((n for n in range(run, 0, -1) if windows.reach(n, min(n * size, keys.num_tokens - 1))), 0)
+            depth = run
+            if windows is not None:
+                depth = next((n for n in range(run, 0, -1) if windows.reach(n, min(n * size, keys.num_tokens - 1))), 0)
             if self._has_groups:
                 resume = max(resume, min(depth * size, keys.num_tokens - 1))
         # A checkpoint inside the next block holds that block's tail.
@@ -138,6 +144,9 @@ class NodeCache:
         if not self._full_bits:
             return len(hints) - 1
         wanted, get = self._full_bits, self._blocks.get
+        if len(self._bit_of) == 1:
+            blocks = itertools.takewhile(self._blocks.__contains__, itertools.islice(hints, 1, None))
+            return len(list(blocks))
         run = 0
         for key in itertools.islice(hints, 1, None):
             if get(key, 0) & wanted != wanted:
@@ -160,7 +169,8 @@ class NodeCache:
 
 
 class _Windows:
-    """Whether the sliding-window groups have what going on at a place reads. Runs are counted when first asked."""
+    """Whether the sliding-window groups have what going on at a place reads: of models that have such groups. Runs are
+    counted when first asked."""
 
     def __init__(
         self, windows: Sequence[tuple[int, int]], blocks: dict[bytes, int], hints: Sequence[bytes], block_size: int
@@ -172,8 +182,6 @@ class _Windows:
         self._runs: list[list[int]] = []
 
     def reach(self, num_blocks: int, position: int) -> bool:
-        if not self._windows:
-            return True
         if not self._runs:
             self._runs = [self._count(bit) for bit, _ in self._windows]
         for (_, window), runs in zip(self._windows, self._runs, strict=True):

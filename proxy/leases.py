@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from proxy.legs import encode
 from proxy.node import Node, describe
-from proxy.node_client import NodeClientError
+from proxy.node_errors import NodeClientError
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from common.errors import (
 )
 from proxy.breaker import Leg
 from proxy.node import Node, describe
-from proxy.node_client import NodeAnswer, NodeClientError, NodeRefusedError, NodeStream, NodeTimeoutError
+from proxy.node_client import NodeAnswer, NodeStream
+from proxy.node_errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError
 from proxy.node_pool import is_draining_answer
 from proxy.vllm import vllm_prefill_leg
 
@@ -221,6 +222,9 @@ async def _translated(node: Node, leg: Leg) -> AsyncIterator[None]:
         leg.fail("refused")
         node.suspect(describe(exc), down=True)
         raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}", reason="refused") from exc
+    except NodeSilentError as exc:
+        leg.fail("silent")
+        raise LegFailedError(f"{node.role.value} node {node.name} is lost: {exc}") from exc
     except NodeTimeoutError as exc:
         leg.fail("slow")
         node.suspect(describe(exc), down=False)

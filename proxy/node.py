@@ -104,7 +104,8 @@ class Node:
 
     ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
     itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
-    ``heard_s``: when it was last ready.
+    ``heard_s``: when it was last ready. ``silent_since_s``: when the first look at it began to which it has said
+    nothing at all; None while it answers.
     """
 
     url: str
@@ -118,6 +119,7 @@ class Node:
     is_leaving: bool = False
     is_refused: bool = False
     heard_s: float | None = None
+    silent_since_s: float | None = None
     num_in_flight: int = 0
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     breaker: Breaker = field(default_factory=Breaker)

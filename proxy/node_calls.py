@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.errors import TandemError
 from proxy.node import Node, describe
-from proxy.node_client import NodeClientError
+from proxy.node_errors import NodeClientError
 
 
 class NodeCallError(TandemError):

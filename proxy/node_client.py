@@ -18,13 +18,16 @@ import contextvars
 import io
 import json
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
+
+from proxy.node_errors import NodeBrokenError, translated
+from proxy.node_waits import Limit, Silence, Waits
 
 KEEP_ALIVE_S = 4.0
 """Below the 5 s after which a plain uvicorn closes an idle connection."""
@@ -34,22 +37,6 @@ MAX_ANSWER_BYTES = 256 * 2**20
 """The largest answer that is held whole."""
 LARGE_BODY_BYTES = 256 * 2**10
 DNS_CACHE_S = 5
-
-
-class NodeClientError(Exception):
-    """The base of what this client raises."""
-
-
-class NodeRefusedError(NodeClientError):
-    """No connection: refused, not resolved, or not accepted in time."""
-
-
-class NodeTimeoutError(NodeClientError):
-    """No answer, or no more of it, in time."""
-
-
-class NodeBrokenError(NodeClientError):
-    """The connection broke, or what came is no usable HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +91,8 @@ class _Connector(aiohttp.TCPConnector):
 class NodeStream:
     """An answer whose body is still to come. Valid inside ``NodeClient.stream``."""
 
-    def __init__(self, response: aiohttp.ClientResponse, timeout_s: float) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, timeout_s: float, waits: Waits) -> None:
+        self._waits = waits
         self.status: int = response.status
         self.headers: Mapping[str, str] = response.headers
         self._content = response.content
@@ -112,16 +100,17 @@ class NodeStream:
 
     async def read(self) -> bytes:
         """The whole body. Raises NodeTimeoutError, NodeBrokenError; the latter also when it is too large."""
-        with _translated():
-            async with asyncio.timeout(self._timeout_s):
+        with translated():
+            async with Limit(self._timeout_s, self._waits):
                 return await _read_all(self._content)
 
     async def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
         """The body's bytes as they come. The first may take as long as the head; silence for more than ``idle_s`` after
         that is a NodeTimeoutError. Time that the caller spends on a chunk does not count."""
-        silence = _Silence(self._content, self._timeout_s)
+        silence = Silence(self._content, self._timeout_s)
+        self._waits.add(silence)
         try:
-            with _translated():
+            with translated():
                 while True:
                     silence.begin()
                     chunk = await self._content.readany()
@@ -130,6 +119,7 @@ class NodeStream:
                         return
                     yield chunk
         finally:
+            self._waits.discard(silence)
             silence.close()
 
 
@@ -141,7 +131,14 @@ class NodeClient:
         self._connect_timeout_s = connect_timeout_s
         self._urls: dict[str, URL] = {}  # parsing one costs more than sending a request
         self._session: aiohttp.ClientSession | None = None
+        self._waits: Waits = set()
         self._is_closed = False
+
+    def give_up(self, silent_s: float) -> None:
+        """Whatever has heard nothing from the node for ``silent_s`` fails now, with NodeSilentError."""
+        before_s = asyncio.get_running_loop().time() - silent_s
+        for wait in list(self._waits):
+            wait.give_up(before_s)
 
     async def request(
         self,
@@ -155,10 +152,11 @@ class NodeClient:
         """A whole answer within ``timeout_s``.
 
         Raises:
-            NodeRefusedError, NodeTimeoutError, NodeBrokenError: there is none; the latter also when it is too large.
+            NodeRefusedError, NodeTimeoutError, NodeSilentError, NodeBrokenError: there is none; the latter also when it
+                is too large.
         """
-        with _translated():
-            async with asyncio.timeout(timeout_s):
+        with translated():
+            async with Limit(timeout_s, self._waits):
                 response = await self._open(method, route, content, headers)
                 try:
                     body = await _read_all(response.content)
@@ -178,11 +176,11 @@ class NodeClient:
     ) -> AsyncIterator[NodeStream]:
         """An answer whose head came within ``timeout_s``. Leaving before its body was read to the end closes the
         connection. Raises as ``request``."""
-        with _translated():
-            async with asyncio.timeout(timeout_s):
+        with translated():
+            async with Limit(timeout_s, self._waits):
                 response = await self._open(method, route, content, headers)
         try:
-            yield NodeStream(response, timeout_s)
+            yield NodeStream(response, timeout_s, self._waits)
         finally:
             _leave(response)
 
@@ -248,39 +246,6 @@ class NodeClient:
         return url
 
 
-class _Silence:
-    """Ends a read that waits too long. One timer per stream, which looks at the clock when it fires: one per chunk cost
-    more than passing the chunk on."""
-
-    def __init__(self, content: aiohttp.StreamReader, limit_s: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._content = content
-        self._limit_s = limit_s
-        self._since_s: float | None = None
-        self._timer = self._loop.call_later(limit_s, self._look)
-
-    def begin(self) -> None:
-        self._since_s = self._loop.time()
-
-    def end(self, limit_s: float) -> None:
-        """Something came. The next may take ``limit_s``."""
-        self._since_s = None
-        if limit_s != self._limit_s:
-            self._limit_s = limit_s
-            self._timer.cancel()
-            self._timer = self._loop.call_later(limit_s, self._look)
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        waited_s = 0.0 if self._since_s is None else self._loop.time() - self._since_s
-        if waited_s >= self._limit_s:
-            self._content.set_exception(NodeTimeoutError(f"silent for more than {self._limit_s:g} s"))
-        else:
-            self._timer = self._loop.call_later(self._limit_s - waited_s, self._look)
-
-
 async def _read_all(content: aiohttp.StreamReader) -> bytes:
     pieces, num_bytes = [], 0
     while piece := await content.readany():
@@ -308,21 +273,3 @@ def _was_stale(attempt: _Attempt, error: Exception) -> bool:
         return False
     # aiohttp puts what it had read of an answer's head there.
     return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except NodeClientError:
-        raise
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as exc:
-        raise NodeRefusedError(_text(exc)) from exc
-    except TimeoutError as exc:
-        raise NodeTimeoutError("no answer in time") from exc
-    except (aiohttp.ClientError, OSError) as exc:
-        raise NodeBrokenError(_text(exc)) from exc
-
-
-def _text(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__

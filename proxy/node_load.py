@@ -158,6 +158,8 @@ class NodeLoad:
 
     def queue_s(self, now: float) -> float:
         """Until the node would begin with one more prompt."""
+        if not self.num_placed and not self._other_s:
+            return self._drained_s(now) if self._backlog_s else 0.0
         own_s = max(self._drained_s(now), MIN_SHARE_LEFT * self.placed_s)
         return own_s + max(0.0, self._other_s - max(0.0, now - self._reported_at_s))
 

@@ -3,7 +3,8 @@
 Nodes come from flags, from DNS (``proxy.discovery``) and from the operator (``proxy.admin``); no other address is ever
 called. One task per node looks at its ``/ready`` and reads its ``/internal/v1/info`` at every look, for a node that was
 restarted between two looks may serve another model. A node of another model than the rest is refused. A node that is
-to leave gets nothing new and is gone when its last leg has ended.
+to leave gets nothing new and is gone when its last leg has ended. A node that says nothing to look after look (frozen,
+or its machine is gone: no connection breaks) is given up with everything that waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Protocol
 from common.errors import InvalidRequestError
 from proxy.breaker import Breaker
 from proxy.node import REASON_LENGTH, Node, NodeInfo, NodeKind, NodeRole, NodeState, describe
-from proxy.node_client import NodeAnswer, NodeClient, NodeClientError
+from proxy.node_client import NodeAnswer, NodeClient
+from proxy.node_errors import NodeClientError, NodeRefusedError, NodeTimeoutError
 from proxy.vllm import read_vllm_info
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ POLL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
 MODEL_HOLD_S = 10.0
 """How long a node that fell silent still says which model the pool serves: a hiccup must not let another one in."""
+SILENT_PAUSE_S = 0.05
+"""Between two looks at a silent node on which requests wait."""
 FAREWELL_S = 5.0
 """How long a removed node's connections stay open: leases that are released in the background still need them."""
 
@@ -54,7 +58,9 @@ class NodePool:
         headers: Mapping[str, str],
         create_breaker: Callable[[str], Breaker] = Breaker,
         node_kind: str = "auto",
+        max_silence_s: float = 5.0,
     ) -> None:
+        self._max_silence_s = max_silence_s
         self._node_kind = node_kind
         self._create_client = create_client
         self._create_breaker = create_breaker
@@ -198,6 +204,8 @@ class NodePool:
                 return
             num_failures = 0 if node.is_up else num_failures + 1
             delay_s = self._poll_interval_s * 2 ** min(max(num_failures - 1, 0), 10)
+            if node.silent_since_s is not None and node.num_in_flight:
+                delay_s = min(delay_s, SILENT_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(delay_s, max(MAX_BACKOFF_S, self._poll_interval_s))):
                     await node.poll_now.wait()
@@ -205,25 +213,39 @@ class NodePool:
 
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
+        started_s = time.monotonic()
+        if not await self._look(node):
+            node.silent_since_s = None
+        elif node.silent_since_s is None:
+            # Not given up for one look: it may be this process that stood still.
+            node.silent_since_s = started_s
+        elif time.monotonic() - node.silent_since_s >= self._max_silence_s:
+            node.client.give_up(self._max_silence_s)
+
+    async def _look(self, node: Node) -> bool:
+        """Whether the node said nothing at all."""
         try:
             if self._node_kind == NodeKind.VLLM.value:
                 self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
-                return
+                return False
             answer = await node.client.request("GET", "/ready", timeout_s=POLL_TIMEOUT_S)
             if answer.status == 404 and self._node_kind == "auto":
                 self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
-                return
+                return False
             if answer.status != 200:
                 if is_draining_answer(answer.status, answer.body):
                     node.mark_draining("it says that it is draining")
                 else:
                     node.mark_suspect(_not_ready_reason(answer))
-                return
+                return False
             info = await self._read_info(node)
         except (NodeClientError, ValueError) as exc:
             node.mark_suspect(describe(exc))
-            return
+            return isinstance(exc, NodeTimeoutError) or (
+                isinstance(exc, NodeRefusedError) and isinstance(exc.__cause__, TimeoutError)
+            )
         self._take_info(node, info)
+        return False
 
     def _take_info(self, node: Node, info: NodeInfo) -> None:
         if (refusal := self._refusal(node, info)) is not None:

@@ -29,6 +29,7 @@ from proxy.placement.hint import PlacementHint
 from proxy.placement.policy import PlacementPolicy, pick
 from proxy.placement.sessions import SessionNodes
 from proxy.placement.text_history import TextHistory, TextKeys
+from proxy.placement.underway import Claim, Underway
 from proxy.prefix_index import PrefixIndex
 from proxy.prompt_keys import PromptKeys
 
@@ -54,6 +55,10 @@ class Placement:
     def is_local(self) -> bool:
         return not self.prefill
 
+    def computing(self, index: int) -> Node:
+        """Who computes the prompt ``index``."""
+        return self.prefill[index] if self.prefill else self.decode
+
     @property
     def prefill_names(self) -> str | None:
         """The prefill nodes' names for a trace; None when the placement is local."""
@@ -76,6 +81,7 @@ class _Open:
     placement: Placement
     keys: Sequence[PromptKeys | TextKeys]
     charges: Sequence[tuple[Node, Charge]]
+    claims: Sequence[Claim]
     placed_s: float
     is_started: bool = False
 
@@ -106,6 +112,7 @@ class Placer:
         self._chooser = CostChooser()
         self._rates = RateTable()
         self._history = TextHistory(clock=clock)
+        self._underway = Underway(clock=clock)
         self._sessions = SessionNodes()
         self._open: dict[int, _Open] = {}
 
@@ -129,7 +136,7 @@ class Placer:
         keys = self._keys(job)
         nodes = [*decode, *prefill]
         askable = nodes if self._config.prefix_sources else ()
-        prompts = [Prompt.of(each.num_tokens, self._coverage(each), askable) for each in keys]
+        prompts = [self._prompt(each, askable) for each in keys]
         if job.is_local:
             # Computed without a lookup, whoever has it.
             prompts = [Prompt(each.num_tokens, {}) for each in prompts]
@@ -142,7 +149,8 @@ class Placer:
         placement = Placement(choice.decode, choice.prefill, self._sources(job, choice, prompts, decode), choice.ttft_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
-        self._open[id(job)] = _Open(job, placement, keys, choice.charges, now)
+        claims = self._claims(placement, keys, choice)
+        self._open[id(job)] = _Open(job, placement, keys, choice.charges, claims, now)
         self._sessions.put(job.session_id, choice.decode.url)
         return placement
 
@@ -153,7 +161,7 @@ class Placer:
         if entry is None or entry.is_started:
             return
         now = self._clock()
-        self._settle(entry, now)
+        self._settle(entry, now, is_computed=is_answer)
         if not is_answer:
             return
         placement = entry.placement
@@ -172,7 +180,7 @@ class Placer:
             return
         now = self._clock()
         if not entry.is_started:
-            self._settle(entry, now)
+            self._settle(entry, now, is_computed=False)
         for node, charge in entry.charges:
             node.load.end_stream(charge, now - entry.placed_s)
 
@@ -224,8 +232,19 @@ class Placer:
             for keys, prompt in zip(known, job.prompts, strict=True)
         ]
 
-    def _coverage(self, keys: PromptKeys | TextKeys) -> Mapping[str, Any]:
-        return self._history.lookup(keys) if isinstance(keys, TextKeys) else self._index.lookup(keys)
+    def _prompt(self, keys: PromptKeys | TextKeys, askable: Sequence[Node]) -> Prompt:
+        if isinstance(keys, TextKeys):
+            return Prompt.of(keys.num_tokens, self._history.lookup(keys), askable)
+        coverage = self._index.lookup(keys)
+        return Prompt.of(keys.num_tokens, coverage, askable, self._underway.lookup(keys, coverage))
+
+    def _claims(self, placement: Placement, keys: Sequence[PromptKeys | TextKeys], choice: Choice) -> list[Claim]:
+        """Of the prompts that are computed, on whoever computes each."""
+        return [
+            self._underway.begin(placement.computing(index).url, each, known)
+            for index, (each, known) in enumerate(zip(keys, choice.known_tokens, strict=False))
+            if not isinstance(each, TextKeys)
+        ]
 
     def _observe(self, url: str, keys: PromptKeys | TextKeys) -> None:
         if isinstance(keys, TextKeys):
@@ -248,10 +267,12 @@ class Placer:
         hints = [node.source_hint() for node in nodes]
         return [hint for hint in hints if hint is not None]
 
-    def _settle(self, entry: _Open, now: float) -> None:
+    def _settle(self, entry: _Open, now: float, *, is_computed: bool) -> None:
         entry.is_started = True
         for node, charge in entry.charges:
             node.load.settle(charge, now)
+        for claim in entry.claims:
+            self._underway.end(claim, is_computed=is_computed)
 
 
 def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, tried: Sequence[Node]) -> Node:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from common.api.cache_events import CacheChange, hint
+from common.api.cache_events import CacheChange
 from proxy.cache_view import AssumedCache, Coverage, NodeCache
 from proxy.prompt_keys import PromptKeys
 
@@ -43,7 +43,7 @@ class PrefixIndex:
 
     def lookup(self, keys: PromptKeys) -> dict[str, Coverage]:
         """Coverage by node URL; nodes that have nothing of the prompt are left out."""
-        hints = list(map(hint, keys.boundary_keys))
+        hints = keys.hints
         found: dict[str, Coverage] = {}
         touches = self._num_entries > self.max_entries // 2
         for url, cache in self._told.items():
@@ -72,7 +72,7 @@ class PrefixIndex:
             self._forget_assumed(url)
             assumed = self._assumed[url] = AssumedCache(keys.block_size, self._lifetime_s)
         before = len(assumed)
-        assumed.observe(list(map(hint, keys.boundary_keys)), self._clock())
+        assumed.observe(keys.hints, self._clock())
         self._grew(len(assumed) - before)
 
     def drop(self, url: str) -> None:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.api.cache_events import hint
 from common.kv_cache.keys import PrefixKeys, chain_key, chain_root
 
 
@@ -19,12 +20,17 @@ class PromptKeys:
         block_size: tokens between two boundaries.
         boundary_keys: key of the first n full blocks at index n; the root, which binds model and salt, at 0.
         token_ids: the prompt's own, for places inside a block.
+        hints: ``boundary_keys``, cut as nodes tell them.
     """
 
     num_tokens: int
     block_size: int
     boundary_keys: tuple[bytes, ...]
     token_ids: array[int] = field(repr=False)
+    hints: tuple[bytes, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hints", tuple(map(hint, self.boundary_keys)))
 
     @classmethod
     def of_prompt(

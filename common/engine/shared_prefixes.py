@@ -44,7 +44,7 @@ def parting_place(computing: Sequence, other: Sequence) -> int:
 
 def is_computing(sequence: Sequence) -> bool:
     """Whether a running sequence still computes its prompt."""
-    return not sequence.is_prompt_done and 0 < sequence.num_prompt_tokens - sequence.num_computed_tokens
+    return not sequence.is_prompt_done and sequence.num_prompt_tokens - sequence.num_computed_tokens > 0
 
 
 def has_to_wait(sequence: Sequence, num_found: int, running: Iterable[Sequence]) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from proxy.node import Node
 from proxy.node_load import Charge
@@ -52,17 +53,18 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """``prefill`` is empty for a local placement. ``sources``: whom those who compute may ask. ``ttft_s``: the
-    estimate. ``charges``: the work that it means, by node."""
+    estimate. ``charges``: the work that it means, by node. ``known_tokens``: of each prompt that was weighed, those
+    that whoever computes it has, will have or is told to ask for."""
 
     decode: Node
     prefill: Sequence[Node]
     sources: Sequence[Node]
     ttft_s: float
     charges: Sequence[tuple[Node, Charge]]
+    known_tokens: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Bid:
+class _Bid(NamedTuple):
     """What one prompt would cost on one prefill node: done after ``ready_s``, and blocks that take up to ``hidden_s``
     to move have moved by then."""
 
@@ -70,6 +72,24 @@ class _Bid:
     fill: Fill
     ready_s: float
     hidden_s: float
+
+
+def _fills(nodes: Sequence[Node], prompt: Prompt, estimator: Estimator) -> list[Fill]:
+    """What each of ``nodes`` would need, and the price of doing it away from the prompt's blocks."""
+    fills = [estimator.fill(node, prompt) for node in nodes]
+    num_blocks = [prompt.on(node).attention_tokens for node in nodes]
+    most = max(num_blocks)
+    if most <= prompt.deepest:
+        return fills
+    for index, (node, fill) in enumerate(zip(nodes, fills, strict=True)):
+        apart_s = estimator.apart_price_s(node, most - max(num_blocks[index], prompt.deepest))
+        if apart_s > 0:
+            fills[index] = fill._replace(waste_s=fill.waste_s + apart_s)
+    return fills
+
+
+def _price_s(bid: _Bid) -> float:
+    return bid.ready_s + bid.fill.waste_s
 
 
 @dataclass(slots=True)
@@ -110,33 +130,31 @@ class CostChooser:
         if not way.bids:
             compute_s = scale * sum(fill.compute_s for fill in way.fills)
             charge = Charge(way.num_computed, compute_s, is_stream=True)
-            return Choice(
-                way.decode, (), _sources([way.decode], weighed, way.fills), way.ttft_s, [(way.decode, charge)]
-            )
+            sources = _sources([way.decode], weighed, way.fills)
+            known = _known(weighed, way.fills)
+            return Choice(way.decode, (), sources, way.ttft_s, [(way.decode, charge)], known)
         chosen = way.bids if len(prompts) > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
         # What was not weighed is spread like what was.
         chosen = [chosen[index % len(chosen)] for index in range(len(prompts))]
         charges = [(bid.node, Charge(bid.fill.num_computed, bid.fill.compute_s)) for bid in chosen]
         charges.append((way.decode, Charge(0, 0.0, is_stream=True)))
-        prefill = [bid.node for bid in chosen]
-        return Choice(
-            way.decode, prefill, _sources(prefill, weighed, [bid.fill for bid in chosen]), way.ttft_s, charges
-        )
+        prefill, fills = [bid.node for bid in chosen], [bid.fill for bid in chosen]
+        sources, known = _sources(prefill, weighed, fills), _known(weighed, fills)
+        return Choice(way.decode, prefill, sources, way.ttft_s, charges, known)
 
     @staticmethod
     def _bids(prompts: Sequence[Prompt], options: Options, estimator: Estimator) -> list[list[_Bid]]:
-        """By prompt; empty when the prompts cannot go to prefill nodes."""
+        """By prompt, the cheapest first; empty when the prompts cannot go to prefill nodes."""
         if not (options.may_be_remote and options.prefill and all(options.prefill)):
             return []
         bids = []
         for prompt, nodes in zip(prompts, options.prefill, strict=False):
-            fills = [(node, estimator.fill(node, prompt)) for node in nodes]
-            bids.append(
-                [
-                    _Bid(node, fill, estimator.queue_s(node) + fill.seconds, OVERLAP * fill.compute_s)
-                    for node, fill in fills
-                ]
-            )
+            offered = [
+                _Bid(node, fill, estimator.queue_s(node) + fill.seconds, OVERLAP * fill.compute_s)
+                for node, fill in zip(nodes, _fills(nodes, prompt, estimator), strict=True)
+            ]
+            offered.sort(key=_price_s)
+            bids.append(offered)
         return bids
 
     # --- ties
@@ -158,9 +176,9 @@ class CostChooser:
         return way
 
     def _bid_in_turn(self, best: _Bid, bids: Sequence[_Bid]) -> _Bid:
-        limit_s = best.ready_s * (1 + NEAR_SHARE) + NEAR_S
+        limit_s = _price_s(best) + best.ready_s * NEAR_SHARE + NEAR_S
         most = best.fill.num_computed + MIN_GAIN_TOKENS
-        near = [bid for bid in bids if bid.ready_s <= limit_s and bid.fill.num_computed < most]
+        near = [bid for bid in bids if _price_s(bid) <= limit_s and bid.fill.num_computed < most]
         bid = min(near, key=lambda bid: (bid.node.load.num_placed, self._last(bid.node)))
         self._take_turn(bid.node)
         return bid
@@ -204,8 +222,10 @@ def _remote(
     chosen: list[_Bid] = []
     for prompt, offered in zip(prompts, bids, strict=True):
         blocks_s, rest_s = estimator.handoff_s(decode, prompt)
-        best_s, best = math.inf, offered[0]
-        for bid in offered:
+        first = offered[0]
+        best_s, best = math.inf, first
+        # Of one prompt, mostly: the first is the cheapest, and hides the blocks' way.
+        for bid in offered if taken_s or blocks_s > first.hidden_s else (first,):
             seconds = bid.ready_s + bid.fill.waste_s
             if taken_s:
                 seconds += taken_s.get(bid.node.url, 0.0)
@@ -220,6 +240,10 @@ def _remote(
         chosen.append(best)
     ttft_s = decode.load.room_s() + scale * last_s
     return _Way(decode, ttft_s, ttft_s + base_s + scale * waste_s, int(scale * num_computed), bids=chosen)
+
+
+def _known(prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[int]:
+    return [prompt.num_tokens - fill.num_computed for prompt, fill in zip(prompts, fills, strict=False)]
 
 
 def _sources(readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[Node]:

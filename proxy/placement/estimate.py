@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from proxy.node import Node
 from proxy.node_rates import Rates
+from proxy.placement.underway import NOTHING_EXPECTED
 from proxy.prefix_index import Coverage
 
 NOTHING = Coverage(0, 0)
@@ -27,12 +29,15 @@ MAX_SOURCES = 2
 WASTE_PRICE = 2.0
 """What was computed once is computed again only if that saves its time as often as this, and once more: whoever comes
 next waits for the node meanwhile."""
+APART_PRICE = 1.0
+"""As often as the time of what others have blocks of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, as placement sees it. ``coverage`` by node URL; ``holders``: nodes that can be asked for a part of
-    it, and how many tokens that is, the deepest state first. ``deepest``: state that anybody has."""
+    """One prompt, as placement sees it. ``coverage`` by node URL, with what will be there when a node has done what it
+    is doing; ``holders``: nodes that can be asked for a part of it now, and how many tokens that is, the deepest state
+    first. ``deepest``: state that anybody has."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
@@ -40,14 +45,22 @@ class Prompt:
     deepest: int = 0
 
     @classmethod
-    def of(cls, num_tokens: int, coverage: Mapping[str, Coverage], nodes: Iterable[Node]) -> Prompt:
-        """``nodes``: all that can be asked."""
+    def of(
+        cls,
+        num_tokens: int,
+        coverage: Mapping[str, Coverage],
+        nodes: Iterable[Node],
+        expected: Mapping[str, int] = NOTHING_EXPECTED,
+    ) -> Prompt:
+        """``nodes``: all that can be asked. ``expected``: tokens that a node is computing now, by URL."""
         known = [
             (node, have.state_tokens)
             for node in nodes
             if (have := coverage.get(node.url)) is not None and have.state_tokens >= MIN_GAIN_TOKENS and node.info.pull
         ]
         known.sort(key=_depth, reverse=True)
+        if expected:
+            coverage = _with_expected(coverage, expected, num_tokens)
         # Three: the reader itself may be among them.
         deepest = max((have.state_tokens for have in coverage.values()), default=0)
         return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest)
@@ -61,12 +74,22 @@ class Prompt:
         return [held for held in self.holders if held[1] >= least and held[0] is not reader][:MAX_SOURCES]
 
 
+def _with_expected(
+    coverage: Mapping[str, Coverage], expected: Mapping[str, int], num_tokens: int
+) -> Mapping[str, Coverage]:
+    merged = dict(coverage)
+    for url, num_expected in expected.items():
+        have = merged.get(url, NOTHING)
+        state_tokens = max(have.state_tokens, min(num_expected, num_tokens - 1))
+        merged[url] = Coverage(max(have.attention_tokens, num_expected), state_tokens)
+    return merged
+
+
 def _depth(held: tuple[Node, int]) -> int:
     return held[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(NamedTuple):
     """How a node would get a prompt computed: ``seconds`` from its turn on, ``compute_s`` of them computing
     ``num_computed`` tokens, and what ``source`` has is pulled first. ``waste_s``: the price of what somebody had
     computed before."""
@@ -99,21 +122,30 @@ class Estimator:
 
     def fill(self, node: Node, prompt: Prompt) -> Fill:
         """The cheaper of computing all that ``node`` has no state for, and pulling a deeper state first."""
+        rates = self._rates[node.url]
         have = prompt.coverage.get(node.url, NOTHING)
         num_left = prompt.num_tokens - have.state_tokens
         compute_s = self.compute_s(node, num_left)
-        wasted = prompt.deepest - have.state_tokens
-        waste_s = WASTE_PRICE * wasted * self._rates[node.url].token_s if wasted > 0 else 0.0
+        waste_s = WASTE_PRICE * max(0, prompt.deepest - have.state_tokens) * rates.token_s
         best = Fill(compute_s, compute_s, num_left, None, waste_s)
-        if not node.info.pull or not prompt.holders:
+        if not prompt.holders or prompt.holders[0][1] < have.state_tokens + MIN_GAIN_TOKENS or not node.info.pull:
             return best
-        for source, depth in prompt.sources(node):
-            compute_s = self.compute_s(node, prompt.num_tokens - depth)
+        sources = prompt.sources(node)
+        # A token costs the same at every depth: only where pulling it takes longer than computing it is less better.
+        deepest_only = node.load.report.kv_bytes_per_token * rates.byte_s <= rates.token_s
+        for source, depth in sources[:1] if deepest_only else sources:
+            num_left = prompt.num_tokens - depth
+            compute_s = self.compute_s(node, num_left)
             seconds = ASK_S + self.pull_s(node, depth - have.attention_tokens, 1) + compute_s
-            waste_s = WASTE_PRICE * (prompt.deepest - depth) * self._rates[node.url].token_s
+            waste_s = WASTE_PRICE * max(0, prompt.deepest - depth) * rates.token_s
             if seconds + waste_s < best.seconds + best.waste_s:
-                best = Fill(seconds, compute_s, prompt.num_tokens - depth, source, waste_s)
+                best = Fill(seconds, compute_s, num_left, source, waste_s)
         return best
+
+    def apart_price_s(self, node: Node, num_tokens: int) -> float:
+        """Of computing what another has blocks of, and no state: where they are, the place where this prompt leaves
+        the known one gets a state, and the next prompt of the kind goes on from there."""
+        return APART_PRICE * num_tokens * self._rates[node.url].token_s if num_tokens >= MIN_GAIN_TOKENS else 0.0
 
     def pull_s(self, reader: Node, num_tokens: int, num_states: int) -> float:
         rates, report = self._rates[reader.url], reader.load.report

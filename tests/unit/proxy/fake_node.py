@@ -66,6 +66,8 @@ class FakeNode:
     report: str = ""
     metrics: str = ""
     is_frozen: bool = False
+    is_silent: bool = False
+    chunk_pause_s: float = 0.0
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
     refused_prompts: list[Any] = field(default_factory=list)
@@ -89,6 +91,8 @@ class FakeNode:
 
         @app.get("/ready")
         async def ready() -> Response:
+            while self.is_silent:
+                await asyncio.sleep(0.02)
             if self.is_draining:
                 return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
@@ -225,6 +229,7 @@ class FakeNode:
                     state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
                     yield f": tandem {json.dumps(state)}\n"
                 yield f"data: {json.dumps({'index': index, 'node': self.name})}\n\n"
+                await asyncio.sleep(self.chunk_pause_s)
                 if self.fault is Fault.BREAK_LATE:
                     await asyncio.sleep(0.05)  # what was sent is on its way
                     raise ConnectionError("on demand")

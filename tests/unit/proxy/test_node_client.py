@@ -13,7 +13,8 @@ import pytest
 import uvloop
 
 from proxy import node_client
-from proxy.node_client import NodeBrokenError, NodeClient, NodeRefusedError, NodeStream, NodeTimeoutError
+from proxy.node_client import NodeClient, NodeStream
+from proxy.node_errors import NodeBrokenError, NodeRefusedError, NodeTimeoutError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Scenario = Callable[[], Awaitable[None]]

@@ -1,0 +1,79 @@
+"""Requests that come together with the same new beginning, over several real nodes: it is computed once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support.client import Answer, complete, computed_prompt_tokens, post, together
+from tests.support.models import checkpoint
+from tests.support.reference import random_tokens
+from tests.support.service import Service
+
+NUM_REQUESTS = 8
+SHARED, OWN = 960, 20
+BLOCK_SIZE = 16
+SMALL = 3 * BLOCK_SIZE
+"""A prompt's own tokens, and what blocks and templates add."""
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Service]:
+    with Service(
+        checkpoint(FAMILY),
+        prefill_flags=NODE_FLAGS,
+        decode_flags=NODE_FLAGS,
+        proxy_flags=("--policy", "cost"),
+        num_prefill=2,
+        num_decode=2,
+    ) as running:
+        for seed in range(4):  # every node has computed something: nobody waits for its first step
+            complete(running.url, random_tokens(100, seed=9400 + seed), 2)
+        yield running
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def chat(url: str, messages: list[dict[str, str]]) -> Answer:
+    return Answer(post(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0}))
+
+
+def num_computed(service: Service) -> float:
+    """Prompt tokens that any node has computed."""
+    return sum(computed_prompt_tokens([*service.prefill, *service.decode]))
+
+
+def test_chats_when_they_begin_alike_and_come_together_then_the_beginning_is_computed_once(wide: Service) -> None:
+    system = " ".join(f"rule {number} of seventeen" for number in range(60))
+    chats = [[message("system", system), message("user", f"question {number}")] for number in range(NUM_REQUESTS)]
+    before = num_computed(wide)
+    answers = together([partial(chat, wide.url, messages) for messages in chats])
+    longest = max(answer.body["usage"]["prompt_tokens"] for answer in answers)
+    assert longest > 2 * NUM_REQUESTS * SMALL
+    assert num_computed(wide) - before <= longest + NUM_REQUESTS * SMALL
+
+
+def test_requests_when_they_begin_alike_and_come_together_then_one_node_computes_the_beginning(wide: Service) -> None:
+    """Token ids do not say where others will part from them. Whoever comes while the first one is past that place
+    computes it again, and keeps a state there: nobody needs a third time."""
+    shared = random_tokens(SHARED, seed=9410)
+    prompts = [shared + random_tokens(OWN, seed=9420 + number) for number in range(NUM_REQUESTS)]
+    before = num_computed(wide)
+    answers = together([partial(complete, wide.url, prompt, 4) for prompt in prompts])
+    assert num_computed(wide) - before <= 2 * SHARED + NUM_REQUESTS * SMALL
+    assert len({answer.trace["prefill_node"] for answer in answers}) == 1
+    time.sleep(0.5)
+    later = complete(wide.url, shared + random_tokens(OWN, seed=9440), 4)  # the index has taken over
+    assert later.cached_tokens >= SHARED - BLOCK_SIZE
+
+
+def test_requests_when_all_differ_and_come_together_then_every_prefill_node_computes_some(wide: Service) -> None:
+    prompts = [random_tokens(SHARED, seed=9450 + number) for number in range(NUM_REQUESTS)]
+    answers = together([partial(complete, wide.url, prompt, 4) for prompt in prompts])
+    assert len({answer.trace["prefill_node"] for answer in answers}) == 2

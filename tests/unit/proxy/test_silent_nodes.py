@@ -1,0 +1,120 @@
+"""Nodes that are there and say nothing: no connection breaks, and nobody may wait for long all the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy import node_pool
+from tests.unit.proxy.conftest import Cluster, StartCluster
+from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
+
+STREAM: dict[str, Any] = {"prompt": "abc", "stream": True, "max_tokens": 2 * NUM_CHUNKS}
+SILENCE_S = 0.6
+SOON_S = 8.0
+"""Far below the minutes that a stream may be silent, far above what a busy machine needs."""
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_pool, "POLL_TIMEOUT_S", 0.2)
+
+
+def freeze(node: FakeNode, fault: Fault) -> None:
+    node.fault = fault
+    node.is_silent = True
+
+
+def ask(cluster: Cluster, body: dict[str, Any] = STREAM) -> tuple[float, list[Any]]:
+    """Seconds, and the events or the answer."""
+    started_s = time.monotonic()
+    answer = cluster.client.post("/v1/completions", json=body)
+    blocks = [block.removeprefix("data: ") for block in answer.text.split("\n\n") if block]
+    return time.monotonic() - started_s, [block if block == "[DONE]" else json.loads(block) for block in blocks]
+
+
+@pytest.mark.parametrize("pull", [False, True], ids=["in turn", "paired"])
+def test_stream_when_its_node_goes_silent_then_goes_on_elsewhere_soon(start_cluster: StartCluster, pull: bool) -> None:
+    cluster = start_cluster(1, 2, pull=pull, resume=True, migration_limit=1, node_silence_seconds=SILENCE_S)
+    freeze(cluster.decode[0], Fault.STALL)
+    seconds, events = ask(cluster)
+    assert seconds < SOON_S
+    assert [event["index"] for event in events[:-1]] == list(range(NUM_CHUNKS))
+    assert [event["node"] for event in events[:-1]] == ["decode-0"] + ["decode-1"] * (NUM_CHUNKS - 1)
+    assert events[-1] == "[DONE]"
+
+
+def test_stream_when_its_node_goes_silent_and_it_may_not_move_then_error_event_soon(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 2, node_silence_seconds=SILENCE_S)
+    freeze(cluster.decode[0], Fault.STALL)
+    seconds, events = ask(cluster)
+    assert seconds < SOON_S
+    assert events[-1]["error"]["code"] == "no_node"
+    assert "no sign of life" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_request_when_its_node_goes_silent_before_the_first_byte_then_another_one_answers(
+    start_cluster: StartCluster, stream: bool
+) -> None:
+    cluster = start_cluster(1, 2, node_silence_seconds=SILENCE_S)
+    freeze(cluster.decode[0], Fault.HANG)
+    seconds, events = ask(cluster, {**STREAM, "stream": stream})
+    assert seconds < SOON_S
+    assert all("error" not in event for event in events)
+    assert len(cluster.decode[1].bodies) == 1
+    assert cluster.metric("tandem_proxy_retries_total", reason="broken") == 1
+
+
+def test_request_when_its_prefill_node_goes_silent_then_another_one_computes_it(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(2, 1, node_silence_seconds=SILENCE_S)
+    freeze(cluster.prefill[0], Fault.HANG)
+    seconds, events = ask(cluster)
+    assert seconds < SOON_S
+    assert events[-1] == "[DONE]"
+    assert len(cluster.prefill[1].bodies) == 1
+
+
+def test_stream_when_its_node_is_slow_to_say_something_and_answers_looks_then_is_waited_for(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=0.1)
+    cluster.decode[0].fault = Fault.HANG
+    started_s = time.monotonic()
+    with pytest.raises(httpx.ReadTimeout):
+        cluster.client.post("/v1/completions", json=STREAM, timeout=2.0)
+    assert time.monotonic() - started_s >= 2.0
+    assert cluster.decode[1].bodies == []
+
+
+def test_stream_when_its_node_answers_no_looks_and_goes_on_streaming_then_is_not_given_up(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=1.0)
+    node = cluster.decode[0]
+    node.chunk_pause_s = 0.5
+    with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            node.is_silent = True
+            lines += [line] if line else []
+    assert ['"decode-0"' in line for line in lines[:-1]] == [True] * NUM_CHUNKS
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_node_when_it_answers_again_then_gets_requests_again(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(1, 1, node_silence_seconds=SILENCE_S)
+    freeze(cluster.decode[0], Fault.STALL)
+    assert "error" in ask(cluster)[1][-1]
+    cluster.decode[0].is_silent, cluster.decode[0].fault = False, Fault.NONE
+    deadline_s = time.monotonic() + 10
+    while cluster.client.get("/ready").status_code != 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert ask(cluster)[1][-1] == "[DONE]"

@@ -1,0 +1,178 @@
+"""Prompts that come together with the same new beginning: who computes it, and for how long that is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.cache_view import NodeCache
+from proxy.placement.underway import GRACE_S, LIFETIME_S, STRIDE, Underway
+from proxy.placer import Avoided, Placement
+from proxy.prefix_index import Coverage
+from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job
+from tests.unit.proxy.test_placer import Rig, tokens
+
+SHARED = tokens(1600, seed=1)
+NODE, OTHER = "http://a", "http://b"
+
+
+def prompt(number: int, shared: int = 1600) -> list[int]:
+    return SHARED[:shared] + tokens(40, seed=100 + number)
+
+
+def telling(num_prefill: int = 2, num_decode: int = 2, **config: Any) -> Rig:
+    """Nodes that tell what they have, and have nothing."""
+    rig = Rig(num_prefill, num_decode, **config)
+    for node in rig.pool.nodes:
+        rig.index.start(node.url, NodeCache(BLOCK_SIZE, ("full",), True))
+    return rig
+
+
+def prefill_urls(placements: list[Placement]) -> set[str]:
+    assert not any(each.is_local for each in placements)
+    return {each.prefill[0].url for each in placements}
+
+
+# --- placement
+
+
+@pytest.mark.parametrize("policy", ["cost", "prefix_aware"])
+def test_place_when_prompts_begin_alike_and_come_together_then_one_prefill_node_computes_the_beginning(
+    policy: str,
+) -> None:
+    rig = telling(4, policy=policy)
+    assert len(prefill_urls([rig.place(prompt(number)) for number in range(8)])) == 1
+    spread = telling(4, policy=policy)
+    assert len(prefill_urls([spread.place(tokens(1600, seed=number)) for number in range(8)])) == 4
+
+
+def test_place_when_the_same_beginning_was_placed_then_the_others_are_charged_for_their_own_part_only() -> None:
+    rig = telling()
+    first = rig.place(prompt(0))
+    for number in range(1, 4):
+        rig.place(prompt(number))
+    placed = first.prefill[0].load.placed_tokens
+    assert 1640 + 3 * 40 <= placed <= 1640 + 3 * (40 + BLOCK_SIZE * STRIDE), placed
+
+
+def test_place_when_the_node_that_computes_it_has_too_much_to_do_then_another_one_computes_it_too() -> None:
+    rig = telling()
+    first = rig.place(prompt(0))
+    for number in range(12):  # work that no other may take
+        rig.placer.place(
+            make_job(tokens(3000, seed=50 + number)),
+            Avoided(prefill=[node for node in rig.prefill if node is not first.prefill[0]]),
+        )
+    assert rig.place(prompt(1)).prefill[0] is not first.prefill[0]
+
+
+def test_place_when_the_first_one_failed_then_nobody_counts_on_it() -> None:
+    rig = telling()
+    job = make_job(prompt(0))
+    first = rig.placer.place(job, Avoided())
+    rig.placer.finished(job)
+    assert len(rig.placer._underway) == 0
+    assert rig.place(prompt(1)).prefill[0] is not first.prefill[0]  # the other one's turn
+
+
+def test_place_when_the_first_one_was_computed_and_its_events_are_late_then_still_the_same_node() -> None:
+    rig = telling()
+    first = rig.serve(prompt(0))
+    rig.now += GRACE_S / 2
+    second = rig.serve(prompt(1))
+    assert second.prefill == first.prefill
+    rig.now += 2 * GRACE_S
+    third = rig.serve(prompt(2))
+    assert third.prefill != first.prefill  # no event said so: it is not there
+
+
+def test_place_when_the_index_knows_what_was_computed_then_only_its_word_counts() -> None:
+    rig = telling()
+    first = rig.serve(prompt(0))
+    rig.index.start(first.prefill[0].url, NodeCache(BLOCK_SIZE, ("full",), True))
+    rig.has(rig.prefill[1], SHARED, state=False)  # blocks, and no state to go on from
+    rig.has(first.prefill[0], SHARED, state=False)
+    second = rig.place(prompt(1))
+    assert second.prefill[0].load.placed_tokens == 1640
+    assert second.prefill != first.prefill  # its turn
+
+
+def test_place_when_one_node_has_blocks_and_nobody_a_state_then_there_so_that_the_next_one_finds_a_state() -> None:
+    rig = telling(4)
+    rig.has(rig.prefill[2], SHARED, state=False)
+    for number in range(2):
+        assert rig.serve(prompt(number)).prefill == [rig.prefill[2]]
+
+
+def test_placer_when_all_requests_have_ended_then_holds_nothing_of_them() -> None:
+    rig = telling()
+    jobs = [make_job(prompt(number)) for number in range(20)]
+    for job in jobs:
+        rig.placer.place(job, Avoided())
+        rig.placer.place(job, Avoided())  # a second try
+    for job in jobs:
+        rig.placer.finished(job)
+    assert len(rig.placer._underway) == 0
+
+
+# --- claims
+
+
+def test_lookup_when_a_longer_prompt_begins_like_one_that_is_computed_then_finds_all_of_it() -> None:
+    underway = Underway()
+    underway.begin(NODE, keys_of(SHARED[:800]), 0)
+    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 800}
+    assert underway.lookup(keys_of(tokens(800, seed=9)), {}) == {}
+
+
+def test_lookup_when_two_part_inside_a_stride_then_finds_what_is_surely_shared() -> None:
+    underway = Underway()
+    underway.begin(NODE, keys_of(prompt(1)), 0)
+    found = underway.lookup(keys_of(prompt(2)), {})[NODE]
+    assert 1600 - STRIDE * BLOCK_SIZE < found <= 1600
+
+
+def test_claim_when_another_one_computes_the_same_then_outlives_the_first_ones_end() -> None:
+    underway = Underway()
+    first, second = (underway.begin(NODE, keys_of(SHARED), 0) for _ in range(2))
+    underway.end(first, is_computed=False)
+    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 1600}
+    underway.end(second, is_computed=False)
+    assert underway.lookup(keys_of(SHARED), {}) == {}
+    assert len(underway) == 0
+
+
+def test_claim_when_nobody_ends_it_then_counts_for_its_lifetime_and_is_forgotten() -> None:
+    now = [0.0]
+    underway = Underway(clock=lambda: now[0])
+    claim = underway.begin(NODE, keys_of(SHARED), 0)
+    now[0] = LIFETIME_S - 1
+    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 1600}
+    now[0] = LIFETIME_S + 1
+    assert underway.lookup(keys_of(SHARED), {}) == {}
+    underway.begin(OTHER, keys_of(tokens(100, seed=3)), 0)
+    assert underway.lookup(keys_of(SHARED), {}) == {}
+    assert len(underway) <= 2
+    underway.end(claim, is_computed=True)
+
+
+def test_claims_when_there_are_too_many_then_the_oldest_are_forgotten() -> None:
+    underway = Underway(max_keys=100)
+    claims = [underway.begin(NODE, keys_of(tokens(1600, seed=number)), 0) for number in range(20)]
+    assert len(underway) <= 100
+    assert underway.lookup(keys_of(tokens(1600, seed=19)), {}) == {NODE: 1600}
+    assert underway.lookup(keys_of(tokens(1600, seed=0)), {}) == {}
+    for claim in claims:
+        underway.end(claim, is_computed=False)
+    assert len(underway) == 0
+
+
+def test_lookup_when_computed_and_told_then_leaves_it_to_the_index() -> None:
+    underway = Underway()
+    claim = underway.begin(NODE, keys_of(SHARED), 0)
+    told = {NODE: Coverage(1600, 0)}
+    assert underway.lookup(keys_of(SHARED), told) == {NODE: 1600}  # it still computes
+    underway.end(claim, is_computed=True)
+    assert underway.lookup(keys_of(SHARED), told) == {}
+    assert underway.lookup(keys_of(SHARED), {NODE: Coverage(640, 640)}) == {NODE: 1600}
