@@ -104,6 +104,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         tokenisation = Tokenisation(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)
+        pool.subscribe(placer)
         orchestrator = Orchestrator(config, pool, placer, releaser, metrics, node_headers)
         tracer = create_tracer(
             config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""

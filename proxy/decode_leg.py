@@ -133,8 +133,9 @@ class DecodeLegs:
             if progress is not None and progress.failure is not None:
                 leg.fail("error event")
                 raise progress.failure
-            end = (end + chunk)[-len(END_OF_STREAM) :]
-            has_error = has_error or ERROR in chunk
+            seen = end + chunk  # what is looked for may have come in two pieces
+            end = seen[-len(END_OF_STREAM) :]
+            has_error = has_error or ERROR in seen
         if not client.is_started:
             raise LegFailedError(f"decode node {node.name} ended its stream without a byte")
         is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete

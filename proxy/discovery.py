@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import DNS_PREFIX
+from common.errors import InvalidRequestError
 from proxy.node import NodeRole
 from proxy.node_pool import NodePool
 
@@ -89,18 +90,24 @@ class Discovery:
         try:
             async with asyncio.timeout(RESOLVE_TIMEOUT_S):
                 addresses = await self._resolve(*target.address)
-        except (OSError, TimeoutError) as exc:
+        except (OSError, TimeoutError, UnicodeError) as exc:
             self._say(target, f"{target.url}: {type(exc).__name__}: {exc}".rstrip(": "))
             return
         answer = {target.node_url(address) for address in addresses}
+        refused = set()
+        problem = None if answer else f"{target.url}: no address"
         for url in sorted(answer - target.known):
-            self._pool.add(url, target.role, origin=target.url)
+            try:
+                self._pool.add(url, target.role, origin=target.url)
+            except InvalidRequestError as exc:
+                problem = f"{target.url}: {exc.message}"
+                refused.add(url)
         for url in sorted(target.known - answer):
             node = self._pool.find(url)
             if node is not None and node.origin == target.url:
                 self._pool.remove(node, f"its address has left {target.url}")
-        target.known = answer
-        self._say(target, None if answer else f"{target.url}: no address")
+        target.known = answer - refused
+        self._say(target, problem)
 
     def _say(self, target: DnsTarget, problem: str | None) -> None:
         old = self._pool.missing.get(target.url)

@@ -85,7 +85,9 @@ class EventFeeds:
             except NoFeedError:
                 logger.info("no cache events node=%s: it has no such route", node.url)
                 return
-            except (NodeCallError, ValueError) as exc:
+            except Exception as exc:  # whatever a node answers, its feed goes on
+                if not isinstance(exc, NodeCallError | ValueError):
+                    logger.exception("cache events that cannot be read node=%s", node.url)
                 # Once per silence: a node that is away for long must not fill the log.
                 logger.log(logging.INFO if is_heard else logging.DEBUG, "no cache events node=%s: %s", node.url, exc)
                 is_heard = False

@@ -74,6 +74,8 @@ class GenerateService:
         self._cut_off_by = error
         self._admission.evict_all(error)
         for limit in self._limits:
+            if limit.expired():
+                continue  # its own deadline has passed, it is on its way out
             limit.reschedule(asyncio.get_running_loop().time())
 
     async def completions(self, request: Request) -> Response:

@@ -28,7 +28,7 @@ from proxy.breaker import Leg
 from proxy.node import Node, describe
 from proxy.node_client import NodeAnswer, NodeStream
 from proxy.node_errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError
-from proxy.node_pool import is_draining_answer
+from proxy.node_look import is_draining_answer
 from proxy.vllm import vllm_prefill_leg
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
@@ -73,12 +73,16 @@ class LegFailedError(NodeUnavailableError):
 class NodeDrainingError(LegFailedError):
     """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
 
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"{node.role.value} node {node.name} is draining")
+        self.node = node
+
 
 def check_draining(node: Node, status: int, body: bytes) -> None:
     """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
     if is_draining_answer(status, body):
         node.mark_draining("it refused a request: it is draining")
-        raise NodeDrainingError(f"{node.role.value} node {node.name} is draining")
+        raise NodeDrainingError(node)
 
 
 def prefill_body(

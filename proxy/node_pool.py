@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -19,14 +18,12 @@ from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
 from proxy.breaker import Breaker
-from proxy.node import REASON_LENGTH, Node, NodeInfo, NodeKind, NodeRole, NodeState, describe
-from proxy.node_client import NodeAnswer, NodeClient
-from proxy.node_errors import NodeClientError, NodeRefusedError, NodeTimeoutError
-from proxy.vllm import read_vllm_info
+from proxy.node import Node, NodeInfo, NodeRole, NodeState, describe
+from proxy.node_client import NodeClient
+from proxy.node_look import look
 
 logger = logging.getLogger(__name__)
 
-POLL_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
 MODEL_HOLD_S = 10.0
 """How long a node that fell silent still says which model the pool serves: a hiccup must not let another one in."""
@@ -198,7 +195,11 @@ class NodePool:
     async def _poll_forever(self, node: Node) -> None:
         num_failures = 0
         while node.state is not NodeState.GONE:
-            await self.poll(node)
+            try:
+                await self.poll(node)
+            except Exception as exc:  # or nobody would ever look at this node again
+                logger.exception("a look at a node failed node=%s", node.url)
+                node.mark_suspect(describe(exc))
             if node.is_leaving and not node.num_in_flight:
                 self._forget(node)
                 return
@@ -214,38 +215,20 @@ class NodePool:
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
         started_s = time.monotonic()
-        if not await self._look(node):
+        seen = await look(node.client, self._node_kind, self._headers)
+        if not seen.is_silent:
             node.silent_since_s = None
         elif node.silent_since_s is None:
             # Not given up for one look: it may be this process that stood still.
             node.silent_since_s = started_s
         elif time.monotonic() - node.silent_since_s >= self._max_silence_s:
             node.client.give_up(self._max_silence_s)
-
-    async def _look(self, node: Node) -> bool:
-        """Whether the node said nothing at all."""
-        try:
-            if self._node_kind == NodeKind.VLLM.value:
-                self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
-                return False
-            answer = await node.client.request("GET", "/ready", timeout_s=POLL_TIMEOUT_S)
-            if answer.status == 404 and self._node_kind == "auto":
-                self._take_info(node, await read_vllm_info(node.client, POLL_TIMEOUT_S))
-                return False
-            if answer.status != 200:
-                if is_draining_answer(answer.status, answer.body):
-                    node.mark_draining("it says that it is draining")
-                else:
-                    node.mark_suspect(_not_ready_reason(answer))
-                return False
-            info = await self._read_info(node)
-        except (NodeClientError, ValueError) as exc:
-            node.mark_suspect(describe(exc))
-            return isinstance(exc, NodeTimeoutError) or (
-                isinstance(exc, NodeRefusedError) and isinstance(exc.__cause__, TimeoutError)
-            )
-        self._take_info(node, info)
-        return False
+        if seen.info is not None:
+            self._take_info(node, seen.info)
+        elif seen.is_draining:
+            node.mark_draining(seen.problem)
+        else:
+            node.mark_suspect(seen.problem)
 
     def _take_info(self, node: Node, info: NodeInfo) -> None:
         if (refusal := self._refusal(node, info)) is not None:
@@ -254,17 +237,6 @@ class NodePool:
         node.mark_ready(info)
         if node.is_up:
             self._announce(node)
-
-    async def _read_info(self, node: Node) -> NodeInfo:
-        answer = await node.client.request("GET", "/internal/v1/info", headers=self._headers, timeout_s=POLL_TIMEOUT_S)
-        if answer.status == 200:
-            body = answer.json()
-            if not isinstance(body, dict):
-                raise ValueError("/internal/v1/info is not a JSON object")
-            return NodeInfo.from_json(body)
-        if answer.status != 404:
-            raise ValueError(f"/internal/v1/info answers {answer.status}")
-        return NodeInfo()
 
     def _refusal(self, node: Node, info: NodeInfo) -> str | None:
         """Why what ``node`` says about itself does not fit; None when it does."""
@@ -298,21 +270,3 @@ class NodePool:
         await asyncio.sleep(FAREWELL_S)
         self._leaving.discard(node)
         await node.client.close()
-
-
-def is_draining_answer(status: int, body: bytes) -> bool:
-    """Whether a 503 says that the node drains: of ``/ready`` (``status``) or of a request (``error.code``)."""
-    if status != 503:
-        return False
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return False
-    if not isinstance(answer, dict):
-        return False
-    error = answer.get("error")
-    return answer.get("status") == "draining" or (isinstance(error, dict) and error.get("code") == "draining")
-
-
-def _not_ready_reason(answer: NodeAnswer) -> str:
-    return f"/ready answers {answer.status} {answer.body[:REASON_LENGTH].decode(errors='replace')}".rstrip()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.node import Node, NodeRole
-from proxy.node_load import LoadReport, Measured
+from proxy.node_load import DEFAULT_KV_BYTES, LoadReport, Measured
 
 MAX_AGE_S = 0.5
 # What the mean of others weighs beside a node's own trusted measurement, and the defaults beside that mean.
@@ -19,13 +19,19 @@ ROLE_PRIOR, DEFAULT_PRIOR = 0.05, 0.01
 class Rates:
     """Seconds of a node's work: ``step_s`` + ``token_s`` a prompt token for a step that computes prompts, ``pull_s`` +
     ``byte_s`` a byte for a pull, ``decode_step_s`` a step that only decodes. The defaults are of a small model on a
-    small machine, until a node has measured something."""
+    small machine, until a node has measured something.
+
+    What follows from them and the node's sizes: ``kv_s`` of pulling a token's blocks, ``state_s`` of a pull with one
+    state.
+    """
 
     step_s: float = 0.005
     token_s: float = 0.0002
     decode_step_s: float = 0.01
     pull_s: float = 0.003
     byte_s: float = 1e-9
+    kv_s: float = DEFAULT_KV_BYTES * 1e-9
+    state_s: float = 0.003
 
 
 class RateTable:
@@ -51,7 +57,8 @@ def _own(others: Rates, report: LoadReport) -> Rates:
     step_s, token_s = _trusted(others.step_s, others.token_s, report.prefill)
     pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
     decode_step_s = others.decode_step_s if report.decode_step_s is None else report.decode_step_s
-    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s)
+    kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
+    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s, kv_s, state_s)
 
 
 def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:

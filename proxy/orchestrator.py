@@ -13,53 +13,29 @@ over.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.api.resume import RESUME_KEY
 from common.config import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser
-from proxy.legs import (
-    LegFailedError,
-    NodeDrainingError,
-    Prefilled,
-    RelayedAnswer,
-    decode_body,
-    prefill_body,
-    send_prefill_leg,
-)
+from proxy.legs import LegFailedError, NodeDrainingError, RelayedAnswer, decode_body
 from proxy.node import Node, NodeRole
 from proxy.node_pool import NodePool
 from proxy.observe import ProxyMetrics
 from proxy.paired import Pair, PairedLegs, PrefillBusyError
 from proxy.placer import Avoided, Placement, Placer
+from proxy.prefill_legs import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, PrefillLegs
 from proxy.progress import StreamProgress
 from proxy.relay import ClientStream
 from proxy.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
-
-MAX_TRIES = 2
-# Prompts of one request that are prefilled at the same time: a list of 2,000 must not fill a node's queue by itself.
-MAX_PROMPTS_TOGETHER = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """What the decode leg is given: ``params`` None means that it prefills itself."""
-
-    params: object
-    prefill_node: str | None
-
-
-LOCAL = Handoff(None, None)
 
 
 @dataclass(slots=True)
@@ -101,11 +77,18 @@ class Orchestrator:
         self._placer = placer
         self._budget = RetryBudget(config.retry_budget)
         self._migration_limit = config.migration_limit
-        self._prefill_timeout_s = config.prefill_timeout_seconds
         # Nothing comes until the prompt is computed, of a whole answer not before its last token.
         first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
         self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
-        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, self._prefill_timeout_s)
+        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)
+        self._prefill_legs = PrefillLegs(
+            placer,
+            releaser,
+            metrics,
+            config.prefill_timeout_seconds,
+            headers_for=self._headers,
+            may_retry=self._may_retry,
+        )
 
     async def run(self, job: Job, client: ClientStream) -> None:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
@@ -209,9 +192,10 @@ class Orchestrator:
             try:
                 await self._paired_legs.run(job, pair, self._headers(job, node), decode_headers, client, progress)
                 return
-            except NodeDrainingError:
-                # Not a try: nothing was done. The pool gives the node no more, so this comes to an end.
+            except NodeDrainingError as exc:
+                # Not a try: nothing was done. Each node says so once, so this comes to an end.
                 num_tries -= 1
+                run.avoided.add(exc.node)
                 placement = self._placer.place(job, run.avoided, began=placement.prefill)
             except LegFailedError as exc:
                 if client.is_started or was_started or num_tries == MAX_TRIES:
@@ -240,65 +224,9 @@ class Orchestrator:
 
     async def _run_in_turn(self, run: Run, placement: Placement) -> None:
         with self._releaser.guard() as leases:
-            handoff = await self._prefill(run.job, placement, leases)
+            handoff = await self._prefill_legs.run(run.job, placement, leases)
             self._metrics.count_decision(self._placer.name, "local" if handoff.params is None else "remote")
             await self._decode(run, placement, handoff, leases)
-
-    async def _prefill(self, job: Job, placement: Placement, leases: LeaseGuard) -> Handoff:
-        if placement.is_local:
-            return LOCAL
-        started_s = time.monotonic()
-        results = await self._prefill_all(job, placement, leases)
-        self._metrics.observe_phase("prefill", time.monotonic() - started_s)
-        done = [each for each in results if each is not None]
-        if len(done) < len(results):
-            self._releaser.release(leases)
-            return LOCAL
-        names = ",".join(dict.fromkeys(each.node.name for each in done))
-        params = [each.params for each in done]
-        return Handoff(params[0] if len(params) == 1 else params, names)
-
-    async def _prefill_all(self, job: Job, placement: Placement, leases: LeaseGuard) -> list[Prefilled | None]:
-        """All prompts' prefill legs, at most MAX_PROMPTS_TOGETHER at a time; the first error ends the others."""
-        placed = list(zip(job.prompts, placement.prefill, strict=True))
-        if len(placed) == 1:
-            return [await self._prefill_one(job, *placed[0], leases)]
-        together = asyncio.Semaphore(MAX_PROMPTS_TOGETHER)
-
-        async def one(prompt: Any, node: Node) -> Prefilled | None:
-            async with together:
-                return await self._prefill_one(job, prompt, node, leases)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                legs = [group.create_task(one(prompt, node)) for prompt, node in placed]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [leg.result() for leg in legs]
-
-    async def _prefill_one(self, job: Job, prompt: Any | None, first: Node, leases: LeaseGuard) -> Prefilled | None:
-        """One prompt's prefill leg, on ``first`` or another; None when no prefill node could do it."""
-        avoided = Avoided()
-        node: Node | None = first
-        while node is not None:
-            avoided.prefill.append(node)
-            content, headers = prefill_body(node, job.body, prompt), self._headers(job, node)
-            try:
-                prefilled = await send_prefill_leg(node, job.route, content, headers, self._prefill_timeout_s)
-            except NodeDrainingError:
-                avoided.prefill.remove(node)
-                node = self._placer.place_prefill(avoided)
-                continue
-            except LegFailedError as exc:
-                logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
-                node = self._placer.place_prefill(avoided) if len(avoided.prefill) < MAX_TRIES else None
-                if node is not None and not self._may_retry(exc):
-                    return None
-                continue
-            if prefilled.lease_id is not None:
-                leases.hold(node, prefilled.lease_id)
-            return prefilled if prefilled.params else None
-        return None
 
     async def _decode(self, run: Run, placement: Placement, handoff: Handoff, leases: LeaseGuard) -> None:
         """The decode leg, on the node that was placed while it is usable, or on another."""
@@ -322,6 +250,7 @@ class Orchestrator:
             except NodeDrainingError as exc:
                 failure = exc
                 num_tries -= 1
+                run.avoided.add(exc.node)
                 node = self._placer.place_decode(run.avoided)
                 continue
             except LegFailedError as exc:

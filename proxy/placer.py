@@ -72,6 +72,9 @@ class Avoided:
     decode: list[Node] = field(default_factory=list)
     prefill: list[Node] = field(default_factory=list)
 
+    def add(self, node: Node) -> None:
+        (self.prefill if node.role is NodeRole.PREFILL else self.decode).append(node)
+
 
 @dataclass(slots=True)
 class _Open:
@@ -120,6 +123,12 @@ class Placer:
     def name(self) -> str:
         """Of the policy that decides between local and remote, for metrics."""
         return self._prefill_policy.name
+
+    def node_up(self, node: Node) -> None:
+        """A pool's listener (``proxy.node_pool.NodeListener``)."""
+
+    def node_gone(self, node: Node) -> None:
+        self._history.drop(node.url)
 
     def place(self, job: Job, avoided: Avoided, *, began: Sequence[Node] = ()) -> Placement:
         """Nodes for the next try of ``job``. ``began``: prefill nodes that already compute its prompts, kept if usable.

@@ -17,6 +17,7 @@ from proxy.node import Node
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]"
 ERROR = b'data: {"error"'
+MAX_EVENT_BYTES = 16 * 2**20
 
 
 class StreamProgress:
@@ -48,6 +49,8 @@ class StreamProgress:
     def feed(self, chunk: bytes) -> bytes:
         """What of the stream so far is the client's now. Nothing more comes after ``failure`` was set."""
         *events, self._rest = (self._rest + chunk).split(END_OF_EVENT)
+        if len(self._rest) > MAX_EVENT_BYTES:
+            self.failure = LegFailedError(f"an event has more than {MAX_EVENT_BYTES} bytes", reason="garbage")
         passed: list[bytes] = []
         for event in events:
             try:

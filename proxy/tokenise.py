@@ -103,7 +103,11 @@ class Tokenisation:
         while True:
             node = self._node_to_ask()
             if node is not None and time.monotonic() >= self._retry_at_s:
-                await self._fetch(node)
+                try:
+                    await self._fetch(node)
+                except Exception:  # or no tokenizer would ever be fetched again
+                    logger.exception("a tokenizer could not be taken node=%s", node.url)
+                    self._retry_at_s = time.monotonic() + RETRY_S[1]
             await asyncio.sleep(WATCH_S)
 
     def _node_to_ask(self) -> Node | None:

@@ -195,16 +195,26 @@ class CostChooser:
 def _goes_on(decode: Node, prompts: Sequence[Prompt]) -> bool:
     """Whether the decode node has a state of every prompt to go on from. A prompt that is new to it is for the prefill
     nodes, even where a few milliseconds would be saved: keeping such work from the streams is what they are for."""
-    return all(prompt.on(decode).state_tokens > 0 for prompt in prompts)
+    for prompt in prompts:
+        have = prompt.coverage.get(decode.url)
+        if have is None or not have.state_tokens:
+            return False
+    return True
 
 
 def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Estimator, base_s: float) -> _Way:
     """The decode node computes all prompts, one after the other."""
-    fills = [estimator.fill(decode, prompt) for prompt in prompts]
-    num_computed = int(scale * sum(fill.num_computed for fill in fills))
-    ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * sum(fill.seconds for fill in fills)
-    waste_s = scale * sum(fill.waste_s for fill in fills)
-    cost_s = ttft_s + base_s + waste_s + estimator.delay_price_s(decode, num_computed)
+    fills: list[Fill] = []
+    num_computed, seconds, waste_s = 0, 0.0, 0.0
+    for prompt in prompts:
+        fill = estimator.fill(decode, prompt)
+        fills.append(fill)
+        num_computed += fill.num_computed
+        seconds += fill.seconds
+        waste_s += fill.waste_s
+    num_computed = int(scale * num_computed)
+    ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * seconds
+    cost_s = ttft_s + base_s + scale * waste_s + estimator.delay_price_s(decode, num_computed)
     return _Way(decode, ttft_s, cost_s, num_computed, fills)
 
 
@@ -217,15 +227,19 @@ def _remote(
     base_s: float,
 ) -> _Way:
     """Each prompt goes to the prefill node that is done with it first, after those before it."""
+    first = bids[0][0]
+    if len(prompts) == 1:
+        blocks_s, rest_s = estimator.handoff_s(decode, prompts[0])
+        if blocks_s <= first.hidden_s:  # the usual case: the cheapest one hides the blocks' way
+            fill, ttft_s = first.fill, decode.load.room_s() + first.ready_s + rest_s
+            return _Way(decode, ttft_s, ttft_s + base_s + fill.waste_s, fill.num_computed, bids=(first,))
     last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
     chosen: list[_Bid] = []
     for prompt, offered in zip(prompts, bids, strict=True):
         blocks_s, rest_s = estimator.handoff_s(decode, prompt)
-        first = offered[0]
-        best_s, best = math.inf, first
-        # Of one prompt, mostly: the first is the cheapest, and hides the blocks' way.
-        for bid in offered if taken_s or blocks_s > first.hidden_s else (first,):
+        best_s, best = math.inf, offered[0]
+        for bid in offered:
             seconds = bid.ready_s + bid.fill.waste_s
             if taken_s:
                 seconds += taken_s.get(bid.node.url, 0.0)

@@ -29,6 +29,8 @@ MAX_SOURCES = 2
 WASTE_PRICE = 2.0
 """What was computed once is computed again only if that saves its time as often as this, and once more: whoever comes
 next waits for the node meanwhile."""
+COPY_PRICE = 0.25
+"""A copy takes memory from something that may be wanted: this part of the time of computing what is copied."""
 APART_PRICE = 1.0
 """As often as the time of what others have blocks of."""
 
@@ -115,31 +117,31 @@ class Estimator:
     def queue_s(self, node: Node) -> float:
         return self._queue_s[node.url]
 
-    def compute_s(self, node: Node, num_tokens: int) -> float:
-        rates = self._rates[node.url]
-        num_steps = -(-num_tokens // node.load.report.chunk)
-        return num_steps * rates.step_s + num_tokens * rates.token_s
-
     def fill(self, node: Node, prompt: Prompt) -> Fill:
         """The cheaper of computing all that ``node`` has no state for, and pulling a deeper state first."""
-        rates = self._rates[node.url]
-        have = prompt.coverage.get(node.url, NOTHING)
-        num_left = prompt.num_tokens - have.state_tokens
-        compute_s = self.compute_s(node, num_left)
-        waste_s = WASTE_PRICE * max(0, prompt.deepest - have.state_tokens) * rates.token_s
+        rates, chunk = self._rates[node.url], node.load.report.chunk
+        attention_tokens, state_tokens = prompt.coverage.get(node.url, NOTHING)
+        num_tokens, holders = prompt.num_tokens, prompt.holders
+        num_left = num_tokens - state_tokens
+        compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
+        waste_s = WASTE_PRICE * max(0, prompt.deepest - state_tokens) * rates.token_s
         best = Fill(compute_s, compute_s, num_left, None, waste_s)
-        if not prompt.holders or prompt.holders[0][1] < have.state_tokens + MIN_GAIN_TOKENS or not node.info.pull:
+        least = state_tokens + MIN_GAIN_TOKENS
+        if not holders or holders[0][1] < least or not node.info.pull:
             return best
-        sources = prompt.sources(node)
-        # A token costs the same at every depth: only where pulling it takes longer than computing it is less better.
-        deepest_only = node.load.report.kv_bytes_per_token * rates.byte_s <= rates.token_s
-        for source, depth in sources[:1] if deepest_only else sources:
-            num_left = prompt.num_tokens - depth
-            compute_s = self.compute_s(node, num_left)
-            seconds = ASK_S + self.pull_s(node, depth - have.attention_tokens, 1) + compute_s
-            waste_s = WASTE_PRICE * max(0, prompt.deepest - depth) * rates.token_s
+        for source, depth in holders:
+            if depth < least or source is node:
+                continue
+            num_left = num_tokens - depth
+            num_pulled = max(0, depth - attention_tokens)
+            compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
+            seconds = ASK_S + rates.state_s + num_pulled * rates.kv_s + compute_s
+            waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * rates.token_s
             if seconds + waste_s < best.seconds + best.waste_s:
                 best = Fill(seconds, compute_s, num_left, source, waste_s)
+            # A token costs the same at every depth: less is only better where pulling takes longer than computing.
+            if rates.kv_s <= rates.token_s:
+                break
         return best
 
     def apart_price_s(self, node: Node, num_tokens: int) -> float:
@@ -147,17 +149,11 @@ class Estimator:
         the known one gets a state, and the next prompt of the kind goes on from there."""
         return APART_PRICE * num_tokens * self._rates[node.url].token_s if num_tokens >= MIN_GAIN_TOKENS else 0.0
 
-    def pull_s(self, reader: Node, num_tokens: int, num_states: int) -> float:
-        rates, report = self._rates[reader.url], reader.load.report
-        num_bytes = max(0, num_tokens) * report.kv_bytes_per_token + num_states * report.state_bytes
-        return rates.pull_s + num_bytes * rates.byte_s
-
     def handoff_s(self, decode: Node, prompt: Prompt) -> tuple[float, float]:
         """Of a prompt that a prefill node computed: what can overlap its computing (blocks), and what cannot."""
-        rates, report = self._rates[decode.url], decode.load.report
-        missing = max(0, prompt.num_tokens - prompt.on(decode).attention_tokens)
-        blocks_s = missing * report.kv_bytes_per_token * rates.byte_s
-        rest_s = HANDOFF_S + rates.pull_s + report.state_bytes * rates.byte_s + rates.decode_step_s
+        rates = self._rates[decode.url]
+        blocks_s = max(0, prompt.num_tokens - prompt.on(decode).attention_tokens) * rates.kv_s
+        rest_s = HANDOFF_S + rates.state_s + rates.decode_step_s
         return (blocks_s, rest_s) if decode.info.pull else (0.0, rest_s + blocks_s)
 
     def stream_price_s(self, decode: Node) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy import node_pool
+from proxy import node_look
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
 
@@ -21,7 +21,7 @@ SOON_S = 8.0
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_pool, "POLL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_look, "LOOK_TIMEOUT_S", 0.2)
 
 
 def freeze(node: FakeNode, fault: Fault) -> None:
