@@ -124,7 +124,8 @@ class Estimator:
         num_tokens, holders = prompt.num_tokens, prompt.holders
         num_left = num_tokens - state_tokens
         compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
-        waste_s = WASTE_PRICE * max(0, prompt.deepest - state_tokens) * rates.token_s
+        again_s = rates.token_s + rates.step_s / chunk  # a token that is computed, or copied, once more than needed
+        waste_s = WASTE_PRICE * max(0, prompt.deepest - state_tokens) * again_s
         best = Fill(compute_s, compute_s, num_left, None, waste_s)
         least = state_tokens + MIN_GAIN_TOKENS
         if not holders or holders[0][1] < least or not node.info.pull:
@@ -136,7 +137,7 @@ class Estimator:
             num_pulled = max(0, depth - attention_tokens)
             compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
             seconds = ASK_S + rates.state_s + num_pulled * rates.kv_s + compute_s
-            waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * rates.token_s
+            waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * again_s
             if seconds + waste_s < best.seconds + best.waste_s:
                 best = Fill(seconds, compute_s, num_left, source, waste_s)
             # A token costs the same at every depth: less is only better where pulling takes longer than computing.

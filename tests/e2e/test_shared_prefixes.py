@@ -14,7 +14,7 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import Service
 
-NUM_REQUESTS = 8
+NUM_REQUESTS = 6
 SHARED, OWN = 960, 20
 BLOCK_SIZE = 16
 SMALL = 3 * BLOCK_SIZE

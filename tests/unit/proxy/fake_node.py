@@ -229,7 +229,8 @@ class FakeNode:
                     state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
                     yield f": tandem {json.dumps(state)}\n"
                 yield f"data: {json.dumps({'index': index, 'node': self.name})}\n\n"
-                await asyncio.sleep(self.chunk_pause_s)
+                if self.chunk_pause_s:
+                    await asyncio.sleep(self.chunk_pause_s)
                 if self.fault is Fault.BREAK_LATE:
                     await asyncio.sleep(0.05)  # what was sent is on its way
                     raise ConnectionError("on demand")

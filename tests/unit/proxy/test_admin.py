@@ -203,6 +203,26 @@ def test_dns_when_addresses_come_and_go_then_nodes_do(tmp_path: Path) -> None:
             assert urls() == set()  # DNS does not bring back what the operator removed
 
 
+def test_dns_when_an_address_is_a_node_of_the_other_role_then_the_rest_joins_and_the_name_is_asked_on() -> None:
+    first, second = "127.0.0.1", "127.0.0.2"
+    dns = FakeDns()
+    with named_nodes(first, second) as (port, _nodes):
+        config = ProxyConfig(
+            prefill=(f"http://{first}:{port}",),
+            decode=(f"dns+http://tandem-decode:{port}",),
+            dns_interval_seconds=0.03,
+            health_interval_seconds=0.03,
+        )
+        dns.answer = {first}
+        with (
+            serving(create_app(config, resolve=dns.resolve)) as proxy,
+            httpx.Client(base_url=proxy.url, trust_env=False) as client,
+        ):
+            wait_for(lambda: "is a prefill node already" in client.get("/ready").text, "DNS to be asked")
+            dns.answer = {first, second}
+            wait_for(lambda: client.get("/ready").status_code == 200, "the other address to be used")
+
+
 @pytest.mark.parametrize("url", ["dns+https://name:8200", "dns+http://name:8200/path", "dns+http://", "dns+name:8200"])
 def test_dns_flag_when_malformed_then_config_error_names_it(url: str) -> None:
     from common.config import parse_config

@@ -61,6 +61,20 @@ def test_leg_when_all_nodes_of_a_role_refuse_as_draining_then_503_at_once(start_
     assert "draining" in cluster.client.get("/ready").json()["reasons"][0]
 
 
+@pytest.mark.parametrize("pull", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_leg_when_nodes_refuse_as_draining_and_say_that_they_are_ready_then_each_is_asked_once(
+    start_cluster: StartCluster, role: str, pull: bool
+) -> None:
+    cluster = start_cluster(2, 2, pull=pull, health_interval_seconds=0.01)
+    nodes = cluster.prefill if role == "prefill" else cluster.decode
+    for node in nodes:
+        node.refuses_as_draining = True
+    answer = post(cluster)
+    assert answer.status_code == (200 if role == "prefill" else 503), answer.text
+    assert all(node.num_refused <= 1 for node in nodes)
+
+
 def test_proxy_when_draining_then_unready_and_refusing_but_streams_finish(
     start_cluster: StartCluster, key_file: str
 ) -> None:
