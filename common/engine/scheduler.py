@@ -150,7 +150,7 @@ class Scheduler:
         and start again for as long as somebody's lease holds the rest.
         """
         held: list[Sequence] = []
-        while self.waiting and self.has_room():
+        while self.waiting and self.has_room() and len(held) < MAX_LOOKED_AT:
             sequence = self.waiting[0]
             if sequence.remote is not None:
                 if not self._start_pull(schedule, sequence):
