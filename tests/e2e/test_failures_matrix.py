@@ -52,7 +52,11 @@ BYSTANDER = random_tokens(60, seed=701)
 @pytest.fixture(scope="module", params=["default", pytest.param("tcp", marks=pytest.mark.full)])
 def hit_service(request: pytest.FixtureRequest) -> Iterator[Service]:
     with Service(
-        checkpoint(FAMILY), prefill_flags=FLAGS, decode_flags=FLAGS, environment=TRANSPORTS[request.param]
+        checkpoint(FAMILY),
+        prefill_flags=FLAGS,
+        decode_flags=FLAGS,
+        proxy_flags=("--node-silence-seconds", "60"),  # a frozen reader is to go on where it was
+        environment=TRANSPORTS[request.param],
     ) as running:
         yield running
 
