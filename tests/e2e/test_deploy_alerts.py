@@ -246,12 +246,17 @@ def test_gaps_between_tokens(drill: Drill) -> None:
     pids = [node.process.pid for node in drill.service.decode]
     with drill.load(4, lambda seed: drill.complete(40, 60, seed=seed)):
         end_s = time.monotonic() + FIRES_WITHIN_S
-        while "TandemItlBudgetBurn" not in drill.firing():
-            assert time.monotonic() < end_s
-            for number in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in pids:
-                    os.kill(pid, number)
-                time.sleep(0.2)
+        try:
+            while "TandemItlBudgetBurn" not in drill.firing():
+                assert time.monotonic() < end_s
+                # A few steps between two pauses: one gap in five or so is a long one.
+                for number, seconds in ((signal.SIGCONT, 0.005), (signal.SIGSTOP, 0.15)):
+                    for pid in pids:
+                        os.kill(pid, number)
+                    time.sleep(seconds)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
         drill.expect("TandemItlBudgetBurn")
         # Look: not prompts beside them.
         print("prompt tokens computed on decode nodes", [
