@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace
         path = make_checkpoint(family, size, dtype, Path(folder))
         for backend in args.ops:
             loaded = load_model(str(path), ops_backend=backend)
+            loaded = replace(loaded, is_replayed=loaded.is_replayed and not args.no_replay)
             contestants[backend] = Engine(loaded, largest)
         with quiet_transformers():
             stock = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
@@ -104,7 +106,8 @@ def main() -> None:
     args = _parse()
     torch.set_num_threads(args.threads)
     if args.overhead:
-        print_overhead(args.family[0], CLOCKS[args.clock])
+        for family in args.family:
+            print_overhead(family, CLOCKS[args.clock], is_replayed=not args.no_replay)
         return
     configuration = {
         **{name: value for name, value in vars(args).items() if name != "json"},
@@ -147,6 +150,7 @@ def _parse() -> argparse.Namespace:
         "--clock", choices=tuple(CLOCKS), default="wall", help="cpu: the process's CPU time, for a busy machine"
     )
     parser.add_argument("--overhead", action="store_true", help="only where a decode step of size S goes, batch 1")
+    parser.add_argument("--no-replay", action="store_true", help="decode steps through the model's code, not replayed")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Where a decode step goes when the model is next to nothing: size S, batch 1, bfloat16, through the engine core.
 
-Kernels (compiled ops and linear layers) are timed where they are entered; everything else is overhead. Clocks round a
-call cost 0.1 us each and are part of what they surround.
+Kernels (compiled ops, linear layers, and the runs of them that a replayed step is made of) are timed where they are
+entered; everything else is overhead. Clocks round a call cost 0.1 us each and are part of what they surround.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from benchmarks.engine.models import make_checkpoint
 from common.config import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.model_runner import ModelRunner
 from common.node.runtime import create_core, load_node_model
 from common.ops.cpp.backend import CppOps
 from common.request import Request, SamplingParams
@@ -27,32 +29,34 @@ _PROMPT_TOKENS = 64
 _WARM_UP, _STEPS = 50, 500
 
 
-def print_overhead(family: str, clock: Callable[[], float]) -> None:
-    """Medians over some hundred steps, in microseconds."""
+def print_overhead(family: str, clock: Callable[[], float], is_replayed: bool) -> None:
+    """Medians over some hundred steps, in microseconds. ``is_replayed`` False: every step through the model's code."""
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         path = make_checkpoint(family, "S", torch.bfloat16, Path(folder))
         config = NodeConfig(model=str(path), device="cpu", kv_cache_memory=128 << 20, ops_backend="cpp")
         model = load_node_model(config)
+    if not is_replayed:
+        model.runner = ModelRunner(replace(model.loaded, is_replayed=False), model.storage, model.cache_config)
     core = create_core(config, model)
-    spent = _watch(core, model, clock)
     params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP + _STEPS, ignore_eos=True)
     core.add_request(Request("r", [7 + i for i in range(_PROMPT_TOKENS)], params, arrival_s=0.0))
+    for _ in range(_WARM_UP):
+        core.step()
+    spent = _watch(core, model, clock)
     steps: list[dict[str, float]] = []
     while core.has_work():
         spent.clear()
         begin_s = clock()
         core.step()
         steps.append({**spent, "step": clock() - begin_s})
-    median = {
-        name: 1e6 * statistics.median(step.get(name, 0.0) for step in steps[_WARM_UP:]) for name in steps[_WARM_UP]
-    }
+    median = {name: 1e6 * statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
     engine = median["step"] - sum(median[name] for name in ("schedule", "forward", "logits", "sample"))
     print(f"family {family}, size S, batch 1, bfloat16: microseconds of one step, medians of {_STEPS}")
     for name, value in (
         ("step", median["step"]),
         ("  schedule", median["schedule"]),
         ("  forward and head: kernels", median["kernels"]),
-        ("  forward: transformers, seam, index", median["forward"] + median["logits"] - median["kernels"]),
+        ("  forward and head: Python, torch", median["forward"] + median["logits"] - median["kernels"]),
         ("  sample", median["sample"]),
         ("  core: publish, emit", engine),
         ("overhead: step - kernels", median["step"] - median["kernels"]),
@@ -82,6 +86,8 @@ def _watch(core: EngineCore, model: Any, clock: Callable[[], float]) -> dict[str
         (core._runner, "forward", "forward"),
         (core._runner, "logits", "logits"),
         (core._sampler, "sample", "sample"),
+        (ops.elementwise, "_replay", "kernels"),
+        (ops.elementwise, "function", "kernels"),
         (ops.linears, "_linear", "kernels"),
         (ops.linears, "_unpack", "kernels"),
         (ops.norms, "_norm", "kernels"),

@@ -37,13 +37,17 @@ class Head:
         assert self._output_class is not None, "the head ran before the first forward"
         return self._output_class(last_hidden_state=rows[None])
 
-    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """[R, hidden] rows after the final norm -> [R, vocab] float32 logits."""
+        return self.forward(rows).float()
+
+    @torch.inference_mode()
+    def forward(self, rows: Tensor) -> Tensor:
+        """The same in the model's own dtype."""
         with _stand_in(rows):
             ids = torch.zeros(1, rows.shape[0], dtype=torch.long, device=rows.device)
             output = self._model(input_ids=ids, use_cache=False)
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0]
         return logits
 
 

@@ -26,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from common.errors import ConfigError
 from common.kv_cache.geometry import model_geometry
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
+from common.models.activations import fuse_activations
 from common.models.families import FAMILIES, Family
 from common.models.fingerprint import model_fingerprint, user_cache_dir
 from common.models.head import Head
 from common.models.linears import pack_linears
 from common.models.norms import fuse_norms
-from common.models.probe import check_numbers, probe_tokens, stock_logits
+from common.models.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.quiet import quiet_transformers
 from common.models.seam import EngineCache, install, missing_functions, use_paged_attention
 from common.ops.cpp.backend import CppOps
@@ -59,6 +60,7 @@ class LoadedModel:
         tokenizer: the checkpoint's tokenizer, or None when it has none.
         eos_token_ids: from the generation config and the config, sorted.
         folder: where the files are.
+        is_replayed: whether a recorded decode step (:mod:`common.models.replay`) gave the same bits as the forward.
     """
 
     model: Any
@@ -72,6 +74,7 @@ class LoadedModel:
     tokenizer: Any | None
     eos_token_ids: tuple[int, ...]
     folder: Path
+    is_replayed: bool
 
 
 def load_model(
@@ -116,6 +119,7 @@ def load_model(
         if isinstance(ops, CppOps):
             pack_linears(loaded, ops.linears)
             fuse_norms(loaded, ops.norms)
+            fuse_activations(loaded, ops.elementwise)
         _prepare(loaded, family, geometry)
         check_numbers(
             loaded,
@@ -128,6 +132,7 @@ def load_model(
             device=target,
             tolerance=family.probe_tolerance,
         )
+        is_replayed = isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
     logger.info(
         "model loaded folder=%s model_type=%s dtype=%s device=%s ops=%s parameters=%d seconds=%.1f",
         folder,
@@ -150,6 +155,7 @@ def load_model(
         tokenizer=load_tokenizer(folder, trust_remote_code),
         eos_token_ids=_eos_token_ids(loaded),
         folder=folder,
+        is_replayed=is_replayed,
     )
 
 

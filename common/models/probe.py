@@ -8,6 +8,7 @@ answers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
 from common.models.arguments import step_arguments, stock_cache
 from common.models.measure import check_shapes
+from common.models.replay import Replay
 from common.models.step import ActiveStep, PoolViews, run_step
 from common.ops.interface import Ops
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBE_TOKENS = 40
 _BLOCK_SIZE = 8
@@ -156,6 +160,48 @@ def check_numbers(
             f"(allowed: {allowed})",
             param="--model",
         )
+
+
+_REPLAY_START = 33
+"""Where the probe's decode rows begin: in the last place but one of a block."""
+
+
+@torch.inference_mode()
+def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, tokens: Tensor) -> bool:
+    """Whether decode steps that are replayed give the bits of those that are not, over prompts that were computed in
+    the same way. A family whose steps cannot be recorded passes: it is never replayed."""
+    begin = (_Piece(0, 0, _REPLAY_START, 0, 0, 1), _Piece(1, 0, _REPLAY_START - 1, 1, 0, 2))
+    rows: list[list[Tensor]] = []
+    for is_replayed in (False, True):
+        views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 3, torch.device("cpu")), geometry)
+        replay = Replay(ops, views) if is_replayed else None
+        found: list[Tensor] = []
+
+        def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
+            logits: Tensor = model(input_ids=token_ids[None], **step_arguments(model, cache, positions)).logits[0]
+            return logits
+
+        for shift in range(NUM_PROBE_TOKENS - _REPLAY_START):
+            pieces = [
+                _Piece(s, p + shift, p + shift + 1, s, s + 1, s + 1) for s, p in ((0, begin[0].end), (1, begin[1].end))
+            ]
+            for each in (begin, pieces) if shift == 0 else (pieces,):
+                step = ActiveStep.of(each, views, ops, block_size=_BLOCK_SIZE, device=torch.device("cpu"))
+                ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in each])
+                if replay is not None and each is pieces:
+                    found.append(replay.forward(forward, step, ids.tolist(), step.positions.tolist()))
+                    continue
+                with run_step(step):
+                    logits = forward(ids, step.positions)
+                if each is pieces:
+                    found.append(logits)
+        rows.append(found)
+    is_same = all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+    if not is_same:
+        logger.warning(
+            "decode steps of model_type %r are not replayed: other bits than the forward", geometry.model_type
+        )
+    return is_same
 
 
 @contextmanager

@@ -33,9 +33,10 @@ class SegmentLike(Protocol):
 
 
 class PackedStep:
-    """``address`` points to the ``Step`` of ``cpp/step.h`` (same fields, same order) and is valid while this lives."""
+    """``address`` points to the ``Step`` of ``cpp/step.h`` (same fields, same order) and is valid while this lives;
+    ``header`` is that struct, for who wants it at an address of his own."""
 
-    __slots__ = ("_header", "_words", "address")
+    __slots__ = ("_words", "address", "header")
 
     def __init__(self, segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int) -> None:
         """``begins``: packed start row of each segment, then the number of rows."""
@@ -59,5 +60,5 @@ class PackedStep:
         base, _ = words.buffer_info()
         places = itertools.accumulate(map(len, parts[:-1]), initial=0)
         header = array("q", [len(segments), block_size, *(base + words.itemsize * place for place in places)])
-        self._words, self._header = words, header
+        self._words, self.header = words, header
         self.address: int = header.buffer_info()[0]

@@ -124,6 +124,33 @@ def test_scan_when_the_prompt_is_cut_then_outputs_and_states_keep_every_bit(
     assert torch.equal(found_pool, pool)
 
 
+@DTYPES
+@pytest.mark.parametrize(("dim", "size"), [(16, 16), (48, 32), (64, 128), (32, 256), (64, 96)])
+def test_mamba2_when_states_are_whole_vectors_then_cuts_keep_every_bit_and_torch_agrees(
+    ops: Ops, dim: int, size: int, dtype: torch.dtype
+) -> None:
+    def scan(with_ops: Ops) -> Scan:
+        n = NUM_TOKENS
+        x, dt, a = rand(n, 2, dim, seed=1).to(dtype), rand(n, 2, seed=2), -rand(2, seed=3).exp()
+        b, c = rand(n, 1, size, seed=4).to(dtype), rand(n, 1, size, seed=5).to(dtype)
+        steps = StepSize(None, True)
+        return Scan(
+            (2, dim, size),
+            torch.float32,
+            lambda s, i, p: with_ops.mamba2(x[s], dt[s], a, b[s], c[s], a, i, p, step_size=steps),
+        )
+
+    expected, pool = scan(ops).cut(())
+    for cuts in ((1, 2, 9, 16, 33), (7, 15, 100, 101), (8, 12, 130)):
+        found, found_pool = scan(ops).cut(cuts)
+        assert torch.equal(found, expected)
+        assert torch.equal(found_pool, pool)
+    reference, reference_pool = scan(make_ops("torch")).cut(())
+    assert torch.allclose(pool[2], reference_pool[2], rtol=1e-4, atol=1e-4 * float(reference_pool[2].abs().max()))
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(expected, reference, rtol=tolerance, atol=tolerance * float(reference.abs().max()))
+
+
 class _Widened(TorchOps):
     """Attention of the torch ops in float32, whatever comes in."""
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.ops.cpp.elementwise import ElementwiseOps
+from common.ops.cpp.launch import launch
 from common.ops.cpp.linear import LinearOps
 from common.ops.cpp.norm import NormOps
 from common.ops.index import StepIndex
@@ -29,7 +31,7 @@ _OPS = ("conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1", "write_kv", "
 class CppOps(Ops):
     """Scans are the recurrences themselves and attention takes keys in tiles of their position: outputs and states are
     bitwise the same however a prompt was cut into segments. ``linears``: the kernels for packed weights;
-    ``norms``: those for norms."""
+    ``norms``: those for norms; ``elementwise``: what is left between them."""
 
     name = "cpp"
 
@@ -37,6 +39,7 @@ class CppOps(Ops):
         self._library = library  # keeps it loaded
         self.linears = LinearOps(library)
         self.norms = NormOps(library)
+        self.elementwise = ElementwiseOps(library)
         self._functions: dict[str, Any] = {}
         for name in _OPS:
             function = getattr(library, f"tandem_{name}")
@@ -44,9 +47,8 @@ class CppOps(Ops):
             function.restype = None
             self._functions[name] = function
 
-    def _call(self, name: str, words: list[int], index: StepIndex) -> None:
-        packed = array("q", words)
-        self._functions[name](packed.buffer_info()[0], index.packed.address)
+    def _call(self, name: str, words: list[int], index: StepIndex, *kept: object) -> None:
+        launch(self._functions[name], words, index.packed.address, kept)
 
     def conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, index: StepIndex, pool: Tensor, *, silu: bool = False
@@ -66,7 +68,7 @@ class CppOps(Ops):
             *(pool.data_ptr(), _DTYPES[pool.dtype], pool.stride(0), out.data_ptr()),
             *(channels, kernel, silu, torch.get_num_threads()),
         ]
-        self._call("conv1d", words, index)
+        self._call("conv1d", words, index, weight, bias)
         return out
 
     def mamba2(
@@ -104,7 +106,7 @@ class CppOps(Ops):
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(heads, groups, head_dim, state, torch.get_num_threads()),
         ]
-        self._call("mamba2", words, index)
+        self._call("mamba2", words, index, limits, a, d, bias)
         return out
 
     def gated_delta(
@@ -185,7 +187,7 @@ class CppOps(Ops):
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(channels, state, torch.get_num_threads()),
         ]
-        self._call("mamba1", words, index)
+        self._call("mamba1", words, index, limits, a, d, bias)
         return out
 
     def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex) -> None:
@@ -224,7 +226,7 @@ class CppOps(Ops):
             *(_DTYPES[k_pool.dtype], out.data_ptr(), scales.buffer_info()[0]),
             *(heads, kv_heads, head_size, head_size_v, index.window, torch.get_num_threads()),
         ]
-        self._call("attention", words, index)
+        self._call("attention", words, index, scales)
         return out
 
 

@@ -346,7 +346,7 @@ struct Unpack {
 
 extern "C" {
 
-void tandem_linear(const Linear* args) {
+void tandem_linear(const Linear* args, const int64_t*) {
     if (args->dtype == kFloat32) return run<Float32>(*args);
 #if defined(TANDEM_AMX)
     if (has_amx()) return run_amx(*args);
@@ -357,7 +357,7 @@ void tandem_linear(const Linear* args) {
 // 32-bit words of one packed weight.
 int64_t tandem_packed_words(int64_t dtype, int64_t in, int64_t out) { return Layout(dtype, in, out).words(); }
 
-void tandem_pack(const Pack* args) {
+void tandem_pack(const Pack* args, const int64_t*) {
     const Layout layout(args->dtype, args->in_features, args->out_features);
     const int64_t row_bytes = args->in_features * item_bytes(args->dtype);
     parallel(args->num_groups * layout.panels, args->num_threads, layout.words(), [&](int64_t task) {
@@ -384,14 +384,18 @@ void tandem_forget([[maybe_unused]] char* begin, [[maybe_unused]] int64_t bytes)
 #endif
 }
 
-// The rows of the weight that belong to some channels, as they were before packing.
-void tandem_unpack(const Unpack* args) {
+// The rows of the weight that belong to some channels, as they were before packing; zeros for one that there is not.
+void tandem_unpack(const Unpack* args, const int64_t*) {
     const Layout layout(args->dtype, args->in_features, args->out_features);
     const int64_t per_word = args->dtype == kFloat32 ? 1 : 2, row_bytes = args->in_features * item_bytes(args->dtype);
     parallel(args->count, args->num_threads, args->count * args->in_features, [&](int64_t i) {
         const int64_t channel = args->channels[i];
         const uint32_t* from = args->packed + channel / kPanel * layout.steps * kPanel + channel % kPanel;
         char* to = static_cast<char*>(args->out) + i * row_bytes;
+        if (channel < 0 || channel >= args->out_features) {
+            std::memset(to, 0, row_bytes);
+            return;
+        }
         const int64_t whole = args->in_features / per_word;
         for (int64_t s = 0; s < whole; s++) std::memcpy(to + 4 * s, from + s * kPanel, 4);
         if (per_word * whole < args->in_features) std::memcpy(to + 4 * whole, from + whole * kPanel, 2);

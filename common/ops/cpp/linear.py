@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.ops.cpp.launch import launch, refuse_tape
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = tuple(_DTYPES)
 """Weight dtypes that can be packed; the rows that they are multiplied with have the same one."""
@@ -41,7 +43,8 @@ class LinearOps:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
         self._linear, self._pack, self._unpack = (
-            _function(library, f"tandem_{name}", None, ctypes.c_void_p) for name in ("linear", "pack", "unpack")
+            _function(library, f"tandem_{name}", None, ctypes.c_void_p, ctypes.c_void_p)
+            for name in ("linear", "pack", "unpack")
         )
         self._forget = _function(library, "tandem_forget", None, ctypes.c_void_p, ctypes.c_int64)
         sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -59,7 +62,7 @@ class LinearOps:
         weight = weight.detach().contiguous()
         groups, (out_features, in_features) = (weight.shape[0] if weight.ndim == 3 else 1), weight.shape[-2:]
         numbers = [_DTYPES[weight.dtype], in_features, out_features, groups, torch.get_num_threads()]
-        _call(self._pack, [weight.data_ptr(), words.data_ptr(), *numbers])
+        launch(self._pack, [weight.data_ptr(), words.data_ptr(), *numbers])
         return PackedWeight(words, weight.dtype, groups, in_features, out_features)
 
     def forget(self, weight: Tensor) -> None:
@@ -84,6 +87,7 @@ class LinearOps:
         """
         if len(begin) != weight.num_groups + 1 or begin[0] != 0 or begin[-1] != x.shape[0]:
             raise RuntimeError(f"grouped linear: {len(begin) - 1} groups for {weight.num_groups} matrices")
+        refuse_tape("which expert a row goes to is another one each time")
         return self._multiply(x, array("q", begin), weight, None)
 
     def rows(self, weight: PackedWeight, indices: Tensor) -> Tensor:
@@ -91,12 +95,14 @@ class LinearOps:
         flat = indices.flatten().contiguous()
         if weight.num_groups != 1 or flat.dtype != torch.int64:
             raise RuntimeError(f"packed rows: {flat.dtype} indices into {weight.num_groups} matrices")
-        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < weight.out_features:
+        # The tensor's memory itself: while a step is recorded, its values must not be asked for.
+        ids = (ctypes.c_int64 * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else ()
+        if flat.numel() and not 0 <= min(ids) <= max(ids) < weight.out_features:
             raise IndexError(f"packed rows: an index is outside [0, {weight.out_features})")
         out = torch.empty(flat.numel(), weight.in_features, dtype=weight.dtype)
         numbers = [_DTYPES[weight.dtype], weight.in_features, weight.out_features]
         addresses = [flat.data_ptr(), flat.numel(), out.data_ptr(), torch.get_num_threads()]
-        _call(self._unpack, [weight.words.data_ptr(), *numbers, *addresses])
+        launch(self._unpack, [weight.words.data_ptr(), *numbers, *addresses])
         return out.view(*indices.shape, weight.in_features)
 
     def _multiply(self, x: Tensor, begin: array[int], weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -114,7 +120,7 @@ class LinearOps:
             *((0, 0) if bias is None else (bias.data_ptr(), _DTYPES[bias.dtype])),
             *(in_features, weight.out_features, weight.num_groups, begin.buffer_info()[0], torch.get_num_threads()),
         ]
-        _call(self._linear, words)
+        launch(self._linear, words, kept=(begin,))
         return out
 
 
@@ -132,8 +138,3 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
     function = getattr(library, name)
     function.argtypes, function.restype = arguments, result
     return function
-
-
-def _call(function: Any, words: list[int]) -> None:
-    packed = array("q", words)
-    function(packed.buffer_info()[0])

@@ -60,7 +60,7 @@ void norm_row(const Norm& args, int64_t row, float* buffer) {
 
 }  // namespace
 
-extern "C" void tandem_norm(const Norm* args) {
+extern "C" void tandem_norm(const Norm* args, const int64_t*) {
     const int64_t rows_per_task = 8, tasks = (args->num_rows + rows_per_task - 1) / rows_per_task;
     parallel(tasks, args->num_threads, args->num_rows * args->size * 8, [&](int64_t task) {
         float* buffer = scratch(4 * padded(args->size));

@@ -9,6 +9,8 @@ from array import array
 import torch
 from torch import Tensor
 
+from common.ops.cpp.launch import launch
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -27,7 +29,7 @@ class NormOps:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
         self._norm = library.tandem_norm
-        self._norm.argtypes, self._norm.restype = (ctypes.c_void_p,), None
+        self._norm.argtypes, self._norm.restype = (ctypes.c_void_p, ctypes.c_void_p), None
 
     def rms_norm(
         self,
@@ -59,15 +61,12 @@ class NormOps:
             gates = _rows(gate)
             gated = (gates.data_ptr(), _DTYPES[gates.dtype], gates.stride(0), int(kind))
         params = array("f", (epsilon, offset))
-        words = array(
-            "q",
-            [
-                *(rows.data_ptr(), _DTYPES[rows.dtype], rows.stride(0), *gated),
-                *(weight.data_ptr(), _DTYPES[weight.dtype], out.data_ptr(), rows.shape[0], size, group),
-                *(params.buffer_info()[0], torch.get_num_threads()),
-            ],
-        )
-        self._norm(words.buffer_info()[0])
+        words = [
+            *(rows.data_ptr(), _DTYPES[rows.dtype], rows.stride(0), *gated),
+            *(weight.data_ptr(), _DTYPES[weight.dtype], out.data_ptr(), rows.shape[0], size, group),
+            *(params.buffer_info()[0], torch.get_num_threads()),
+        ]
+        launch(self._norm, words, kept=(params,))
         return out
 
 

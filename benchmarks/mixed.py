@@ -1,0 +1,117 @@
+"""What a stream feels of long prompts on the other node: ``python -m benchmarks.mixed``.
+
+A prefill and a decode node of one model (size M, random weights), each on a core of its own, and a proxy. A stream runs
+on the decode node, first alone, then while prompts go through the proxy to the prefill node and their states come back
+to the decode node for one token each. The figure is the 99th percentile of the time between two tokens of the stream,
+while the prompts are under way, over the same while nothing is. Proxy and client share the decode node's core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import torch
+
+from benchmarks.engine.models import FAMILIES, MAX_TOKENS, SIZES, make_checkpoint
+from benchmarks.pipelining import REQUEST_TIMEOUT_S, service
+
+STREAM_PROMPT_TOKENS = 64
+START_S = 1.0
+"""The stream runs when the prompts come."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="granitemoehybrid")
+    parser.add_argument("--size", choices=tuple(SIZES), default="M")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=4, help="under way at once")
+    parser.add_argument("--tokens", type=int, default=2000, help="of each prompt")
+    parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens of the nodes")
+    parser.add_argument("--stream", type=int, default=400, help="tokens of the idle stream")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+        path = make_checkpoint(args.family, args.size, getattr(torch, args.dtype), Path(folder))
+        nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
+        with service(nodes) as (proxy, decode):
+            os.sched_setaffinity(0, {cores[-1]})
+            idle: list[float] = []
+            loaded: list[float] = []
+            for number in range(args.rounds + 1):  # the first one warms up
+                alone, beside = asyncio.run(_round(proxy, decode, args, number))
+                if number:
+                    idle += alone
+                    loaded += beside
+    print(json.dumps({**vars(args), "cores": os.cpu_count()}))
+    for name, values in (("idle", idle), ("loaded", loaded)):
+        median, late = _part(values, 0.5), _part(values, 0.99)
+        print(f"{name:<7} intervals {len(values):5}  median {median:7.2f} ms  p99 {late:7.2f} ms")
+    print(f"p99 loaded / idle {_part(loaded, 0.99) / _part(idle, 0.99):.2f}")
+
+
+async def _round(proxy: str, decode: str, args: argparse.Namespace, number: int) -> tuple[list[float], list[float]]:
+    """Milliseconds between tokens: of a stream alone, and of one while the prompts are under way."""
+    vocab_size = SIZES[args.size]["vocab"]
+    draw = random.Random(number)
+
+    def prompt(num_tokens: int) -> list[int]:
+        return [draw.randrange(10, vocab_size) for _ in range(num_tokens)]
+
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client:
+        alone: list[float] = []
+        await _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), args.stream, alone)
+        beside: list[float] = []
+        stream = asyncio.create_task(
+            _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), MAX_TOKENS - STREAM_PROMPT_TOKENS - 1, beside)
+        )
+        await asyncio.sleep(START_S)
+        begin_s = time.perf_counter()
+        bodies = [
+            {"prompt": prompt(args.tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+            for _ in range(args.prompts)
+        ]
+        answers = await asyncio.gather(*(client.post(proxy + "/v1/completions", json=body) for body in bodies))
+        for answer in answers:
+            answer.raise_for_status()
+        end_s = time.perf_counter()
+        is_done = stream.done()
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+    if is_done:
+        raise SystemExit("the stream ended before the prompts did: ask for fewer or shorter ones")
+    return _intervals(alone), _intervals([at for at in beside if begin_s <= at <= end_s])
+
+
+async def _stream(
+    client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int, arrivals: list[float]
+) -> None:
+    """Appends the time at which each token arrived."""
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", url + "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                arrivals.append(time.perf_counter())
+
+
+def _intervals(arrivals: list[float]) -> list[float]:
+    return [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
+
+
+def _part(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+if __name__ == "__main__":
+    main()
