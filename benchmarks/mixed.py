@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.engine.models import FAMILIES, MAX_TOKENS, SIZES, make_checkpoint
 from benchmarks.pipelining import REQUEST_TIMEOUT_S, service
+from common.models.synthetic import build_tokenizer
 
 STREAM_PROMPT_TOKENS = 64
 START_S = 1.0
@@ -43,6 +44,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         path = make_checkpoint(args.family, args.size, getattr(torch, args.dtype), Path(folder))
+        build_tokenizer(SIZES[args.size]["vocab"], MAX_TOKENS).save_pretrained(path)
         nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
         with service(nodes) as (proxy, decode):
             os.sched_setaffinity(0, {cores[-1]})

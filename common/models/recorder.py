@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +64,10 @@ class Arena:
             return torch.empty_strided(shape, stride, dtype=dtype)
         size = -(-span * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._taken = [entry for entry in self._taken if not entry[2].expired()]
-        begin = place = 0
-        for place, (taken, end, _) in enumerate([*self._taken, (self._num_bytes, 0, None)]):  # noqa: B007
-            if begin + size <= taken:
-                break
-            begin = end
+        begin, place = 0, 0
+        while place < len(self._taken) and begin + size > self._taken[place][0]:
+            begin = self._taken[place][1]
+            place += 1
         if begin + size > self._num_bytes:
             return None
         flat = torch.frombuffer(self._memory, dtype=dtype, count=span, offset=begin)
@@ -134,14 +134,23 @@ class Recorder(TorchDispatchMode):
     """Records one forward: ``with recorder.recording(): output = forward(*recorder.inputs)``, then :meth:`finish`."""
 
     def __init__(
-        self, ops: CppOps, arena: Arena, inputs: Sequence[Tensor], pools: Sequence[Tensor], steps: Sequence[PackedStep]
+        self,
+        ops: CppOps,
+        arena: Arena,
+        inputs: Sequence[Tensor],
+        pools: Sequence[Tensor],
+        steps: Sequence[PackedStep],
+        constants: dict[Any, Any],
     ) -> None:
-        """``pools``: memory that changes from step to step outside of the arena. ``steps``: of each attention group."""
+        """``pools``: memory that changes from step to step outside of the arena. ``steps``: of each attention group.
+        ``constants``: what earlier recordings of the model have computed from its weights, added to."""
         super().__init__()
         self._ops, self._arena = ops, arena
         self._step_addresses = [step.address for step in steps]
         self._steps = [array("q", step.header) for step in steps]
         self._pools = {pool.untyped_storage().data_ptr() for pool in pools}
+        self._constants = constants
+        self._occurrences: Counter[Any] = Counter()
         self._calls: list[_KernelCall | _TorchCall] = []
         self._kept: list[Any] = []
         self.reason = ""
@@ -174,14 +183,14 @@ class Recorder(TorchDispatchMode):
             return self._moved(func(*args, **kwargs), copied=False)
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             return self._write(func, args, kwargs)
+        is_view = any(r.alias_info is not None for r in func._schema.returns)
+        if tensors and not is_varying and not is_view and not any(tag in func.tags for tag in _NEVER):
+            return self._constant(func, args, kwargs)
         result = func(*args, **kwargs)
         results = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
-        if any(r.alias_info is not None for r in func._schema.returns):  # a view
-            if not is_varying:
-                self._kept.extend(results)
-            return result
-        if not is_varying:  # weights and nothing else: the same every time
+        if not is_varying:
             self._kept.extend(results)
+        if is_view or not is_varying:
             return result
         if any(tag in func.tags for tag in _NEVER) or len(results) != len(tree_flatten(result)[0]):
             self.refuse(f"{func} depends on values")
@@ -189,6 +198,22 @@ class Recorder(TorchDispatchMode):
         moved = tree_map(lambda x: self._moved(x) if isinstance(x, Tensor) else x, result)
         self._record(func, args, kwargs, [x for x in tree_flatten(moved)[0] if isinstance(x, Tensor)])
         return moved
+
+    def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What depends on weights alone: once per model. Two calls in one forward have a result each: one of them may
+        be written to."""
+        leaves = [
+            (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+            for x in tree_flatten((args, kwargs))[0]
+        ]
+        key = (func, *leaves)
+        self._occurrences[key] += 1
+        key = (self._occurrences[key], *key)
+        if key not in self._constants:
+            self._constants[key] = func(*args, **kwargs)
+        result = self._constants[key]
+        self._kept.append(result)
+        return result
 
     def finish(self, output: Tensor) -> Program | None:
         """The program, if there is one; ``output`` is what of the forward's result is wanted."""
@@ -252,6 +277,7 @@ class Recorder(TorchDispatchMode):
         writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         if writes != [0] or not self._arena.holds(args[0]):
             self.refuse(f"{func} writes to memory that is not the step's own")
+            self._constants.clear()  # it may have been one of these
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         name = func._schema.name

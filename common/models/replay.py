@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Replay:
         self._arena = Arena(_ARENA_BYTES)
         self._pools = [pool for layer in views.attention.values() for pool in (layer.key, layer.value)]
         self._pools += [pool for tensors in views.state.values() for pool in tensors.values()]
+        self._constants: dict[Any, Any] = {}
         self._programs: dict[tuple[str, int, int], Program | None] = {}
         self._seen: dict[tuple[str, int, int], int] = {}
 
@@ -90,7 +92,7 @@ class Replay:
         inputs: tuple[Tensor, ...],
         steps: Sequence[PackedStep],
     ) -> Tensor:
-        recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps)
+        recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
         with recorder.recording():
             output = call(*recorder.inputs)
         self._programs[key] = recorder.finish(output)

@@ -77,7 +77,7 @@ def test_decode_steps_when_rows_choose_experts_then_are_not_replayed() -> None:
 def record(
     ops: CppOps, call: Callable[[Tensor], Tensor], x: Tensor, pool: Tensor | None = None
 ) -> tuple[Recorder, Program | None, Tensor]:
-    recorder = Recorder(ops, Arena(1 << 20), (x,), () if pool is None else (pool,), ())
+    recorder = Recorder(ops, Arena(1 << 20), (x,), () if pool is None else (pool,), (), {})
     with torch.inference_mode(), recorder.recording():
         output = call(*recorder.inputs)
     result = output.clone()
@@ -102,7 +102,7 @@ def _split_and_join(x: Tensor) -> Tensor:
         lambda x: torch.softmax(x @ x.T, -1),
         lambda x: (x.double() * 3).to(x.dtype),
         lambda x: x.sort(-1).values.cumsum(0),
-        lambda x: x.var_mean(-1)[1],
+        lambda x: torch.var_mean(x, -1)[1],
         _split_and_join,
     ],
 )
@@ -152,6 +152,22 @@ def test_recorder_when_a_forward_cannot_be_repeated_then_there_is_no_program(
     assert result.isfinite().all()
 
 
+def test_recorder_when_a_weight_was_used_before_then_computes_nothing_twice_and_shares_no_copy(ops: CppOps) -> None:
+    def call(x: Tensor) -> Tensor:
+        seen.append((WEIGHT.exp(), WEIGHT.exp()))
+        return x * seen[-1][0]
+
+    seen: list[tuple[Tensor, Tensor]] = []
+    constants: dict[object, object] = {}
+    for _ in range(2):
+        recorder = Recorder(ops, Arena(4096), (torch.ones(8),), (), (), constants)
+        with torch.inference_mode(), recorder.recording():
+            output = call(*recorder.inputs)
+        assert recorder.finish(output) is not None
+    assert seen[0][0].data_ptr() == seen[1][0].data_ptr()
+    assert seen[0][0].data_ptr() != seen[0][1].data_ptr()
+
+
 def test_arena_when_a_tensor_is_gone_then_its_place_is_given_again() -> None:
     arena = Arena(4096)
     a, b = (arena.empty((256,), (1,), torch.float32) for _ in range(2))
@@ -194,5 +210,5 @@ def test_silu_when_compared_with_float64_then_is_rounded_once(ops: CppOps, dtype
     x = torch.linspace(-100, 90, 997).to(dtype).view(1, -1)[:, 3:]
     truth = torch.nn.functional.silu(x.double())
     error = (ops.elementwise.silu(x).double() - truth).abs()
-    assert (error <= truth.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-21) + 1e-37).all()
+    assert (error <= truth.abs() * (2**-8 if dtype == torch.bfloat16 else 2**-21) + 1e-35).all()
     assert torch.equal(ops.elementwise.silu(x.double()), truth)
