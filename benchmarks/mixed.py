@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -44,14 +45,16 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         path = make_checkpoint(args.family, args.size, getattr(torch, args.dtype), Path(folder))
-        build_tokenizer(SIZES[args.size]["vocab"], MAX_TOKENS).save_pretrained(path)
+        tokenizer = build_tokenizer(SIZES[args.size]["vocab"], MAX_TOKENS)
+        tokenizer.save_pretrained(path)
+        letter = tokenizer.convert_tokens_to_ids("a")
         nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
         with service(nodes) as (proxy, decode):
             os.sched_setaffinity(0, {cores[-1]})
             idle: list[float] = []
             loaded: list[float] = []
             for number in range(args.rounds + 1):  # the first one warms up
-                alone, beside = asyncio.run(_round(proxy, decode, args, number))
+                alone, beside = asyncio.run(_round(proxy, decode, args, number, letter))
                 if number:
                     idle += alone
                     loaded += beside
@@ -62,8 +65,11 @@ def main() -> None:
     print(f"p99 loaded / idle {_part(loaded, 0.99) / _part(idle, 0.99):.2f}")
 
 
-async def _round(proxy: str, decode: str, args: argparse.Namespace, number: int) -> tuple[list[float], list[float]]:
-    """Milliseconds between tokens: of a stream alone, and of one while the prompts are under way."""
+async def _round(
+    proxy: str, decode: str, args: argparse.Namespace, number: int, letter: int
+) -> tuple[list[float], list[float]]:
+    """Milliseconds between tokens: of a stream alone, and of one while the prompts are under way. ``letter``: the token
+    that streams consist of; of random ones many are parts of a character, which are sent when it is whole."""
     vocab_size = SIZES[args.size]["vocab"]
     draw = random.Random(number)
 
@@ -72,10 +78,10 @@ async def _round(proxy: str, decode: str, args: argparse.Namespace, number: int)
 
     async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client:
         alone: list[float] = []
-        await _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), args.stream, alone)
+        await _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), args.stream, letter, alone)
         beside: list[float] = []
         stream = asyncio.create_task(
-            _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), MAX_TOKENS - STREAM_PROMPT_TOKENS - 1, beside)
+            _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), MAX_TOKENS - STREAM_PROMPT_TOKENS - 1, letter, beside)
         )
         await asyncio.sleep(START_S)
         begin_s = time.perf_counter()
@@ -96,10 +102,11 @@ async def _round(proxy: str, decode: str, args: argparse.Namespace, number: int)
 
 
 async def _stream(
-    client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int, arrivals: list[float]
+    client: httpx.AsyncClient, url: str, prompt: list[int], num_tokens: int, letter: int, arrivals: list[float]
 ) -> None:
     """Appends the time at which each token arrived."""
-    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "logit_bias": {str(letter): 100}}
     async with client.stream("POST", url + "/v1/completions", json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
