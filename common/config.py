@@ -259,6 +259,9 @@ class NodeConfig:
     ops_backend: str = choice_flag(
         "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
     )
+    enforce_eager: bool = bool_flag(
+        False, "run every decode step through the model's own code, instead of replaying recorded ones (slower)"
+    )
     prebuilt_ops: str | None = flag(
         None,
         "folder that python -m common.models.prebuild FOLDER has filled: ops for this CPU are taken from there instead "

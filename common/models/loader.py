@@ -87,11 +87,13 @@ def load_model(
     seed: int = 0,
     ops_backend: str = "auto",
     prebuilt_ops: str | None = None,
+    enforce_eager: bool = False,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
     ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
+    ``enforce_eager``: decode steps are not replayed (:mod:`common.models.replay`).
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -132,7 +134,9 @@ def load_model(
             device=target,
             tolerance=family.probe_tolerance,
         )
-        is_replayed = isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
+        is_replayed = (
+            not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
+        )
     logger.info(
         "model loaded folder=%s model_type=%s dtype=%s device=%s ops=%s parameters=%d seconds=%.1f",
         folder,

@@ -189,7 +189,7 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
                 step = ActiveStep.of(each, views, ops, block_size=_BLOCK_SIZE, device=torch.device("cpu"))
                 ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in each])
                 if replay is not None and each is pieces:
-                    found.append(replay.forward(forward, step, ids.tolist(), step.positions.tolist()))
+                    found.append(replay.forward(forward, step, ids.tolist(), [p.start for p in each]))
                     continue
                 with run_step(step):
                     logits = forward(ids, step.positions)

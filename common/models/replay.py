@@ -17,8 +17,8 @@ from torch import Tensor
 from common.models.recorder import Arena, Program, Recorder
 from common.models.step import ActiveStep, PoolViews, run_step
 from common.ops.cpp.backend import CppOps
+from common.ops.index import StepIndex
 from common.ops.interface import Ops
-from common.ops.packed import PackedStep
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +51,20 @@ class Replay:
         positions: Sequence[int],
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], while ``step`` is active."""
-        packed = [index.packed for index in step.indices]
         inputs = (torch.tensor(token_ids), torch.tensor(positions))
 
         def call(*tensors: Tensor) -> Tensor:
             with run_step(step):
                 return forward(*tensors)
 
-        return self._run("forward", call, inputs, packed)
+        return self._run("forward", call, inputs, step.indices)
 
     def head(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """``head``(rows [num_rows, hidden]) -> [num_rows, vocab]."""
         return self._run("head", head, (rows,), ())
 
     def _run(
-        self, name: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], steps: Sequence[PackedStep]
+        self, name: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], indices: Sequence[StepIndex]
     ) -> Tensor:
         """What is returned is the caller's own."""
         num_rows = inputs[0].shape[0]
@@ -76,13 +75,13 @@ class Replay:
             self._seen[key] = self._seen.get(key, -1) + 1
             if self._seen[key] < _SEEN_BEFORE:
                 return call(*inputs)
-            return self._record(key, call, inputs, steps)
+            return self._record(key, call, inputs, indices)
         program = self._programs[key]
         if program is None:
             return call(*inputs)
         for place, x in zip(program.inputs, inputs, strict=True):
             place.copy_(x)
-        program.run(steps)
+        program.run([index.packed for index in indices])
         return program.output.clone()
 
     def _record(
@@ -90,12 +89,21 @@ class Replay:
         key: tuple[str, int, int],
         call: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
-        steps: Sequence[PackedStep],
+        indices: Sequence[StepIndex],
     ) -> Tensor:
+        steps = [index.packed for index in indices]
         recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
-        with recorder.recording():
-            output = call(*recorder.inputs)
+        try:
+            with recorder.recording():
+                output = call(*recorder.inputs)
+        except BaseException:
+            self._constants.clear()
+            raise
+        if any(index.has_tensors for index in indices):
+            recorder.refuse("an operation read the step's index as a tensor")
         self._programs[key] = recorder.finish(output)
         if recorder.reason:
+            # They are known by their arguments' addresses, which only a program keeps from being used again.
+            self._constants.clear()
             logger.info("decode steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
         return output.clone()

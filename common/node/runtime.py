@@ -64,6 +64,7 @@ def load_node_model(config: NodeConfig) -> NodeModel:
         trust_remote_code=config.trust_remote_code,
         seed=config.seed,
         ops_backend=config.ops_backend,
+        enforce_eager=config.enforce_eager,
         prebuilt_ops=config.prebuilt_ops,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)

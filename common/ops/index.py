@@ -224,6 +224,11 @@ class StepIndex:
         """Index tensors of paged attention; the segments must have block tables."""
         return _build_attention(self._segments, self._begins, self._block_size, self.window, self.device)
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any form but ``packed`` was asked for."""
+        return not vars(self).keys().isdisjoint(("positions", "state", "attention"))
+
     @functools.cached_property
     def packed(self) -> PackedStep:
         """The step as compiled kernels read it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
 from common.models.recorder import Arena, Program, Recorder
+from common.models.step import active_step
 from common.ops.cpp.backend import CppOps
 from common.ops.cpp.elementwise import Elementwise
 from common.ops.cpp.launch import launch
@@ -68,6 +69,26 @@ def test_decode_steps_when_replayed_then_have_the_bits_of_the_forward(family: st
 def test_decode_steps_when_rows_choose_experts_then_are_not_replayed() -> None:
     found, runner = decode("qwen3_next", "float32", is_replayed=True)
     expected, _ = decode("qwen3_next", "float32", is_replayed=False)
+    assert runner._replay is not None
+    programs = runner._replay._programs
+    assert [programs[key] for key in programs if key[0] == "forward"] == [None, None]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_decode_steps_when_an_operation_reads_the_steps_tensors_then_are_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are others in each step, and nobody would fill them in."""
+    expected, _ = decode("granitemoehybrid", "float32", is_replayed=False)
+    run = ModelRunner._run
+
+    def run_and_look(self: ModelRunner, token_ids: Tensor, positions: Tensor) -> Tensor:
+        step = active_step()
+        assert step is not None
+        return run(self, token_ids, positions) + 0.0 * step.positions[:, None]
+
+    monkeypatch.setattr(ModelRunner, "_run", run_and_look)
+    found, runner = decode("granitemoehybrid", "float32", is_replayed=True)
     assert runner._replay is not None
     programs = runner._replay._programs
     assert [programs[key] for key in programs if key[0] == "forward"] == [None, None]
