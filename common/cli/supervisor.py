@@ -105,11 +105,13 @@ class Child:
         if self._process.returncode is None:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    await self._process.wait()
         # Also when it went by itself: what it started itself is in its group.
         self.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), KILL_DEADLINE_S)
+            async with asyncio.timeout(KILL_DEADLINE_S):
+                await self._process.wait()
         self._is_stopped = True
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
