@@ -14,6 +14,7 @@ import pytest
 E2E = Path(__file__).resolve().parent / "e2e"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "e2e" if E2E in item.path.parents else item.nodeid.partition("::")[0]
