@@ -7,18 +7,23 @@ worker; of the others each file is a group.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-E2E = Path(__file__).resolve().parent / "e2e"
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForServices(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+    return OneWorkerForServices(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own hook reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        group = "e2e" if E2E in item.path.parents else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and (reason := _why_no_cuda()):
         for item in marked:

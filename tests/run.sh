@@ -25,4 +25,4 @@ for variable in ${!TANDEM_@}; do unset "$variable"; done
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 # Two workers: one has the tests that start services, the other all else (tests/conftest.py).
-exec .venv/bin/python -m pytest -m "$markers" --numprocesses 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -m "$markers" --numprocesses 2 "$@"
