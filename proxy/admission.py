@@ -130,9 +130,9 @@ class Admission:
             self.num_running += 1
             return
         waiter = self._enqueue(ask)
-        limit_s = self._max_wait_s
-        if ask.deadline_s is not None:
-            limit_s = min(limit_s, ask.deadline_s - time.monotonic())
+        limit_s, is_deadline = self._max_wait_s, False
+        if ask.deadline_s is not None and ask.deadline_s - time.monotonic() <= limit_s:
+            limit_s, is_deadline = ask.deadline_s - time.monotonic(), True
         try:
             async with asyncio.timeout(limit_s):
                 await waiter.turn
@@ -142,7 +142,7 @@ class Admission:
             elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self._pass_on()  # its turn came in the very moment in which it left
             if isinstance(exc, TimeoutError):
-                raise self._too_late(ask) from None
+                raise self._too_late(ask, is_deadline=is_deadline) from None
             raise
 
     def _enqueue(self, ask: Ask) -> _Waiter:
@@ -176,7 +176,7 @@ class Admission:
             if waiter.turn.done():
                 continue
             if self._misses_deadline(waiter.ask, -1):
-                self._evict(waiter, self._too_late(waiter.ask))
+                self._evict(waiter, self._too_late(waiter.ask, is_deadline=True))
                 continue
             waiter.turn.set_result(None)
             return
@@ -226,9 +226,10 @@ class Admission:
             text, dropped=reason, code=code, retry_after_s=min(max(1, wait_s), MAX_RETRY_AFTER_S)
         )
 
-    def _too_late(self, ask: Ask) -> RequestDroppedError:
+    def _too_late(self, ask: Ask, *, is_deadline: bool) -> RequestDroppedError:
+        """``is_deadline``: which of the two limits it was. The clock need not say: a timer may fire a moment early."""
         waited_s = time.monotonic() - ask.arrival_s
-        if ask.deadline_s is not None and time.monotonic() >= ask.deadline_s:
+        if is_deadline:
             text = f"the deadline passed while the request waited for {waited_s:.3f} s"
             return self._drop("evicted-deadline", text, code="deadline_unreachable")
         text = f"the request waited for {waited_s:.1f} s, --max-queue-seconds is {self._max_wait_s:g}"
