@@ -74,7 +74,7 @@ async def measure_cold(
     *,
     prompt: int = 3000,
     streams: int = 8,
-    stream_tokens: int = 600,
+    stream_tokens: int = 2_000,
     rounds: int = 4,
     vocab_size: int,
     seed: int = 4,

@@ -64,15 +64,16 @@ def test_chats_when_they_begin_alike_and_come_together_then_the_beginning_is_com
     assert num_computed(wide) - before <= longest + NUM_REQUESTS * SMALL, shares(answers)
 
 
-def test_requests_when_they_begin_alike_and_come_together_then_one_node_computes_the_beginning(wide: Service) -> None:
+def test_requests_when_they_begin_alike_and_come_together_then_nobody_computes_the_beginning_a_third_time(
+    wide: Service,
+) -> None:
     """Token ids do not say where others will part from them. Whoever comes while the first one is past that place
-    computes it again, and keeps a state there: nobody needs a third time."""
+    computes it again, and keeps a state there. On a busy machine that may be on the other node."""
     shared = random_tokens(SHARED, seed=9410)
     prompts = [shared + random_tokens(OWN, seed=9420 + number) for number in range(NUM_REQUESTS)]
     before = num_computed(wide)
     answers = together([partial(complete, wide.url, prompt, 4) for prompt in prompts])
     assert num_computed(wide) - before <= 2 * SHARED + NUM_REQUESTS * SMALL, shares(answers)
-    assert len({answer.trace["prefill_node"] for answer in answers}) == 1
     time.sleep(0.5)
     later = complete(wide.url, shared + random_tokens(OWN, seed=9440), 4)  # the index has taken over
     assert later.cached_tokens >= SHARED - BLOCK_SIZE
