@@ -7,7 +7,6 @@ both. ``AssumedCache`` stands in for nodes that tell nothing: what was sent to t
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -146,11 +145,7 @@ class NodeCache:
             return len(hints) - 1
         wanted, get = self._full_bits, self._blocks.get
         if len(self._bit_of) == 1:
-            # Nodes evict ends of prompts first, so what is there begins at the start.
-            blocks = self._blocks
-            if len(hints) == 1 or hints[1] not in blocks:
-                return 0
-            return bisect.bisect_left(hints, True, lo=1, key=lambda key: key not in blocks) - 1
+            return len(list(itertools.takewhile(self._blocks.__contains__, itertools.islice(hints, 1, None))))
         run = 0
         for key in itertools.islice(hints, 1, None):
             if get(key, 0) & wanted != wanted:

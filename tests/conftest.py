@@ -9,7 +9,19 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import hypothesis
 import pytest
+
+# The same examples every time, and however long they take: a check fails for what was changed, not by chance or on a
+# busy machine. Tests marked `full` ask for fresh ones.
+hypothesis.settings.register_profile(
+    "tandem",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tandem")
 
 
 @pytest.hookimpl(optionalhook=True)

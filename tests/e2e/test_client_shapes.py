@@ -217,9 +217,6 @@ def test_requests_when_random_then_each_is_answered_or_refused_by_name_and_nothi
 
         @settings(
             max_examples=count,
-            deadline=None,
-            database=None,
-            derandomize=True,
             suppress_health_check=list(HealthCheck),
         )
         @given(REQUESTS)

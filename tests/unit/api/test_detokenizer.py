@@ -42,7 +42,7 @@ def test_emoji_over_several_tokens_comes_out_whole_with_its_last_token() -> None
     assert texts[where - 3 : where] == ["", "", ""]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(max_size=80), seed=st.integers(0, 2**32 - 1))
 def test_any_text_in_any_chunks_is_reassembled_without_replacements(text: str, seed: int) -> None:
     token_ids, rng = encode(text), random.Random(seed)
@@ -57,7 +57,7 @@ def test_any_text_in_any_chunks_is_reassembled_without_replacements(text: str, s
     assert "".join(parts) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(token_ids=st.lists(st.integers(1, len(BYTE_LEVEL) - 1), max_size=90))
 def test_any_ids_even_invalid_bytes_give_the_text_of_the_whole(token_ids: list[int]) -> None:
     texts, _ = run(token_ids)
@@ -128,7 +128,7 @@ def test_possible_beginning_of_a_stop_string_is_held_until_it_is_decided() -> No
     assert (last.text, last.stopped) == ("##", None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text(alphabet="ab!é😀", max_size=30),
     stops=st.lists(st.text(alphabet="ab!é😀", min_size=1, max_size=4), max_size=3),

@@ -89,9 +89,20 @@ def test_index_when_it_follows_events_or_begins_with_a_snapshot_then_it_finds_wh
     assert num_found > 20
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_index_when_blocks_come_and_go_on_several_nodes_then_it_agrees_with_sets(data: st.DataObject) -> None:
+    compare_with_sets(data)
+
+
+@pytest.mark.full
+@settings(max_examples=4000, derandomize=False)
+@given(st.data())
+def test_index_when_blocks_come_and_go_4000_times_then_it_agrees_with_sets(data: st.DataObject) -> None:
+    compare_with_sets(data)
+
+
+def compare_with_sets(data: st.DataObject) -> None:
     """Dense nodes, no bound in reach: coverage is the run of blocks from the left."""
     index = PrefixIndex(100_000)
     urls = ["http://a", "http://b", "http://c"]
@@ -121,6 +132,16 @@ def test_index_when_blocks_come_and_go_on_several_nodes_then_it_agrees_with_sets
 
 def stored(keys: PromptKeys) -> CacheChange:
     return CacheChange(True, "attention", tuple(key[:HINT_BYTES] for key in keys.boundary_keys[1:]))
+
+
+@pytest.mark.parametrize("missing", range(8))
+def test_index_when_one_block_is_missing_then_what_is_behind_it_does_not_count(missing: int) -> None:
+    index, keys = PrefixIndex(1000), prompt_keys([1] * 33)
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    index.apply(URL, stored(keys))
+    index.apply(URL, CacheChange(False, "attention", (keys.boundary_keys[missing + 1][:HINT_BYTES],)))
+    covered = Coverage(4 * missing, 4 * missing)
+    assert index.lookup(keys) == ({URL: covered} if missing else {})
 
 
 def test_index_when_it_is_full_then_unused_prompts_go_and_of_the_others_the_tails_first() -> None:
