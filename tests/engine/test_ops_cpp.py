@@ -124,6 +124,27 @@ def test_scan_when_the_prompt_is_cut_then_outputs_and_states_keep_every_bit(
     assert torch.equal(found_pool, pool)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_scan_when_a_state_decays_below_normal_numbers_then_it_is_zero_and_torch_keeps_its_own_mode(
+    ops: Ops, num_tokens: int
+) -> None:
+    """Such numbers are slow, and worth nothing beside what a token adds."""
+    n, nothing = num_tokens, torch.zeros(num_tokens, 4, 32)
+    index = StepIndex.build([Segment("r", [0] * n, 8, [], 0, 1, 2)], block_size=BLOCK_SIZE, device=CPU)
+    pools = [torch.full((4, 4, 32, 32), 1e-38) for _ in range(4)]
+    a, tenth = torch.full((4,), -0.1), torch.full((n, 4), 0.9)
+    ops.mamba2(nothing, torch.full((n, 4), 1.0), a, nothing, nothing, None, index, pools[0])
+    ops.gated_delta(nothing, nothing, nothing, tenth.log(), tenth, index, pools[1])
+    ops.kimi_delta(nothing, nothing, nothing, nothing - 0.1, tenth, index, pools[2])
+    channels = pools[3].flatten(1, 2)
+    ops.mamba1(
+        nothing.flatten(1), torch.full((n, 128), 1.0), torch.full((128, 32), -0.1),
+        torch.zeros(n, 32), torch.zeros(n, 32), None, index, channels,
+    )  # fmt: skip
+    assert [bool(pool[2].any()) for pool in pools] == [False] * 4
+    assert (torch.tensor(1e-38) * torch.tensor(0.5)).item() > 0
+
+
 @DTYPES
 @pytest.mark.parametrize(("dim", "size"), [(16, 16), (48, 32), (64, 128), (32, 256), (64, 96)])
 def test_mamba2_when_states_are_whole_vectors_then_cuts_keep_every_bit_and_torch_agrees(

@@ -82,7 +82,7 @@ void tandem_replay(const Call* calls, int64_t count) {
 void tandem_elementwise(const Elementwise* args, const int64_t*) {
     const Elementwise& e = *args;
     const int64_t rows = e.shape[0] * e.shape[1] * e.shape[2];
-    parallel(rows, e.num_threads, rows * e.shape[3], [&](int64_t row) {
+    parallel<AsTorch>(rows, e.num_threads, rows * e.shape[3], [&](int64_t row) {
         const int64_t i = row / (e.shape[1] * e.shape[2]), j = row / e.shape[2] % e.shape[1], k = row % e.shape[2];
         run_row(e, i * e.out_stride[0] + j * e.out_stride[1] + k * e.out_stride[2],
                 i * e.a_stride[0] + j * e.a_stride[1] + k * e.a_stride[2],
