@@ -84,8 +84,8 @@ class Underway:
         if prompt.num_blocks > num_known:
             keys.append(hints[-1])
         now = self._clock()
-        claim = Claim(url, keys, now + self._lifetime_s)
-        for key in keys:
+        claim = Claim(url, keys[: self._max_keys], now + self._lifetime_s)
+        for key in claim.keys:
             others = self._claims.get(key)
             if others is None:
                 self._claims[key] = [claim]

@@ -168,6 +168,17 @@ def test_claims_when_there_are_too_many_then_the_oldest_are_forgotten() -> None:
     assert len(underway) == 0
 
 
+def test_claim_when_its_prompt_alone_has_too_many_places_then_its_beginning_is_remembered() -> None:
+    underway = Underway(max_keys=4)
+    before = underway.begin(OTHER, keys_of(tokens(300, seed=3)), 0)
+    claim = underway.begin(NODE, keys_of(SHARED), 0)
+    assert len(underway) == 4
+    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 4 * STRIDE * BLOCK_SIZE}
+    for each in (before, claim):
+        underway.end(each, is_computed=False)
+    assert len(underway) == 0
+
+
 def test_lookup_when_computed_and_told_then_leaves_it_to_the_index() -> None:
     underway = Underway()
     claim = underway.begin(NODE, keys_of(SHARED), 0)
