@@ -54,7 +54,8 @@ class Underway:
         self._grace_s = grace_s
         self._clock = clock
         self._claims: dict[bytes, list[Claim]] = {}
-        self._in_order: collections.deque[Claim] = collections.deque()
+        self._in_order: collections.deque[Claim] = collections.deque()  # as they began
+        self._ended: collections.deque[Claim] = collections.deque()  # those that came to something
 
     def __len__(self) -> int:
         """Places that are remembered."""
@@ -92,7 +93,11 @@ class Underway:
             else:
                 others.append(claim)
         self._in_order.append(claim)
-        while self._in_order[0].until_s <= now or len(self._claims) > self._max_keys:
+        # By itself each: one that computes for long must not keep all those that ended after it.
+        for claims in (self._ended, self._in_order):
+            while claims and claims[0].until_s <= now:
+                self._forget(claims.popleft())
+        while len(self._claims) > self._max_keys:
             self._forget(self._in_order.popleft())
         return claim
 
@@ -100,7 +105,9 @@ class Underway:
         """Once for each claim."""
         claim.is_computing = False
         claim.until_s = min(claim.until_s, self._clock() + self._grace_s)
-        if not is_computed:
+        if is_computed:
+            self._ended.append(claim)
+        else:
             self._forget(claim)
 
     def _forget(self, claim: Claim) -> None:

@@ -179,6 +179,19 @@ def test_claim_when_its_prompt_alone_has_too_many_places_then_its_beginning_is_r
     assert len(underway) == 0
 
 
+def test_claims_when_they_ended_behind_one_that_computes_for_long_then_are_forgotten_before_it() -> None:
+    now = [0.0]
+    underway = Underway(clock=lambda: now[0])
+    underway.begin(NODE, keys_of(SHARED[:800]), 0)
+    num_places = len(underway)
+    for number in range(10):
+        underway.end(underway.begin(OTHER, keys_of(tokens(800, seed=number)), 0), is_computed=True)
+    now[0] = GRACE_S + 1
+    underway.begin(NODE, keys_of(SHARED[:800]), 0)
+    assert len(underway) == num_places
+    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 800}
+
+
 def test_lookup_when_computed_and_told_then_leaves_it_to_the_index() -> None:
     underway = Underway()
     claim = underway.begin(NODE, keys_of(SHARED), 0)
