@@ -179,6 +179,30 @@ def test_deadline_when_it_passes_in_the_queue_then_evicted_without_having_begun(
     run(work)
 
 
+def test_deadline_when_it_passes_just_before_the_turn_comes_then_evicted_and_the_turn_is_the_next_ones() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            end = asyncio.Event()
+
+            async def hold_up() -> None:
+                async with requests.admission.admitted(ask()):
+                    await end.wait()
+                    time.sleep(0.15)  # noqa: ASYNC251 - the loop stands still: no timer tells that a deadline passed
+
+            running = asyncio.create_task(hold_up())
+            await settle()
+            await requests.send("late", ask(deadline_s=0.1))
+            await requests.send("next", ask())
+            end.set()
+            await running
+            await settle()
+            assert requests.began == ["next"]
+            assert requests.dropped["late"].dropped == "evicted-deadline"
+            assert "the deadline passed while the request waited for" in requests.dropped["late"].message
+
+    run(work)
+
+
 def test_deadline_when_the_turn_would_come_after_it_then_rejected_at_once_with_retry_after() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
