@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from proxy.vllm import read_vllm_info
 
 LOOK_TIMEOUT_S = 2.0
 """Of each of the two questions."""
+NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT})
+"""Of a connection that the network gives up: the machine is gone. A process that is gone refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,7 @@ async def look(client: NodeClient, kind: str, headers: Mapping[str, str]) -> See
             return Seen(problem=_not_ready_reason(answer))
         return Seen(await _read_info(client, headers))
     except (NodeClientError, ValueError, RecursionError) as exc:
-        not_accepted = isinstance(exc, NodeRefusedError) and isinstance(exc.__cause__, TimeoutError)
-        return Seen(problem=describe(exc), is_silent=not_accepted or isinstance(exc, NodeTimeoutError))
+        return Seen(problem=describe(exc), is_silent=_is_silence(exc))
 
 
 async def _read_info(client: NodeClient, headers: Mapping[str, str]) -> NodeInfo:
@@ -54,6 +56,13 @@ async def _read_info(client: NodeClient, headers: Mapping[str, str]) -> NodeInfo
     if answer.status != 404:
         raise ValueError(f"/internal/v1/info answers {answer.status}")
     return NodeInfo()
+
+
+def _is_silence(error: Exception) -> bool:
+    if not isinstance(error, NodeRefusedError):
+        return isinstance(error, NodeTimeoutError)
+    cause = error.__cause__
+    return isinstance(cause, TimeoutError) or (isinstance(cause, OSError) and cause.errno in NOBODY_THERE)
 
 
 def is_draining_answer(status: int, body: bytes) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 import time
 from typing import Any
 
@@ -10,6 +13,8 @@ import httpx
 import pytest
 
 from proxy import node_look
+from proxy.node_client import NodeClient
+from proxy.node_look import look
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
 
@@ -120,3 +125,24 @@ def test_node_when_it_answers_again_then_gets_requests_again(start_cluster: Star
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert ask(cluster)[1][-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_silent"), [(errno.EHOSTUNREACH, True), (errno.ETIMEDOUT, True), (errno.ECONNREFUSED, False)]
+)
+def test_look_when_the_network_finds_nobody_there_then_is_silent_and_when_refused_then_not(
+    monkeypatch: pytest.MonkeyPatch, number: int, is_silent: bool
+) -> None:
+    async def connect(*address: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async def work() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
+        client = NodeClient("http://127.0.0.1:9", connect_timeout_s=5)
+        try:
+            seen = await look(client, "auto", {})
+        finally:
+            await client.close()
+        assert (seen.info, seen.is_silent) == (None, is_silent), seen.problem
+
+    asyncio.run(work())
