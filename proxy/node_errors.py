@@ -9,7 +9,7 @@ import aiohttp
 
 
 class NodeClientError(Exception):
-    """The base of what this client raises."""
+    """The base of what ``NodeClient`` raises."""
 
 
 class NodeRefusedError(NodeClientError):
@@ -30,6 +30,7 @@ class NodeBrokenError(NodeClientError):
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
+    """aiohttp's and the system's errors inside the block leave it as those above."""
     try:
         yield
     except NodeClientError:
