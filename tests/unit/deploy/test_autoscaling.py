@@ -47,6 +47,8 @@ NOTHING = dict.fromkeys(RATES, 0.0)
 COMPUTES = {'tandem_prompt_tokens_total{source="computed"}': 5000.0}
 LEASED = {'tandem_state_slots{state="free"}': 1.0, 'tandem_state_slots{state="leased"}': 8.0}
 FULL = {'tandem_kv_blocks{state="free"}': 20.0, 'tandem_kv_blocks{state="used"}': 80.0}
+NO_BLOCKS = dict.fromkeys((name for name in IDLE if name.startswith("tandem_kv_blocks")), 0.0)
+NO_SLOTS = dict.fromkeys((name for name in IDLE if name.startswith("tandem_state_slots")), 0.0)
 
 
 def waiting(num: int, *, for_peer: int = 0) -> Series:
@@ -63,6 +65,12 @@ SITUATIONS = {
     "finished prompts wait for decode nodes": Situation(("decode",), {**waiting(9), **LEASED}, waiting(9)),
     "decode memory is held": Situation(("decode",), {}, FULL),
     "gaps grow": Situation(("decode",), {}, SLOW_GAPS),
+    "prompts queue, the model has no attention": Situation(
+        ("prefill",), {**waiting(9), **NO_BLOCKS}, {**waiting(9, for_peer=9), **NO_BLOCKS}
+    ),
+    "prompts queue, the model has attention only": Situation(
+        ("prefill",), {**waiting(9), **NO_SLOTS}, {**waiting(9, for_peer=9), **NO_SLOTS}
+    ),
     "both are short": Situation(("prefill", "decode"), waiting(9), waiting(18, for_peer=9)),
 }
 
@@ -114,7 +122,7 @@ def test_scalers_when_one_role_is_short_then_only_that_one_grows(name: str, tmp_
         queries = adapter_queries(f"tandem-{role}-0")
         # One number for a role: how many of its signals are above their targets. Each has to have a value.
         above = [f"(({queries[metric]}) > bool {target})" for metric, target in metrics.items()]
-        known = [f"count({queries[metric]})" for metric in metrics]
+        known = [f"count(({queries[metric]}) >= 0)" for metric in metrics]  # what is no number is not
         checks.append(
             {"expr": f"clamp_max({' + '.join(above)}, 1)", "value": float(role in situation.grows), "role": role}
         )
