@@ -137,7 +137,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         "reason",
         {
             "refused": "the node does not take connections",
-            "broken": "the connection broke",
+            "broken": "the connection broke, or the node gave no sign of life",
             "garbage": "what it answers is no answer",
             "status": "a 5xx",
             "busy": "it is full or drains",
