@@ -16,13 +16,15 @@ import ctypes
 import mmap
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -35,11 +37,8 @@ _ALIGNMENT = 64
 _FRESH = frozenset(
     {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 )
-_NEVER = (
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-    torch.Tag.nondeterministic_seeded,
-)
+_NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_EXITS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _BINARY = {"aten::add": Elementwise.ADD, "aten::sub": Elementwise.SUB, "aten::mul": Elementwise.MUL}
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 
@@ -76,6 +75,8 @@ class Arena:
 
     def view(self, place: _Place) -> Tensor:
         """The tensor that was at ``place``, again."""
+        if 0 in place.shape:  # was at no address
+            return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         offset = (place.address - self._begin) // place.dtype.itemsize
         return self._bytes.view(place.dtype).as_strided(place.shape, place.stride, offset)
 
@@ -176,6 +177,9 @@ class Recorder(TorchDispatchMode):
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(f"{func} draws random numbers")
+            return func(*args, **kwargs)
         name = func._schema.name
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         is_varying = any(self._varies(x) for x in tensors)
@@ -318,12 +322,14 @@ class Recorder(TorchDispatchMode):
 
     def _record_cat(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        calls, begin = [], 0
+        calls: list[tuple[list[int], tuple[Any, ...]] | None] = []
+        begin = 0
         for part in parts:
-            whole = part.ndim == out.ndim
-            size = part.shape[dim] if whole else -1
-            to = out.narrow(dim, begin, size) if whole else out
-            calls.append(self._ops.elementwise.words(Elementwise.COPY, to, part) if whole and size else None)
+            if part.ndim != out.ndim or part.shape[dim] == 0:  # also of one dimension and empty: torch passes it over
+                calls.append(None)
+                break
+            size = part.shape[dim]
+            calls.append(self._ops.elementwise.words(Elementwise.COPY, out.narrow(dim, begin, size), part))
             begin += size
         if None in calls:
             placed = tree_map(self._placed, (args, kwargs))
@@ -340,24 +346,29 @@ class Recorder(TorchDispatchMode):
     def _placed(self, x: Any) -> Any:
         return _place(x) if isinstance(x, Tensor) and self._arena.holds(x) else x
 
-    def recording(self) -> Any:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         """Where the forward runs."""
-        return _Recording(self)
+        with listening(self), _Exits(self), self:
+            yield
+
+    def read(self, x: Tensor) -> None:
+        """Python code has got the values of ``x``."""
+        if self._varies(x):
+            self.refuse("Python code asked for values")
 
 
-class _Recording:
+class _Exits(TorchFunctionMode):
+    """Watches the ways on which values get into Python without an operation that a dispatch mode would see."""
+
     def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
         self._recorder = recorder
-        self._listening = listening(recorder)
 
-    def __enter__(self) -> Recorder:
-        self._listening.__enter__()
-        self._recorder.__enter__()
-        return self._recorder
-
-    def __exit__(self, *exc: Any) -> None:
-        self._recorder.__exit__(*exc)
-        self._listening.__exit__(*exc)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _EXITS:
+            self._recorder.read(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _place(x: Tensor) -> _Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -124,6 +125,8 @@ def _split_and_join(x: Tensor) -> Tensor:
         lambda x: (x.double() * 3).to(x.dtype),
         lambda x: x.sort(-1).values.cumsum(0),
         lambda x: torch.var_mean(x, -1)[1],
+        lambda x: torch.cat([x.new_empty(0), x, x]),
+        lambda x: torch.cat([x, x[:, :0].cumsum(1)], 1) + x,
         _split_and_join,
     ],
 )
@@ -158,11 +161,28 @@ def test_program_when_a_pool_has_changed_then_reads_it_again(ops: CppOps) -> Non
         lambda x: x * float(x.sum().item()),
         lambda x: x[x > 0],
         lambda x: x + torch.rand_like(x),
+        lambda x: x + torch.rand(8),
+        lambda x: x + torch.empty(8).uniform_(),
+        lambda x: x * sum(x.tolist()),
+        lambda x: x * float(x.numpy()[0]),
+        lambda x: x * float(np.asarray(x)[0]),
         lambda x: x if bool((x > 0).any()) else -x,
         lambda x: WEIGHT.clone().add_(x),
         lambda x: torch.ones(8),
     ],
-    ids=["item", "mask", "random", "branch", "write to a constant", "constant"],
+    ids=[
+        "item",
+        "mask",
+        "random",
+        "random from nothing",
+        "random in place",
+        "list",
+        "numpy",
+        "array",
+        "branch",
+        "write to a constant",
+        "constant",
+    ],
 )
 def test_recorder_when_a_forward_cannot_be_repeated_then_there_is_no_program(
     ops: CppOps, call: Callable[[Tensor], Tensor]
