@@ -149,20 +149,20 @@ class Scheduler:
         A sequence gets the blocks of all its tokens at once: one that started with part of them could take itself back
         and start again for as long as somebody's lease holds the rest.
         """
-        held: list[Sequence] = []
-        while self.waiting and self.has_room() and len(held) < MAX_LOOKED_AT:
-            sequence = self.waiting[0]
+        num_held = 0  # at the front of the queue
+        while num_held < min(len(self.waiting), MAX_LOOKED_AT) and self.has_room():
+            sequence = self.waiting[num_held]
             if sequence.remote is not None:
                 if not self._start_pull(schedule, sequence):
-                    break
+                    return
                 continue
             if budget == 0:
-                break
+                return
             hit = None
             if not sequence.request.skip_prefix_lookup:
                 hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
                 if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
-                    held.append(self.waiting.pop(0))
+                    num_held += 1
                     continue
             num_computed = hit.num_tokens if hit is not None else 0
             num_tokens = self._chunk_size(sequence, num_computed, budget)
@@ -173,8 +173,8 @@ class Scheduler:
                 sequence.num_tokens,
                 num_prompt_tokens=sequence.num_prompt_tokens,
             ):
-                break
-            self.waiting.pop(0)
+                return
+            self.waiting.remove(sequence)
             self._begin(sequence, hit)
             if num_tokens == 0:
                 assert hit is not None
@@ -184,7 +184,6 @@ class Scheduler:
                 continue
             self._add_segment(schedule, sequence, num_tokens)
             budget -= num_tokens
-        self.waiting[:0] = held
 
     def _begin(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """The sequence was admitted, and goes on from ``hit``."""
@@ -221,7 +220,7 @@ class Scheduler:
         plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.remote.num_tokens)
         if plan is None:
             return False
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         sequence.num_local_hit = plan.num_tokens - self._num_missing_tokens(plan)
         now = self._clock()
         sequence.scheduled_s = sequence.transfer_start_s = now
