@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.ops.cpp.linear import DTYPES, LinearOps, PackedWeight, large_pages
+from common.ops.cpp.launch import DTYPES
+from common.ops.cpp.linear import LinearOps, PackedWeight, large_pages
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from common.ops.cpp.backend import DTYPES, CppOps
+from common.ops.cpp.backend import CppOps
 from common.ops.cpp.build import BuildError, load_library
+from common.ops.cpp.launch import DTYPES
 from common.ops.interface import Ops
 from common.ops.torch_backend import TorchOps
 

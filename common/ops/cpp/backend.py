@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.ops.cpp.elementwise import ElementwiseOps
-from common.ops.cpp.launch import launch
+from common.ops.cpp.launch import DTYPES, find_kernel, launch
 from common.ops.cpp.linear import LinearOps
 from common.ops.cpp.norm import NormOps
 from common.ops.index import StepIndex
 from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-DTYPES = tuple(_DTYPES)
-"""Activation dtypes that the kernels know."""
 
 _OPS = ("conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1", "write_kv", "attention")
 
@@ -40,12 +35,7 @@ class CppOps(Ops):
         self.linears = LinearOps(library)
         self.norms = NormOps(library)
         self.elementwise = ElementwiseOps(library)
-        self._functions: dict[str, Any] = {}
-        for name in _OPS:
-            function = getattr(library, f"tandem_{name}")
-            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-            function.restype = None
-            self._functions[name] = function
+        self._functions = {name: find_kernel(library, name) for name in _OPS}
 
     def _call(self, name: str, words: list[int], index: StepIndex, *kept: object) -> None:
         launch(self._functions[name], words, index.packed.address, kept)
@@ -63,9 +53,9 @@ class CppOps(Ops):
         weight, bias = weight.contiguous(), _flat(bias, channels)
         out = x.new_empty(num_tokens, channels)
         words = [
-            *(x.data_ptr(), _DTYPES[x.dtype], x.stride(0)),
-            *(weight.data_ptr(), _DTYPES[weight.dtype], *_optional(bias)),
-            *(pool.data_ptr(), _DTYPES[pool.dtype], pool.stride(0), out.data_ptr()),
+            *(x.data_ptr(), DTYPES[x.dtype], x.stride(0)),
+            *(weight.data_ptr(), DTYPES[weight.dtype], *_optional(bias)),
+            *(pool.data_ptr(), DTYPES[pool.dtype], pool.stride(0), out.data_ptr()),
             *(channels, kernel, silu, torch.get_num_threads()),
         ]
         self._call("conv1d", words, index, weight, bias)
@@ -99,7 +89,7 @@ class CppOps(Ops):
             *_tensor(x)[:4],
             *_tensor(dt),
             *_optional(bias),
-            *(step_size.softplus, limits.buffer_info()[0], a.data_ptr(), _DTYPES[a.dtype]),
+            *(step_size.softplus, limits.buffer_info()[0], a.data_ptr(), DTYPES[a.dtype]),
             *_tensor(b)[:4],
             *_tensor(c)[:4],
             *_optional(d),
@@ -180,7 +170,7 @@ class CppOps(Ops):
             *_tensor(x),
             *_tensor(dt),
             *_optional(bias),
-            *(step_size.softplus, limits.buffer_info()[0], a.data_ptr(), _DTYPES[a.dtype]),
+            *(step_size.softplus, limits.buffer_info()[0], a.data_ptr(), DTYPES[a.dtype]),
             *_tensor(b),
             *_tensor(c),
             *_optional(d),
@@ -223,7 +213,7 @@ class CppOps(Ops):
             *_tensor(query)[:4],
             *(key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2]),
             *(k_pool.data_ptr(), *k_pool.stride()[:3], v_pool.data_ptr(), *v_pool.stride()[:3]),
-            *(_DTYPES[k_pool.dtype], out.data_ptr(), scales.buffer_info()[0]),
+            *(DTYPES[k_pool.dtype], out.data_ptr(), scales.buffer_info()[0]),
             *(heads, kv_heads, head_size, head_size_v, index.window, torch.get_num_threads()),
         ]
         self._call("attention", words, index, scales)
@@ -231,11 +221,11 @@ class CppOps(Ops):
 
 
 def _tensor(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), _DTYPES[x.dtype], *x.stride())
+    return (x.data_ptr(), DTYPES[x.dtype], *x.stride())
 
 
 def _optional(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.data_ptr(), _DTYPES[x.dtype])
+    return (0, 0) if x is None else (x.data_ptr(), DTYPES[x.dtype])
 
 
 def _adjacent(x: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.ops.cpp.launch import launch
+from common.ops.cpp.launch import DTYPES, find_kernel, launch
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _DIMS = 4
 
 
@@ -34,8 +33,7 @@ class ElementwiseOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
-        self.function = library.tandem_elementwise
-        self.function.argtypes, self.function.restype = (ctypes.c_void_p, ctypes.c_void_p), None
+        self.function = find_kernel(library, "elementwise")
         self._replay = library.tandem_replay
         self._replay.argtypes, self._replay.restype = (ctypes.c_void_p, ctypes.c_int64), None
 
@@ -54,7 +52,7 @@ class ElementwiseOps:
         """The kernel's arguments for ``out = kind(a, b)``, and what they have addresses of; None: not in a form that
         the kernel knows. ``a`` and ``b`` are broadcast to the shape of ``out``."""
         tensors = [x for x in (out, a, b) if isinstance(x, Tensor)]
-        if any(x.dtype not in _DTYPES or x.device.type != "cpu" for x in tensors):
+        if any(x.dtype not in DTYPES or x.device.type != "cpu" for x in tensors):
             return None
         shaped = [x.expand(out.shape) for x in tensors]
         dims = _merged(list(out.shape), [list(x.stride()) for x in shaped])
@@ -65,9 +63,9 @@ class ElementwiseOps:
         if not isinstance(b, Tensor):
             strides.append([0] * _DIMS)
         scalar = array("f", (0.0 if isinstance(b, Tensor) else float(b),))
-        second = (b.data_ptr(), _DTYPES[b.dtype]) if isinstance(b, Tensor) else (0, 0)
+        second = (b.data_ptr(), DTYPES[b.dtype]) if isinstance(b, Tensor) else (0, 0)
         words = [
-            *(int(kind), out.data_ptr(), _DTYPES[out.dtype], a.data_ptr(), _DTYPES[a.dtype], *second),
+            *(int(kind), out.data_ptr(), DTYPES[out.dtype], a.data_ptr(), DTYPES[a.dtype], *second),
             *(scalar.buffer_info()[0], *(dim[0] for dim in dims)),
             *(stride for each in strides for stride in each),
             torch.get_num_threads(),

@@ -1,4 +1,5 @@
-"""How a compiled kernel is called, and who may listen: a tape writes the calls of a step down, to make them again.
+"""How a compiled kernel is found and called, and who may listen: a tape writes the calls of a step down, to make them
+again.
 
 A kernel takes two addresses: its arguments, an array of 64-bit words, and the step (``cpp/step.h``; 0 for kernels that
 read none).
@@ -6,11 +7,18 @@ read none).
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Protocol
+
+import torch
+
+DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1})
+"""What kernels know, and by which number (``cpp/vector.h``)."""
 
 
 class Tape(Protocol):
@@ -24,6 +32,13 @@ class Tape(Protocol):
 
 
 _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
+
+
+def find_kernel(library: ctypes.CDLL, name: str) -> Any:
+    """``tandem_<name>``, for :func:`launch`."""
+    function = getattr(library, f"tandem_{name}")
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p), None
+    return function
 
 
 def launch(function: Any, words: list[int], step_address: int = 0, kept: tuple[Any, ...] = ()) -> None:

@@ -11,16 +11,11 @@ import ctypes
 import mmap
 from array import array
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.ops.cpp.launch import launch, refuse_tape
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-DTYPES = tuple(_DTYPES)
-"""Weight dtypes that can be packed; the rows that they are multiplied with have the same one."""
+from common.ops.cpp.launch import DTYPES, find_kernel, launch, refuse_tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +37,16 @@ class LinearOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
-        self._linear, self._pack, self._unpack = (
-            _function(library, f"tandem_{name}", None, ctypes.c_void_p, ctypes.c_void_p)
-            for name in ("linear", "pack", "unpack")
-        )
-        self._forget = _function(library, "tandem_forget", None, ctypes.c_void_p, ctypes.c_int64)
-        sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-        self._packed_words = _function(library, "tandem_packed_words", ctypes.c_int64, *sizes)
+        self._linear, self._pack, self._unpack = (find_kernel(library, name) for name in ("linear", "pack", "unpack"))
+        self._forget = library.tandem_forget
+        self._forget.argtypes, self._forget.restype = (ctypes.c_void_p, ctypes.c_int64), None
+        self._packed_words = library.tandem_packed_words
+        self._packed_words.argtypes, self._packed_words.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
 
     def num_words(self, weight: Tensor) -> int:
         """32-bit words that ``weight`` [(groups,) out, in] takes when packed."""
         groups = weight.shape[0] if weight.ndim == 3 else 1
-        return int(groups * self._packed_words(_DTYPES[weight.dtype], weight.shape[-1], weight.shape[-2]))
+        return int(groups * self._packed_words(DTYPES[weight.dtype], weight.shape[-1], weight.shape[-2]))
 
     def pack(self, weight: Tensor, words: Tensor) -> PackedWeight:
         """Copy ``weight`` [(groups,) out, in] to ``words``, int32 [num_words(weight)]."""
@@ -61,7 +54,7 @@ class LinearOps:
             raise RuntimeError(f"pack: {words.dtype} {tuple(words.shape)} does not fit {tuple(weight.shape)}")
         weight = weight.detach().contiguous()
         groups, (out_features, in_features) = (weight.shape[0] if weight.ndim == 3 else 1), weight.shape[-2:]
-        numbers = [_DTYPES[weight.dtype], in_features, out_features, groups, torch.get_num_threads()]
+        numbers = [DTYPES[weight.dtype], in_features, out_features, groups, torch.get_num_threads()]
         launch(self._pack, [weight.data_ptr(), words.data_ptr(), *numbers])
         return PackedWeight(words, weight.dtype, groups, in_features, out_features)
 
@@ -100,7 +93,7 @@ class LinearOps:
         if flat.numel() and not 0 <= min(ids) <= max(ids) < weight.out_features:
             raise IndexError(f"packed rows: an index is outside [0, {weight.out_features})")
         out = torch.empty(flat.numel(), weight.in_features, dtype=weight.dtype)
-        numbers = [_DTYPES[weight.dtype], weight.in_features, weight.out_features]
+        numbers = [DTYPES[weight.dtype], weight.in_features, weight.out_features]
         addresses = [flat.data_ptr(), flat.numel(), out.data_ptr(), torch.get_num_threads()]
         launch(self._unpack, [weight.words.data_ptr(), *numbers, *addresses])
         return out.view(*indices.shape, weight.in_features)
@@ -116,8 +109,8 @@ class LinearOps:
         out = x.new_empty(num_rows, weight.out_features)
         words = [
             *(x.data_ptr(), x.stride(0), out.data_ptr(), weight.out_features),
-            *(weight.words.data_ptr(), _DTYPES[x.dtype]),
-            *((0, 0) if bias is None else (bias.data_ptr(), _DTYPES[bias.dtype])),
+            *(weight.words.data_ptr(), DTYPES[x.dtype]),
+            *((0, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])),
             *(in_features, weight.out_features, weight.num_groups, begin.buffer_info()[0], torch.get_num_threads()),
         ]
         launch(self._linear, words, kept=(begin,))
@@ -132,9 +125,3 @@ def large_pages(num_words: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int32, count=num_words)
-
-
-def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(library, name)
-    function.argtypes, function.restype = arguments, result
-    return function

@@ -9,9 +9,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from common.ops.cpp.launch import launch
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+from common.ops.cpp.launch import DTYPES, find_kernel, launch
 
 
 class Gate(enum.IntEnum):
@@ -28,8 +26,7 @@ class NormOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # keeps it loaded
-        self._norm = library.tandem_norm
-        self._norm.argtypes, self._norm.restype = (ctypes.c_void_p, ctypes.c_void_p), None
+        self._norm = find_kernel(library, "norm")
 
     def rms_norm(
         self,
@@ -59,11 +56,11 @@ class NormOps:
         gated = (0, 0, 0, 0)
         if gate is not None:
             gates = _rows(gate)
-            gated = (gates.data_ptr(), _DTYPES[gates.dtype], gates.stride(0), int(kind))
+            gated = (gates.data_ptr(), DTYPES[gates.dtype], gates.stride(0), int(kind))
         params = array("f", (epsilon, offset))
         words = [
-            *(rows.data_ptr(), _DTYPES[rows.dtype], rows.stride(0), *gated),
-            *(weight.data_ptr(), _DTYPES[weight.dtype], out.data_ptr(), rows.shape[0], size, group),
+            *(rows.data_ptr(), DTYPES[rows.dtype], rows.stride(0), *gated),
+            *(weight.data_ptr(), DTYPES[weight.dtype], out.data_ptr(), rows.shape[0], size, group),
             *(params.buffer_info()[0], torch.get_num_threads()),
         ]
         launch(self._norm, words, kept=(params,))
