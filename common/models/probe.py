@@ -162,8 +162,8 @@ def check_numbers(
         )
 
 
-_REPLAY_START = 33
-"""Where the probe's decode rows begin: in the last place but one of a block."""
+_REPLAY_START, _REPLAY_STEPS = 30, 7
+"""The probe's decode rows begin in the last place but one of a block: those that are replayed go on in the next."""
 
 
 @torch.inference_mode()
@@ -181,7 +181,7 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
             logits: Tensor = model(input_ids=token_ids[None], **step_arguments(model, cache, positions)).logits[0]
             return logits
 
-        for shift in range(NUM_PROBE_TOKENS - _REPLAY_START):
+        for shift in range(_REPLAY_STEPS):
             pieces = [
                 _Piece(s, p + shift, p + shift + 1, s, s + 1, s + 1) for s, p in ((0, begin[0].end), (1, begin[1].end))
             ]

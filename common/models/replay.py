@@ -91,6 +91,7 @@ class Replay:
         inputs: tuple[Tensor, ...],
         indices: Sequence[StepIndex],
     ) -> Tensor:
+        self._programs[key] = None  # a recording that raised is not tried again
         steps = [index.packed for index in indices]
         recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
         try:

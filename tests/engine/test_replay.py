@@ -12,7 +12,8 @@ from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
 from common.models.recorder import Arena, Program, Recorder
-from common.models.step import active_step
+from common.models.replay import Replay
+from common.models.step import PoolViews, active_step
 from common.ops.cpp.backend import CppOps
 from common.ops.cpp.elementwise import Elementwise
 from common.ops.cpp.launch import launch
@@ -191,6 +192,20 @@ def test_recorder_when_a_forward_cannot_be_repeated_then_there_is_no_program(
     assert program is None
     assert recorder.reason
     assert result.isfinite().all()
+
+
+def test_replay_when_a_recording_raises_then_later_steps_of_as_many_rows_run(
+    ops: CppOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(self: Recorder, output: Tensor) -> None:
+        raise RuntimeError("a bug of the recorder's")
+
+    monkeypatch.setattr(Recorder, "finish", finish)
+    replay, rows = Replay(ops, PoolViews({}, {}, ())), torch.ones(2, 8)
+    assert torch.equal(replay.head(torch.exp, rows), rows.exp())
+    with pytest.raises(RuntimeError, match="a bug"):
+        replay.head(torch.exp, rows)
+    assert torch.equal(replay.head(torch.exp, rows), rows.exp())
 
 
 def test_recorder_when_a_weight_was_used_before_then_computes_nothing_twice_and_shares_no_copy(ops: CppOps) -> None:
