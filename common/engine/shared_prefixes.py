@@ -16,7 +16,7 @@ MIN_SHARED_BLOCKS = 4
 MAX_LOOKED_AT = 16
 """Waiting prompts that are compared with each one that is computed."""
 MAX_SAVES = 4
-"""Of one prompt, for others: states are large."""
+"""Of one prompt, for those that wait at one time: states are large."""
 
 
 def parting_place(computing: Sequence, other: Sequence) -> int:

@@ -27,7 +27,7 @@ MAX_ROWS = 64
 _ARENA_BYTES = 256 << 20
 """Of address space; what is resident is what the widest step holds at one time."""
 _SEEN_BEFORE = 1
-"""Steps of as many rows before one is recorded, which takes as long as three."""
+"""Steps of as many rows before one is recorded, which takes as long as several: as some ten of a small model."""
 
 
 class Replay:
