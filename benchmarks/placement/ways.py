@@ -21,6 +21,7 @@ import httpx
 WAYS = ("auto", "local", "remote")
 SETTLE_S = 1.5
 """For the nodes' events and loads to arrive."""
+BEGIN_TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -90,8 +91,7 @@ async def measure_cold(
                     for each in received
                 ]
                 await asyncio.sleep(SETTLE_S)
-                if not all(each.times_s for each in received):
-                    raise RuntimeError("the streams have not begun: the machine is too busy to measure anything")
+                await _wait_begun(received)
                 started_s = time.perf_counter()
                 answer = await stream(client, tokens(draw, prompt, vocab_size), 2, way)
                 ended_s = answer.times_s[0]
@@ -106,6 +106,14 @@ async def measure_cold(
                     for each in received:
                         ways[way].values_s += _gaps(each.times_s, started_s, ended_s)
     return ways
+
+
+async def _wait_begun(streams: Sequence[Stream]) -> None:
+    deadline_s = time.perf_counter() + BEGIN_TIMEOUT_S
+    while not all(each.times_s for each in streams):
+        if time.perf_counter() > deadline_s:
+            raise RuntimeError(f"the streams have not begun within {BEGIN_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(0.1)
 
 
 def _gaps(times_s: Sequence[float], start_s: float, end_s: float) -> list[float]:

@@ -85,9 +85,9 @@ def start_cluster() -> Iterator[StartCluster]:
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())
                 node.port = server.port
+                stack.callback(server.stop)
             for node in decode:
                 node.follows = prefill
-                stack.callback(server.stop)
             config.setdefault("health_interval_seconds", FAST_POLL_S)
             # Most tests are about the handoff: every prompt takes it.
             config.setdefault("policy", "round_robin")
