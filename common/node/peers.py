@@ -52,6 +52,7 @@ class PeerDirectory:
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._failures: dict[str, TransferError] = {}  # of the last handshake that failed
 
     async def close(self) -> None:
         await self.liveness.close()
@@ -82,8 +83,7 @@ class PeerDirectory:
             TransferError: unreachable, silent, or of another model or layout.
         """
         self.liveness.check(url)
-        async with self._locks.setdefault(url, asyncio.Lock()):
-            return self._peers.get(url) or await self._shake_hands(url)
+        return await self._known_or_new(url, None)
 
     async def connect(self, url: str, engine_id: str, epoch: int) -> Peer:
         """The transfer peer behind ``url`` in the life that made a manifest; shakes hands when it is not known yet.
@@ -94,10 +94,7 @@ class PeerDirectory:
         self.liveness.check(url)
         peer = self._peers.get(url)
         if peer is None or (peer.engine_id, peer.epoch) != (engine_id, epoch):
-            async with self._locks.setdefault(url, asyncio.Lock()):
-                peer = self._peers.get(url)
-                if peer is None or (peer.engine_id, peer.epoch) != (engine_id, epoch):
-                    peer = await self._shake_hands(url)
+            peer = await self._known_or_new(url, (engine_id, epoch))
         if (peer.engine_id, peer.epoch) != (engine_id, epoch):
             raise TransferError(
                 f"{url} is engine {peer.engine_id} in epoch {peer.epoch}, the manifest names {engine_id} in {epoch}",
@@ -147,6 +144,26 @@ class PeerDirectory:
         if response.status_code == 200 and isinstance(answer, dict):
             return answer
         raise _failure(url + path, response, answer)
+
+    async def _known_or_new(self, url: str, life: tuple[str, int] | None) -> Peer:
+        """The peer as it is known in ``life`` (None: in any), else after a handshake; there is one at a time.
+
+        Whoever waited while one failed fails with it: if each tried in turn, the last would wait for a silent peer once
+        for everybody before it.
+        """
+        before = self._failures.get(url)
+        async with self._locks.setdefault(url, asyncio.Lock()):
+            peer = self._peers.get(url)
+            if peer is not None and life in (None, (peer.engine_id, peer.epoch)):
+                return peer
+            failure = self._failures.get(url)
+            if failure is not None and failure is not before:
+                raise TransferError(failure.message, code=failure.code)
+            try:
+                return await self._shake_hands(url)
+            except TransferError as exc:
+                self._failures[url] = TransferError(exc.message, code=exc.code)  # without what its traceback keeps
+                raise
 
     async def _shake_hands(self, url: str) -> Peer:
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from common.errors import InvalidRequestError, TransferError
+from common.node import peers as peers_module
 from common.node.peers import PeerDirectory
 from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
 from tests.support.service import free_port
@@ -74,3 +76,39 @@ async def test_calls_when_the_address_is_no_url_then_typed_transfer_errors(direc
         with pytest.raises(TransferError) as caught:
             await call
         assert caught.value.code == "peer_unreachable"
+
+
+@pytest.mark.asyncio
+async def test_meet_when_many_wait_for_a_silent_peer_then_all_give_up_with_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One handshake at a time, and not one after the other for each who waits: the tenth would wait ten times as
+    long."""
+    monkeypatch.setattr(peers_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    tried: list[asyncio.StreamWriter] = []
+
+    async def say_nothing(_: asyncio.StreamReader, writing: asyncio.StreamWriter) -> None:
+        tried.append(writing)
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    backend = InProcessBackend(InProcessHub(), engine_id="me", epoch=1)
+    directory = PeerDirectory(backend, ANYBODY, cluster_key=None)
+    try:
+        met = await asyncio.gather(
+            *(directory.meet(url) for _ in range(5)),
+            *(directory.connect(url, "holder", 77) for _ in range(5)),
+            return_exceptions=True,
+        )
+        assert [getattr(each, "code", each) for each in met] == ["peer_unreachable"] * 10
+        assert len(tried) == 1
+        with pytest.raises(TransferError):  # whoever comes later tries again
+            await directory.meet(url)
+        assert len(tried) == 2
+    finally:
+        await directory.close()
+        backend.close()
+        server.close()
+        for writing in tried:
+            writing.close()
+        await asyncio.gather(*(writing.wait_closed() for writing in tried), return_exceptions=True)
