@@ -6,6 +6,7 @@ two apps can live in one process. The model is loaded before (it may take minute
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -106,13 +107,15 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
         fields = Fields(body)
         check_model(fields.string("model"), (node.served_model_name,))
         if body.get("messages") is not None:
-            token_ids = serving.codec.encode_chat(parse_chat({**body, "max_tokens": None}))
+            chat = parse_chat({**body, "max_tokens": None})
+            token_ids = await asyncio.to_thread(serving.codec.encode_chat, chat)
         else:
             prompt = fields.string("prompt")
             if prompt is None:
                 raise InvalidRequestError("prompt or messages is required", param="prompt")
             add_special_tokens = fields.boolean("add_special_tokens", True)
-            token_ids = serving.codec.encode(prompt, add_special_tokens=add_special_tokens)
+            # In a thread: a body of 16 MiB takes seconds, in which this node would not beat and seem dead to its peers.
+            token_ids = await asyncio.to_thread(serving.codec.encode, prompt, add_special_tokens=add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": node.model.max_model_len,
@@ -120,7 +123,8 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
             "token_strs": None,
         }
         if fields.boolean("return_token_strs"):
-            answer["token_strs"] = [serving.codec.piece(token_id).text for token_id in token_ids]
+            pieces = await asyncio.to_thread(serving.codec.pieces, token_ids)
+            answer["token_strs"] = [piece.text for piece in pieces]
         return answer
 
     @app.post("/detokenize")
@@ -130,7 +134,7 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
         token_ids = fields.int_list("tokens", le=serving.codec.vocab_size - 1)
         if token_ids is None:
             raise InvalidRequestError("tokens is required", param="tokens")
-        return {"prompt": serving.codec.decode(token_ids)}
+        return {"prompt": await asyncio.to_thread(serving.codec.decode, token_ids)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
