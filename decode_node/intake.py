@@ -181,7 +181,9 @@ class Intake:
         return Taken(prefix)
 
     async def _first_offer(self, url: str, offers: RendezvousOffers) -> None:
-        """Returns when something of the prompt can be read."""
+        """Returns when something of the prompt can be read. That may take as long as the prompt queues and computes, so
+        the wait ends with what it waits for: with the leg, which its caller's patience (--prefill-timeout-seconds)
+        bounds, with the peer's beats, or with our own caller."""
         await self._node.peers.meet(url)
         offers.start()
         offer = await offers.beyond(0)
