@@ -23,6 +23,14 @@ for variable in ${!TANDEM_@}; do unset "$variable"; done
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
+# The types are checked meanwhile: the tests wait often.
+types_log=$(mktemp)
+.venv/bin/mypy >"$types_log" 2>&1 &
+types=$!
+trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
+status=0
 # Two workers: one has the tests that start services, the other all else (tests/conftest.py).
-exec .venv/bin/python -m pytest -m "$markers" --numprocesses 2 "$@"
+.venv/bin/python -m pytest -m "$markers" --numprocesses 2 "$@" || status=$?
+wait "$types" || status=$?
+cat "$types_log"
+exit "$status"

@@ -44,7 +44,7 @@ def test_up_when_started_by_a_script_then_serves_survives_a_node_and_ends_on_sig
     tmp_path: Path,
 ) -> None:
     """One start for the whole life: no model given, SIGINT inherited as ignored, a decode node killed in between."""
-    with Up(tmp_path, *SMALL_FLAGS, "--policy", "round_robin", ignore_sigint=True, XDG_CACHE_HOME=str(tmp_path)) as up:
+    with Up(tmp_path, *SMALL_FLAGS, "--policy", "round_robin", ignore_sigint=True) as up:
         up.wait_ready()
         base = up.base_port
         for name, port in (

@@ -24,12 +24,13 @@ from tests.support.service import Service
 LENGTHS = (1, 15, 16, 17, 100, 1000, 3000)
 NUM_TOKENS, FEWER_TOKENS = 48, 20
 BLOCK_SIZE = 16
-SHORT_TIER = (FAMILY, "qwen3_5")
-"""Two kinds of mixer: Mamba-2 and gated delta."""
-OTHERS = ("kimi_linear", "lfm2", "jamba", "minimax", "falcon_h1", "mamba2", "llama", "gemma3", "qwen3_5_vl", DEMO)
-"""One of each other kind: Kimi delta with latents, short convolution, Mamba-1, lightning attention, two mixers side by
-side, no attention, nothing but attention, sliding windows, a vision-language wrapper, trained weights. The engine's
-tests run every family in process."""
+OTHERS = (
+    *("qwen3_5", "kimi_linear", "lfm2", "jamba", "minimax", "falcon_h1", "mamba2", "llama", "gemma3", "qwen3_5_vl"),
+    DEMO,
+)
+"""One of each other kind: gated delta, Kimi delta with latents, short convolution, Mamba-1, lightning attention, two
+mixers side by side, no attention, nothing but attention, sliding windows, a vision-language wrapper, trained weights.
+The engine's tests run every family in process."""
 FULL_TIER = tuple(pytest.param(family, marks=pytest.mark.full) for family in OTHERS)
 
 
@@ -69,7 +70,7 @@ class Site:
         assert response.status_code == 200, response.text
 
 
-@pytest.fixture(scope="module", params=[*SHORT_TIER, *FULL_TIER])
+@pytest.fixture(scope="module", params=[FAMILY, *FULL_TIER])
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     family = str(request.param)
     if family == FAMILY:

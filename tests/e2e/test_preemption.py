@@ -14,10 +14,10 @@ from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Node, Service, start_node, start_proxy, wait_ready
 
-NUM_REQUESTS = 8
-PROMPT_TOKENS, NUM_TOKENS = 100, 220
-NUM_BLOCKS = 72
-"""8 sequences end with 20 blocks each: less than half of them fit."""
+NUM_REQUESTS = 6
+PROMPT_TOKENS, NUM_TOKENS = 100, 156
+NUM_BLOCKS = 44
+"""6 sequences end with 16 blocks each: less than half of them fit."""
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from common.engine.plan import Rows
 from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
-from tests.support.models import FAMILIES, RECURRENT_FAMILIES, SHORT_TIER, tiered
+from tests.support.models import FAMILIES, RECURRENT_FAMILIES, tiered
 from tests.support.ops import OPS_BACKENDS
 
 A, B = random_tokens(77, 1), random_tokens(53, 2)
@@ -228,10 +228,13 @@ WITH_EXPERTS = (
 )
 
 
+ONE_PER_SCAN = ("granitemoehybrid", "jamba", "qwen3_5", "lfm2")
+
+
 @pytest.mark.parametrize(
     ("family", "num_prompts", "length"),
     [
-        pytest.param(family, 4, 150, marks=() if family in SHORT_TIER else pytest.mark.full)
+        pytest.param(family, 4, 150, marks=() if family in ONE_PER_SCAN else pytest.mark.full)
         for family in FAMILIES
         if family not in WITH_EXPERTS
     ]

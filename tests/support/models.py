@@ -228,7 +228,6 @@ SHORT_TIER = (
     "lfm2",
     "falcon_h1",
     "zamba2",
-    "zamba",
     "mamba2",
     "minimax",
     "llama",
@@ -236,8 +235,8 @@ SHORT_TIER = (
     "gemma3",
     "mistral",
 )
-"""One family per kind of mixer, then attention beside the mixer, shared attention, heads scanned apart, no attention at
-all, a mixer with a forward of ours, and no state at all; latents, windows beside full attention, windows alone."""
+"""One family per kind of mixer, then attention beside the mixer, shared attention, no attention at all, a mixer with a
+forward of ours, and no state at all; latents, windows beside full attention, windows alone."""
 
 
 def tiered(families: Sequence[str], short: Sequence[str] = SHORT_TIER) -> list[Any]:
