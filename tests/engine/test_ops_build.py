@@ -43,14 +43,14 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with one line for each compilation by the compiler that is found from now on."""
+    """A file with one line for each library that the compiler makes that is found from now on."""
     real = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if real is None:
         pytest.skip("no C++ compiler")
     log = tmp_path / "compilations"
     log.touch()
     wrapper = tmp_path / "counting-c++"
-    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo compiled >> "{log}"\nexec "{real}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo made >> "{log}";; esac\nexec "{real}" "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     return log

@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
-    "-shared",
     "-Wno-psabi",
 )
 # Tried in turn: not every compiler has OpenMP, or knows -march=native for its target.
@@ -123,13 +123,13 @@ def _cpu() -> str:
 def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]], path: Path) -> None:
     begin_s = time.monotonic()
     logger.info("compiling the C++ ops compiler=%s to=%s (once per machine, some seconds)", compiler, path)
-    units = [str(source) for source in sources if source.suffix == ".cpp"]
+    units = [source for source in sources if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
         target = Path(scratch) / path.name
         reasons = []
         for flags in machine_flags:
             try:
-                _run([compiler, *_FLAGS, *flags, *units, "-o", str(target)])
+                _build([compiler, *_FLAGS, *flags], units, target)
             except BuildError as exc:
                 reasons.append(str(exc))
                 continue
@@ -138,6 +138,22 @@ def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tup
             logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), seconds)
             return
     raise BuildError(reasons[0])
+
+
+def _build(command: list[str], units: Sequence[Path], target: Path) -> None:
+    """Compile ``units``, as many at a time as there are cores, and link them."""
+    objects = [target.with_name(f"{unit.stem}.o") for unit in units]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    try:
+        tasks = [
+            pool.submit(_run, [*command, "-c", str(unit), "-o", str(obj)])
+            for unit, obj in zip(units, objects, strict=True)
+        ]
+        for task in tasks:
+            task.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    _run([*command, "-shared", *map(str, objects), "-o", str(target)])
 
 
 def _run(command: list[str]) -> str:
