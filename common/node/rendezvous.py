@@ -176,6 +176,12 @@ class RendezvousTable:
             self._call_off(rendezvous_id)
         return True
 
+    def is_called_off(self, lease_id: str) -> bool:
+        """Whether a reader has given up what was not here yet under this id, a leg or the lease that a question asks
+        for: the word of it can overtake the question."""
+        entry = self._entries.get(lease_id)
+        return entry is not None and entry.is_released
+
     # --- bookkeeping
 
     def _create(self, rendezvous_id: str) -> _Entry:

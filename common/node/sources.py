@@ -110,7 +110,7 @@ class PrefixSources:
             prefix = self._accept(manifest, hint, query, keys, num_local)
             return prefix, "hit"
         except (TimeoutError, TransferError) as exc:
-            logger.info("source gave nothing url=%s: %s", hint.url, exc or type(exc).__name__)
+            logger.info("source gave nothing url=%s: %s", hint.url, str(exc) or type(exc).__name__)
             return None, "timeout" if isinstance(exc, TimeoutError) else "failed"
         except InvalidRequestError as exc:
             logger.warning("source is of no use url=%s: %s", hint.url, exc.message)
@@ -179,6 +179,10 @@ async def answer_content(node: Node, query: ContentQuery) -> dict[str, Any]:
         )
     lease = await node.engine.call(lambda: node.core.lease_prefix(keys, query.id, deeper_than=query.have))
     if lease is None:
+        return miss_answer()
+    if node.rendezvous.is_called_off(query.id):
+        # The reader's deadline passed before the question was read: nobody would end this lease.
+        await node.engine.call(lambda: node.model.manager.release_lease(query.id))
         return miss_answer()
     try:
         manifest = await leased_manifest(node, lease, lease_id=query.id)

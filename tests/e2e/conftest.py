@@ -31,6 +31,9 @@ def service() -> Iterator[Service]:
         yield running
 
 
+REPORTED_CHARS = 1500
+"""Of each log: a failure's own words must not drown in them."""
+
 TIGHT_FLAGS = (
     *("--dtype", "float32"),
     *("--max-model-len", "2048"),
@@ -74,5 +77,6 @@ def pytest_runtest_makereport(
             found = value if isinstance(value, Service) else getattr(value, "service", None)
             if isinstance(found, Service):
                 for node in (each for each in found.nodes if each.process.log.exists()):
-                    report.sections.append((f"end of the log of {node.role} {node.url}", node.process.tail()))
+                    log = node.process.tail(REPORTED_CHARS)
+                    report.sections.append((f"end of the log of {node.role} {node.url}", log))
     return report

@@ -196,6 +196,29 @@ def test_sources_when_the_epoch_is_of_an_earlier_life_then_not_used(site: Site) 
     wait_settled(site.prefill, site.decode)
 
 
+def test_question_when_its_reader_gave_up_before_it_was_read_then_nothing_is_leased(site: Site) -> None:
+    """A busy node reads a question after the word that nobody waits for its answer any more."""
+    prompt = random_tokens(110, seed=1571)
+    params = foreign.prefill(site.prefill.url, completion_body(prompt))
+    foreign.release(site.prefill.url, params)
+    question = {
+        "prompt_token_ids": prompt,
+        "cache_salt": None,
+        "fingerprint": params["tandem_fingerprint"],
+        "prefix_key": params["tandem_prefix_key"],
+        "have": 0,
+    }
+    leases = "/internal/v1/leases/release"
+    found = post(site.prefill.url, "/internal/v1/pull", {"id": "content-in-time", **question})
+    assert found["remote_num_tokens"] == 110
+    assert post(site.prefill.url, leases, {"lease_ids": ["content-in-time"], "may_come": True}) == {"unknown": []}
+    unknown = post(site.prefill.url, leases, {"lease_ids": ["content-too-late"], "may_come": True})
+    assert unknown == {"unknown": ["content-too-late"]}
+    found = post(site.prefill.url, "/internal/v1/pull", {"id": "content-too-late", **question})
+    assert found["remote_num_tokens"] == 0
+    wait_settled(site.prefill)
+
+
 def test_local_leg_when_another_node_has_the_prefix_then_it_is_pulled(site: Site) -> None:
     prompt = random_tokens(210, seed=1561)
     params = foreign.prefill(site.prefill.url, completion_body(prompt))

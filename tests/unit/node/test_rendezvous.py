@@ -166,7 +166,9 @@ async def test_release_when_the_leg_is_still_to_come_then_it_does_not_begin(hold
 
 async def test_release_when_it_overtakes_leg_and_reader_then_the_leg_does_not_begin() -> None:
     holder = Holder(leg_wait_s=0.05)
+    assert not holder.table.is_called_off("r")
     assert not holder.table.release("r", may_come=True)
+    assert holder.table.is_called_off("r")
     with pytest.raises(RequestAbortedError):
         holder.table.open("r")
     holder.in_use.add("leased")

@@ -36,6 +36,7 @@ class FakeNode:
     asked: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
+    called_off: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     refused: Sequence[str] = ()
 
@@ -49,6 +50,7 @@ class FakeNode:
         self.advertised_host, self.engine_id = "127.0.0.1", "engine"
         self.core = self.engine = self.peers = self.metrics = self
         self.liveness = SimpleNamespace(check=self.check_allowed)
+        self.rendezvous = SimpleNamespace(is_called_off=self.called_off.__contains__)
         self.remote_leases = SimpleNamespace(
             hold=lambda lease_id, url, seconds: self.held.append(lease_id),
             release=lambda lease_id: lease_id in self.held and self.held.remove(lease_id),
@@ -235,6 +237,13 @@ def test_holder_when_it_has_a_prefix_then_a_manifest_under_the_readers_id() -> N
     assert node.manager.generations.tag("slots", answer.slot_id) == content_tag(answer.prefix_key)
     assert node.manager.release_lease("content-1")
     assert ask(node, query_of(node, have=22)) == {"final": True, "remote_num_tokens": 0}
+    assert node.manager.stats().leases_active == 0
+
+
+def test_holder_when_the_reader_gave_up_before_then_nothing_is_leased() -> None:
+    node = FakeNode(called_off=["content-1"])
+    run_turn(node.manager, PROMPT[:22], donate=True)
+    assert ask(node, query_of(node)) == miss_answer()
     assert node.manager.stats().leases_active == 0
 
 

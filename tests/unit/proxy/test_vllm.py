@@ -166,8 +166,9 @@ def test_client_when_gone_while_streaming_then_the_server_aborts(start_front: St
 def test_node_when_unhealthy_then_not_ready_with_the_reason(start_front: StartFront) -> None:
     front = start_front()
     front.pair.is_healthy = False
-    wait_for(lambda: front.client.get("/ready").status_code == 503, "the proxy not to be ready")
-    assert "/health answers 503" in front.client.get("/ready").text
+    why = "/health answers 503"
+    wait_for(lambda: front.client.get("/ready").text.count(why) == 2, "the proxy to have seen both nodes")
+    assert front.client.get("/ready").status_code == 503
     assert front.post(COMPLETION).status_code == 503
     front.pair.is_healthy = True
     wait_for(lambda: front.client.get("/ready").status_code == 200, "the proxy to be ready again")
