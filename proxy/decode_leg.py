@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import QueueFullError, TransferError
 from common.telemetry.tracing import NO_SPAN, RequestSpan
+from proxy.body_encoder import BodyEncoder
 from proxy.breaker import Leg
 from proxy.leases import LeaseGuard
 from proxy.legs import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
@@ -42,6 +43,7 @@ class Job:
     span: RequestSpan = NO_SPAN
     session_id: str | None = None
     placement_hint: PlacementHint = PlacementHint.AUTO
+    encoder: BodyEncoder = field(default_factory=BodyEncoder, repr=False, compare=False)
 
 
 class TransferFailedError(LegFailedError):

@@ -107,9 +107,10 @@ class GenerateService:
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
-        span = self._tracer.begin(request.url.path, request_id_of(request), request.headers, arrival_s)
+        path = str(request.scope["path"])
+        span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
         job = Job(
-            route=request.url.path,
+            route=path,
             body=body,
             headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id_of(request),

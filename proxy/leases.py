@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
-from proxy.legs import encode
+from proxy.body_encoder import encode
 from proxy.node import Node, describe
 from proxy.node_errors import NodeClientError
 

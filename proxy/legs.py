@@ -9,8 +9,7 @@ it ended is told to the node's circuit breaker here.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from common.errors import (
     RequestAbortedError,
     TransferError,
 )
+from proxy.body_encoder import BodyEncoder
 from proxy.breaker import Leg
 from proxy.node import Node, describe
 from proxy.node_client import NodeAnswer, NodeStream
@@ -90,26 +90,28 @@ def prefill_body(
     body: Mapping[str, Any],
     prompt: Any | None,
     *,
+    encoder: BodyEncoder,
     rendezvous_id: str | None = None,
     sources: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
     """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
     ``sources``: who may have part of it."""
     if node.is_vllm:
-        return encode(vllm_prefill_leg(body, prompt))
+        return encoder.encode(vllm_prefill_leg(body, prompt))
     leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
     leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
     if prompt is not None:
         leg["prompt"] = prompt
     if sources:
         leg[SOURCES_KEY] = list(sources)
-    return encode(leg)
+    return encoder.encode(leg)
 
 
 def decode_body(
     body: Mapping[str, Any],
     params: object,
     *,
+    encoder: BodyEncoder,
     sources: Sequence[Mapping[str, Any]] = (),
     reports_state: bool = False,
 ) -> bytes:
@@ -122,11 +124,7 @@ def decode_body(
         leg[SOURCES_KEY] = list(sources)
     if reports_state:
         leg[STREAM_STATE_KEY] = True
-    return encode(leg)
-
-
-def encode(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return encoder.encode(leg)
 
 
 async def send_prefill_leg(
@@ -172,7 +170,7 @@ async def call(
     Raises LegFailedError and DeadlineExceededError.
     """
     with node.in_flight(), node.breaker.leg() as leg:
-        async with _translated(node, leg):
+        with _translated(node, leg):
             answer = await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
             if check is not None and answer.status == 200:
                 check(node, answer)
@@ -189,11 +187,8 @@ async def open_decode_leg(
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
-    with node.in_flight(), node.breaker.leg() as leg:
-        async with (
-            _translated(node, leg),
-            node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer,
-        ):
+    with node.in_flight(), node.breaker.leg() as leg, _translated(node, leg):
+        async with node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer:
             yield answer, leg
 
 
@@ -214,8 +209,8 @@ def status_reason(status: int) -> str:
     return "busy" if status in (QueueFullError.status, NodeUnavailableError.status) else "status"
 
 
-@contextlib.asynccontextmanager
-async def _translated(node: Node, leg: Leg) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def _translated(node: Node, leg: Leg) -> Iterator[None]:
     try:
         yield
     except LegFailedError as exc:

@@ -242,7 +242,9 @@ class Orchestrator:
             num_tries += 1
             sources = placement.sources if given.params is None and placement.is_local and node.info.pull else ()
             progress = run.progress_on(node)
-            content = decode_body(job.body, given.params, sources=sources, reports_state=progress is not None)
+            content = decode_body(
+                job.body, given.params, encoder=job.encoder, sources=sources, reports_state=progress is not None
+            )
             headers = self._decode_headers(run, node, given.prefill_node)
             try:
                 await self._decode_legs.relay(node, job, content, headers, client, leases, progress)

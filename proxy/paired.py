@@ -86,7 +86,7 @@ class PairedLegs:
         names = [uuid.uuid4().hex for _ in pair.prefill]
         params = [self._rendezvous(node, name) for node, name in zip(pair.prefill, names, strict=True)]
         handoff = params[0] if len(params) == 1 else params
-        content = decode_body(job.body, handoff, reports_state=progress is not None)
+        content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress is not None)
         with self._releaser.guard() as leases:
             for node, name in zip(pair.prefill, names, strict=True):
                 leases.hold(node, name)
@@ -130,7 +130,7 @@ class PairedLegs:
     ) -> None:
         """One prefill leg. Its answer is read, so that the node sees it taken, and not used. Raises RelayedAnswer for a
         4xx, PrefillBusyError for a 429, NodeDrainingError and DeadlineExceededError."""
-        content = prefill_body(node, job.body, prompt, rendezvous_id=name, sources=sources)
+        content = prefill_body(node, job.body, prompt, encoder=job.encoder, rendezvous_id=name, sources=sources)
         started_s = time.monotonic()
         try:
             answer = await call(

@@ -97,7 +97,7 @@ class PrefillLegs:
         num_tries = 0
         while node is not None:
             avoided.prefill.append(node)
-            content, headers = prefill_body(node, job.body, prompt), self._headers_for(job, node)
+            content, headers = prefill_body(node, job.body, prompt, encoder=job.encoder), self._headers_for(job, node)
             try:
                 prefilled = await send_prefill_leg(node, job.route, content, headers, self._timeout_s)
             except NodeDrainingError:

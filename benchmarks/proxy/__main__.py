@@ -116,7 +116,7 @@ async def run_group(contestants: Sequence[Contestant], args: argparse.Namespace,
                 its = Ports(prefill, decode, proxies[each])
                 with contestant_running(each, its, args.core) as process:
                     await asyncio.sleep(SETTLE_S)  # polls and pools settle
-                    await measure([[make_leg(its.proxy, ROUTE, body)]], figures[each], args, process)
+                    await measure([[make_leg(its.proxy, ROUTE, body, each.headers)]], figures[each], args, process)
         for has_both, result in bare.items():
             print_row("direct, both legs" if has_both else "direct, decode leg", result, None, pull)
         for each in contestants:
@@ -133,7 +133,7 @@ async def run_streams(contestant: Contestant, args: argparse.Namespace) -> None:
         contestant_running(contestant, ports, args.core) as process,
     ):
         await asyncio.sleep(SETTLE_S)
-        steps = [[make_leg(ports.proxy, ROUTE, make_body(args.prompt_tokens))]]
+        steps = [[make_leg(ports.proxy, ROUTE, make_body(args.prompt_tokens), contestant.headers)]]
         held = await hold_streams(steps, args.streams, process, ports)
     print(f"{args.streams} streams at once through {contestant.name}: {json.dumps(held)}")
 

@@ -29,12 +29,14 @@ class Ports:
 
 @dataclass(frozen=True)
 class Contestant:
-    """``has_both_legs``: it makes both legs of a request; else it only passes the decode leg on."""
+    """``has_both_legs``: it makes both legs of a request; else it only passes the decode leg on. ``headers``: what its
+    requests carry besides."""
 
     name: str
     has_both_legs: bool
     command: Callable[[Ports, Path], Sequence[str]]
     environment: Callable[[Ports], Mapping[str, str]] = lambda ports: {}
+    headers: Sequence[str] = ()
 
     @property
     def is_installed(self) -> bool:
@@ -80,7 +82,8 @@ def _vllm_router(ports: Ports, folder: Path) -> Sequence[str]:
 
 
 CONTESTANTS = (
-    Contestant("tandem", True, _tandem),
+    # The same prompt again and again would stay on the decode node, which has it: one leg.
+    Contestant("tandem", True, _tandem, headers=("x-tandem-placement: remote",)),
     Contestant(
         "fastapi+httpx",
         True,

@@ -25,8 +25,10 @@ Steps = Sequence[Sequence[Leg]]
 """A user's request: legs of one step are sent together, the next step when all have their answer."""
 
 
-def make_leg(port: int, route: str, body: bytes) -> Leg:
-    head = f"POST {route} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+def make_leg(port: int, route: str, body: bytes, headers: Sequence[str] = ()) -> Leg:
+    """``headers``: further ones, a line each."""
+    lines = ["host: 127.0.0.1", "content-type: application/json", *headers]
+    head = f"POST {route} HTTP/1.1\r\n" + "".join(f"{line}\r\n" for line in lines)
     return Leg(port, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
 

@@ -83,6 +83,8 @@ def check_int_list(name: str, value: object, *, ge: int = 0, le: int | None = No
     """``value`` as a tuple of integers within ``[ge, le]``; the message names the first index at fault."""
     if not isinstance(value, list | tuple):
         invalid(name, value, "a list of integers")
+    if set(map(type, value)) == {int} and min(value) >= ge and (le is None or max(value) <= le):
+        return tuple(value)  # a prompt has thousands
     for index, item in enumerate(value):
         if type(item) is not int or item < ge or (le is not None and item > le):
             raise InvalidRequestError(

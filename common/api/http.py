@@ -77,7 +77,7 @@ def new_request_id() -> str:
 
 def request_id_of(request: Request) -> str:
     """The id that the ``Gate`` gave to ``request``."""
-    return str(request.state.request_id)
+    return str(request.scope["state"]["request_id"])
 
 
 def wants_trace(request: Request) -> bool:
@@ -91,7 +91,8 @@ def is_peer(request: Request) -> bool:
 
 def api_key_digest_of(request: Request) -> str | None:
     """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
-    return getattr(request.state, "api_key_digest", None)
+    digest: str | None = request.scope.get("state", {}).get("api_key_digest")
+    return digest
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

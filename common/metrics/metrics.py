@@ -34,6 +34,9 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
+        # Of each series that has been used: finding one by its labels costs more than counting in it.
+        self._counting: dict[tuple[object, ...], Counter] = {}
+        self._observing: dict[tuple[object, ...], Histogram] = {}
         self._sourced = _SourcedCollector(role)
         for spec in METRICS:
             if role in spec.roles and not spec.sourced:
@@ -63,11 +66,19 @@ class Metrics:
     def inc(self, name: str, amount: float = 1, **labels: str) -> None:
         """Count. ``name`` is a counter of the table that this role has and that is not sourced; labels are all
         required."""
-        self._counters[name].labels(role=self.role.value, **labels).inc(amount)
+        key = (name, *labels.items())
+        series = self._counting.get(key)
+        if series is None:
+            series = self._counting[key] = self._counters[name].labels(role=self.role.value, **labels)
+        series.inc(amount)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram of the table."""
-        self._histograms[name].labels(role=self.role.value, **labels).observe(value)
+        key = (name, *labels.items())
+        series = self._observing.get(key)
+        if series is None:
+            series = self._observing[key] = self._histograms[name].labels(role=self.role.value, **labels)
+        series.observe(value)
 
     def set_source(self, source: Callable[[], Samples]) -> None:
         """Read the sourced metrics from ``source`` at each scrape; it is called on the scraping thread and must not

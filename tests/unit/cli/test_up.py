@@ -24,9 +24,11 @@ FAKE_NODE = """
 import http.server, json, os, signal, sys
 role = __package__ or "node"
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
-with open(f"{flags['node-name']}.json", "w") as file:
+path = f"{flags['node-name']}.json"
+with open(path + ".new", "w") as file:
     json.dump({"pid": os.getpid(), "argv": sys.argv[1:], "environ": dict(os.environ),
                "sigint_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN}, file)
+os.replace(path + ".new", path)  # whoever polls for it never reads half of it
 if os.environ.get("FAKE_DEATH") == role:
     sys.stderr.write("loading weights\\nno such tensor: lm_head\\n")
     sys.exit(3)

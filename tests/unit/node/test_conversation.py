@@ -107,6 +107,10 @@ class Talk:
         here = [self.reader.memory.read(BLOCKS, 20 + i) == self.holder.memory.read(BLOCKS, 1 + i) for i in range(6)]
         return here == [True] * num_blocks + [False] * (6 - num_blocks)
 
+    def has_read(self, num_blocks: int) -> bool:
+        """Whether a part that ends there is done with: it has arrived, and the next one is asked for."""
+        return self.has_arrived(num_blocks) and self.offers.asked_after[-1:] == [num_blocks * BLOCK_SIZE]
+
     def has_state(self) -> bool:
         return self.reader.memory.read(SLOTS, 3) == self.holder.memory.read(SLOTS, 1)
 
@@ -134,9 +138,9 @@ def thaw(holder: PeerHolder) -> None:
 async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next_is_known(talk: StartTalk) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     it.offers.give(it.holder.offer(16))
-    await it.until(lambda: it.has_arrived(4))
+    await it.until(lambda: it.has_read(4))
     assert not it.has_state()
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True, known_s=12.5))
     result = await it.result()
@@ -173,7 +177,7 @@ async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_re
 async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     it.holder.memory.set_generation("block_generations", 4, 4711)
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     result = await it.result()
@@ -199,7 +203,7 @@ async def test_offers_when_they_fail_then_the_pull_fails_with_their_reason(talk:
     it = talk()
     if num_early:
         it.offers.give(it.holder.offer(num_early * BLOCK_SIZE))
-        await it.until(lambda: it.has_arrived(num_early))
+        await it.until(lambda: it.has_read(num_early))
     it.offers.fail(TransferError("the leg failed", code="leg_failed"))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, "leg_failed")
@@ -274,7 +278,7 @@ async def test_peer_when_lost_between_parts_then_ends_at_once_and_nothing_is_in_
 ) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     it.holder.is_over = True  # its liveness stream ends
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.PEER_LOST)
@@ -303,7 +307,7 @@ async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_o
 async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(talk: StartTalk) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     it.holder.backend.recreate()
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     result = await it.result()
@@ -317,7 +321,7 @@ async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fail
 ) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     it.holder.backend.close()
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     result = await it.result()
@@ -329,7 +333,7 @@ async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fail
 async def test_epoch_when_it_changes_between_parts_then_nothing_of_the_new_life_is_read(talk: StartTalk) -> None:
     it = talk()
     it.offers.give(it.holder.offer(8))
-    await it.until(lambda: it.has_arrived(2))
+    await it.until(lambda: it.has_read(2))
     offer = it.holder.offer(NUM_TOKENS, is_final=True)
     it.offers.give(Offer(**{name: getattr(offer, name) for name in offer.__slots__} | {"epoch": 78}))
     result = await it.result()

@@ -1,0 +1,50 @@
+"""The legs' JSON: equal to encoding each by itself, with what they share encoded once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy import body_encoder
+from proxy.body_encoder import BodyEncoder
+
+PROMPT = list(range(300))
+LEGS: tuple[dict[str, Any], ...] = (
+    {"model": "m", "prompt": PROMPT, "stream": True, "stop": ["a", 'b"'], "cache_salt": "ü" * 80},
+    {"model": "m", "prompt": PROMPT, "stream": False, "max_tokens": 1, "kv_transfer_params": {"id": None, "n": [1]}},
+    {"prompt": PROMPT},
+    {"temperature": 0.5, 'a"b': [], "": {}},
+    {"temperature": 1},
+    {},
+)
+
+
+def test_bodies_when_encoded_then_are_json_of_the_same_values() -> None:
+    encoder = BodyEncoder()
+    for leg in LEGS:
+        assert json.loads(encoder.encode(leg)) == leg
+
+
+def test_prompt_when_several_legs_have_it_then_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+
+    def encode(value: object) -> bytes:
+        encoded.append(value)
+        return json.dumps(value).encode()
+
+    monkeypatch.setattr(body_encoder, "encode", encode)
+    encoder = BodyEncoder()
+    bodies = [encoder.encode({"prompt": PROMPT, "stream": stream}) for stream in (True, False, True)]
+    assert sum(value is PROMPT for value in encoded) == 1
+    assert [json.loads(body)["stream"] for body in bodies] == [True, False, True]
+
+
+def test_values_when_they_come_and_go_then_none_is_taken_for_another() -> None:
+    encoder = BodyEncoder()
+    for number in range(200):
+        assert json.loads(encoder.encode({"prompt": [number], "sources": [{"n": number}]})) == {
+            "prompt": [number],
+            "sources": [{"n": number}],
+        }
