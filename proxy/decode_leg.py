@@ -122,7 +122,7 @@ class DecodeLegs:
         client: ClientStream,
         progress: StreamProgress | None,
     ) -> None:
-        end, has_error = b"", False
+        end, has_error, has_passed = b"", False, False
         async for chunk in answer.chunks(self._idle_s):
             if not end:
                 leg.begin_answer()
@@ -131,6 +131,9 @@ class DecodeLegs:
                 if not client.is_started:
                     self._metrics.observe_ttft(time.monotonic() - job.arrival_s)
                     await client.start_stream(answer.status, answer.headers)
+                elif not has_passed:
+                    client.go_on()
+                has_passed = True
                 await client.send_chunk(data)
             if progress is not None and progress.failure is not None:
                 leg.fail("error event")

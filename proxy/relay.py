@@ -37,7 +37,7 @@ _DROPPED_HEADERS = frozenset(
 
 class ClientStream:
     """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
-    answer begins."""
+    answer begins, and again when it goes on from another node."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -59,6 +59,11 @@ class ClientStream:
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
         self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def go_on(self) -> None:
+        """The answer that has begun comes from another node from here on, whose first byte this is."""
+        if self.on_start is not None and self.status is not None:
+            self.on_start(self.status)
 
     async def send_chunk(self, chunk: bytes) -> None:
         await self._body(chunk, more=True)

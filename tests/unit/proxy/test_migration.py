@@ -49,6 +49,9 @@ def test_stream_when_its_node_fails_then_goes_on_elsewhere_without_a_seam(
     assert [body.get("tandem_resume") for body in cluster.prefill[0].bodies] == [None, RESUME]
     assert cluster.metric("tandem_proxy_migrations_total", outcome="resumed") == 1
     assert cluster.metric("tandem_proxy_retries_total", reason="broken") == 0
+    # Both nodes' work counts as done from their first byte on, not only when the whole stream has ended.
+    starts = [cluster.metric("tandem_proxy_ttft_ratio_count", placement=way) for way in ("local", "remote")]
+    assert sum(starts) == 2
 
 
 def test_stream_when_only_its_end_is_missing_then_the_last_chunk_is_not_told_twice(start_cluster: StartCluster) -> None:
