@@ -86,9 +86,9 @@ class EventFeeds:
                 logger.info("no cache events node=%s: it has no such route", node.url)
                 return
             except Exception as exc:  # whatever a node answers, its feed goes on
-                if not isinstance(exc, NodeCallError | ValueError):
-                    logger.exception("cache events that cannot be read node=%s", node.url)
                 # Once per silence: a node that is away for long must not fill the log.
+                if is_heard and not isinstance(exc, NodeCallError | ValueError):
+                    logger.exception("cache events that cannot be read node=%s", node.url)
                 logger.log(logging.INFO if is_heard else logging.DEBUG, "no cache events node=%s: %s", node.url, exc)
                 is_heard = False
                 if time.monotonic() - heard_s > self._keep_s:

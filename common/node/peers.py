@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -200,9 +201,15 @@ def _failure(where: str, response: httpx.Response, answer: object) -> TransferEr
             type=str(error.get("type")),
             code=code,
             param=param if isinstance(param, str) else None,
-            retry_after_s=int(response.headers.get("retry-after", "1")),
+            retry_after_s=_retry_after_s(response),
         )
     return PrefillLegFailedError(message)
+
+
+def _retry_after_s(response: httpx.Response) -> int:
+    """What is no number of seconds, a date for one, counts as one second."""
+    given = response.headers.get("retry-after", "")
+    return int(given) if re.fullmatch(r"[0-9]{1,6}", given) else 1
 
 
 def _is_loopback(url: str) -> bool:

@@ -107,11 +107,12 @@ async def test_poll_when_the_leg_failed_then_says_so_and_there_is_nothing_to_cal
     assert served.holder.released == []
 
 
+@pytest.mark.parametrize(("retry_after", "seconds"), [("3", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_hear(
-    offers: RendezvousOffers, served: Served
+    offers: RendezvousOffers, served: Served, retry_after: str, seconds: int
 ) -> None:
     error = {"message": "257 wait", "code": "queue_full", "type": "rate_limit_error", "param": None}
-    served.holder.answers += [(429, {"X-Tandem-Leg": "failed", "Retry-After": "3"}, {"error": error})]
+    served.holder.answers += [(429, {"X-Tandem-Leg": "failed", "Retry-After": retry_after}, {"error": error})]
     with pytest.raises(PrefillLegRejectedError) as caught:
         await beyond(offers, 0)
     rejected = caught.value
@@ -119,7 +120,7 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
         429,
         "queue_full",
         "rate_limit_error",
-        3,
+        seconds,
     )
 
 
