@@ -74,11 +74,11 @@ def test_deadline_when_it_passes_before_the_first_byte_then_504_and_legs_are_clo
     cluster = start_cluster()
     cluster.decode[0].fault = Fault.HANG
     started_s = time.monotonic()
-    answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": "400"})
-    assert time.monotonic() - started_s < 5
+    answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": "2000"})
+    assert time.monotonic() - started_s < 10
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
-    assert "400 ms (X-Request-Deadline-Ms)" in answer.json()["error"]["message"]
+    assert "2000 ms (X-Request-Deadline-Ms)" in answer.json()["error"]["message"]
     assert answer.headers["x-tandem-dropped"] == "evicted-deadline"
     wait_for(lambda: cluster.decode[0].num_aborted == 1, "the leg to be closed")
     wait_for(lambda: cluster.prefill[0].released == ["prefill-0-lease-0"], "the lease's release")
@@ -88,7 +88,7 @@ def test_deadline_when_it_passes_before_the_first_byte_then_504_and_legs_are_clo
 def test_deadline_when_it_passes_in_a_stream_then_an_error_event_ends_it(start_cluster: StartCluster) -> None:
     cluster = start_cluster()
     cluster.decode[0].fault = Fault.STALL
-    answer = cluster.client.post("/v1/completions", json=STREAM, headers={"X-Request-Deadline-Ms": "400"})
+    answer = cluster.client.post("/v1/completions", json=STREAM, headers={"X-Request-Deadline-Ms": "2000"})
     assert answer.status_code == 200
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert "[DONE]" not in events
