@@ -29,6 +29,7 @@ from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
 from common.models.activations import fuse_activations
 from common.models.families import FAMILIES, Family
 from common.models.fingerprint import model_fingerprint, user_cache_dir
+from common.models.gated_mlps import fuse_gated_mlps
 from common.models.head import Head
 from common.models.linears import pack_linears
 from common.models.norms import fuse_norms
@@ -122,6 +123,7 @@ def load_model(
             pack_linears(loaded, ops.linears)
             fuse_norms(loaded, ops.norms)
             fuse_activations(loaded, ops.elementwise)
+            fuse_gated_mlps(loaded, ops.elementwise)
         _prepare(loaded, family, geometry)
         check_numbers(
             loaded,

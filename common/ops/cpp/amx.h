@@ -30,6 +30,9 @@ inline bool has_amx() {
     return is_granted;
 }
 
+// The intrinsics do not tell the compiler what memory they read: nothing that was written before may wait until after.
+inline void finish_writes() { __asm__ volatile("" ::: "memory"); }
+
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -40,8 +43,14 @@ struct alignas(64) TileConfig {
 // remember how they configured it.
 class Tiles {
    public:
-    Tiles() { _tile_storeconfig(&before_); }
-    ~Tiles() { _tile_loadconfig(&before_); }
+    Tiles() {
+        _tile_storeconfig(&before_);
+        finish_writes();
+    }
+    ~Tiles() {
+        finish_writes();
+        _tile_loadconfig(&before_);
+    }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 
@@ -54,6 +63,7 @@ class Tiles {
         for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = kTileRows;
         config.rows[0] = config.rows[1] = config.rows[4] = first;
         config.rows[2] = config.rows[3] = config.rows[5] = second;
+        finish_writes();
         _tile_loadconfig(&config);
     }
 
@@ -68,6 +78,7 @@ inline void multiply_tiles(const char* x, int64_t row_bytes, const uint32_t* w, 
                            int64_t ahead, float* sums) {
     constexpr int64_t kPanelWords = 32, kStepBytes = kPanelWords * 4, kTileWords = kTileSteps * kPanelWords;
     float* second = sums + kTileRows * kPanelWords;
+    finish_writes();
     if (is_more) {
         _tile_loadd(0, sums, kStepBytes);
         _tile_loadd(1, sums + 16, kStepBytes);
@@ -105,6 +116,45 @@ inline void multiply_tiles(const char* x, int64_t row_bytes, const uint32_t* w, 
         _tile_stored(2, second, kStepBytes);
         _tile_stored(3, second + 16, kStepBytes);
     }
+}
+
+// out [rows, 16 * Columns] = (is_more: +=) a [rows, words] times b [words, 16 * Columns], a word being two values and
+// words 16 * num_tiles. Rows of a, b and out lie that many bytes apart. kTwo: there are more than kTileRows rows.
+template <bool kTwo, int Columns>
+inline void multiply_words(const float* a, int64_t a_bytes, const float* b, int64_t b_bytes, int64_t num_tiles,
+                           bool is_more, float* out, int64_t out_bytes) {
+    static_assert(Columns == 1 || Columns == 2);
+    float* second = out + kTileRows * (out_bytes / 4);
+    finish_writes();
+    if (is_more) {
+        _tile_loadd(0, out, out_bytes);
+        if constexpr (Columns == 2) _tile_loadd(1, out + 16, out_bytes);
+        if constexpr (kTwo) _tile_loadd(2, second, out_bytes);
+        if constexpr (kTwo && Columns == 2) _tile_loadd(3, second + 16, out_bytes);
+    } else {
+        _tile_zero(0);
+        if constexpr (Columns == 2) _tile_zero(1);
+        if constexpr (kTwo) _tile_zero(2);
+        if constexpr (kTwo && Columns == 2) _tile_zero(3);
+    }
+    for (int64_t t = 0; t < num_tiles; t++, a += kTileSteps, b += kTileSteps * (b_bytes / 4)) {
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(6, b, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (Columns == 2) {
+            _tile_loadd(7, b + 16, b_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (kTwo) {
+            _tile_loadd(5, a + kTileRows * (a_bytes / 4), a_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (Columns == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, out_bytes);
+    if constexpr (Columns == 2) _tile_stored(1, out + 16, out_bytes);
+    if constexpr (kTwo) _tile_stored(2, second, out_bytes);
+    if constexpr (kTwo && Columns == 2) _tile_stored(3, second + 16, out_bytes);
 }
 
 #else

@@ -4,6 +4,13 @@
 // Keys are taken in tiles that begin at multiples of kTile of their own position, with a running maximum and sum
 // (arXiv 2205.14135). A row sees the same tiles in the same order, and in each of them the same sums in the same order,
 // whether it is computed alone or in a long chunk.
+//
+// Pairs are multiplied on AMX tiles where the CPU has them, for one row as for many: tiles round in another order than
+// vectors do.
+#include <algorithm>
+#include <optional>
+
+#include "amx.h"
 #include "step.h"
 #include "tiles.h"
 
@@ -175,28 +182,72 @@ void attend_block(const Rows& rows, int64_t row, const float* keys, const float*
                                                 rows.out + row * rows.dims_v});
 }
 
+#if defined(TANDEM_AMX)
+constexpr int64_t kSpan = 2 * kTileSteps;  // keys whose weights are multiplied at a time
+
+// As attend_block, for up to kGroupRows rows on tiles.
+template <bool kTwo, class Seen>
+void attend_tiles(const Rows& rows, int64_t row, int64_t count, const float* keys, const float* values, float factor,
+                  float* scores, float* weights, Seen seen) {
+    Range each[kGroupRows], whole = {kTile, 0};
+    for (int64_t r = 0; r < count; r++) {
+        each[r] = seen(row + r);
+        if (each[r].high <= each[r].low) continue;
+        whole.low = std::min(whole.low, each[r].low);
+        whole.high = std::max(whole.high, each[r].high);
+    }
+    if (whole.high <= whole.low) return;
+    whole = {whole.low / kSpan * kSpan, (whole.high + kSpan - 1) / kSpan * kSpan};
+    for (int64_t column = whole.low; column < whole.high; column += 2 * kTileSteps)
+        multiply_words<kTwo, 2>(rows.query + row * rows.words, rows.words * 4, keys + column, kTile * 4,
+                                rows.words / kTileSteps, false, scores + column, kTile * 4);
+    float* out = rows.out + row * rows.dims_v;
+    for (int64_t r = 0; r < count; r++) {
+        float* w = weights + r * (kTile / 2);
+        if (each[r].high <= each[r].low) {
+            std::memset(w + whole.low / 2, 0, (whole.high - whole.low) / 2 * 4);
+            continue;
+        }
+        const float shrink = weigh<Kind::kPairs>(scores + r * kTile, each[r], whole, factor, rows.maxima[row + r],
+                                                 rows.sums[row + r], w);
+        if (shrink == 1.0f) continue;
+        float* mine = out + r * rows.dims_v;
+        for (int64_t d = 0; d < rows.dims_v; d += kLanes) store(mine + d, load(mine + d) * splat(shrink));
+    }
+    const float* w = weights + whole.low / 2;
+    const float* v = values + whole.low / 2 * rows.dims_v;
+    const int64_t num_tiles = (whole.high - whole.low) / kSpan, bytes = rows.dims_v * 4;
+    int64_t d = 0;
+    for (; d + 2 * kLanes <= rows.dims_v; d += 2 * kLanes)
+        multiply_words<kTwo, 2>(w, kTile * 2, v + d, bytes, num_tiles, true, out + d, bytes);
+    if (d < rows.dims_v) multiply_words<kTwo, 1>(w, kTile * 2, v + d, bytes, num_tiles, true, out + d, bytes);
+}
+#endif
+
 // Rows [first, first + count) of a segment and K/V heads [head, last_head): tile by tile, and in each of them head by
 // head, so that with all heads blocks are read from end to end.
-template <Kind kKind>
+template <Kind kKind, bool kOnTiles>
 void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t head, int64_t last_head, int64_t first,
             int64_t count) {
     const int64_t group = a.heads / a.kv_heads, num_rows = count * group, num_heads = last_head - head;
-    const int64_t words = kKind == Kind::kPairs ? (a.head_size + 1) / 2 : a.head_size, dims_v = padded(a.head_size_v);
+    const int64_t own_words = kKind == Kind::kPairs ? (a.head_size + 1) / 2 : a.head_size;
+    const int64_t words = kOnTiles ? padded(own_words) : own_words, dims_v = padded(a.head_size_v);
+    constexpr int64_t kRows = kOnTiles ? kGroupRows : kBlockRows;
     const int64_t bytes = item_bytes(a.kv_dtype), begin = step.begin[segment], start = step.start[segment];
     const int64_t end = start + first + count;  // after the last row's own position
     const auto earliest = [&](int64_t position) {
         return a.window && position >= a.window ? position - a.window + 1 : 0;
     };
 
-    float* keys = scratch(kTile * (padded(words) + dims_v + 2 * kBlockRows) +
+    float* keys = scratch(kTile * (padded(words) + dims_v + 2 * kRows) +
                           num_heads * num_rows * (words + dims_v + 2) + kLanes);
     float* values = keys + kTile * padded(words);
     float* scores = values + kTile * dims_v;
-    float* weights = scores + kBlockRows * kTile;
+    float* weights = scores + kRows * kTile;
     Rows all;  // of the first head; the next head's follow behind
     all.words = words;
     all.dims_v = dims_v;
-    all.out = weights + kBlockRows * kTile;
+    all.out = weights + kRows * kTile;
     all.query = all.out + num_heads * num_rows * dims_v;
     all.maxima = all.query + num_heads * num_rows * words + kLanes;  // load_row may fill up its last vector
     all.sums = all.maxima + num_heads * num_rows;
@@ -210,7 +261,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         const int64_t place = (begin + first + r / group) * a.query_stride + query_head * a.query_head_stride;
         float* to = all.query + i * words;
         if (kKind == Kind::kPairs) {
-            to[words - 1] = 0.0f;
+            for (int64_t word = own_words - 1; word < words; word++) to[word] = 0.0f;
             std::memcpy(to, static_cast<const uint16_t*>(a.query) + place, a.head_size * 2);
         } else {
             load_row(to, a.query, a.query_dtype, place, a.head_size);
@@ -243,6 +294,14 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             }
     };
     const float factor = *a.scale * 1.44269504088896341f;
+#if defined(TANDEM_AMX)
+    [[maybe_unused]] std::optional<Tiles> tiles;
+    if constexpr (kOnTiles) {
+        tiles.emplace();
+        // Steps that fill up the last tile: never written again.
+        std::memset(keys + own_words * kTile, 0, (words - own_words) * kTile * 4);
+    }
+#endif
     int64_t tile = earliest(start + first) / kTile * kTile, size = find(tile, 0);
     ask_for(tile, 0, 0, size);
     for (int side = 0; tile < end; tile += kTile, side ^= 1) {
@@ -265,6 +324,23 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             // The first token that sees a key of this tile.
             const int64_t token = tile - start - first > 0 ? tile - start - first : 0;
             int64_t r = token * group;
+#if defined(TANDEM_AMX)
+            if constexpr (kOnTiles) {
+                // Spans reach beyond what is packed, and what is still held: what has no weight must be a number.
+                const int64_t lowest = earliest(start + first) - tile, packed = padded(size) / 2;
+                if (lowest >= kLanes) std::memset(values, 0, lowest / kLanes * kLanes / 2 * dims_v * 4);
+                const int64_t spanned = (size + kSpan - 1) / kSpan * kSpan / 2;
+                std::memset(values + packed * dims_v, 0, (spanned - packed) * dims_v * 4);
+                for (; r < num_rows; r += kGroupRows) {
+                    const int64_t left = std::min(num_rows - r, kGroupRows);
+                    tiles->set_rows(left);
+                    const auto run = left > kTileRows ? attend_tiles<true, decltype(seen)>
+                                                      : attend_tiles<false, decltype(seen)>;
+                    run(rows, r, left, keys, values, factor, scores, weights, seen);
+                }
+                continue;
+            }
+#endif
             for (; r + kBlockRows <= num_rows; r += kBlockRows)
                 attend_block<kKind, kBlockRows>(rows, r, keys, values, factor, scores, weights, seen);
             for (; kBlockRows > 4 && r + 4 <= num_rows; r += 4)
@@ -310,7 +386,13 @@ extern "C" void tandem_attention(const int64_t* words, const int64_t* step_words
                 tasks.push_back({s, h, h + heads < a.kv_heads ? h + heads : a.kv_heads, first});
     }
     const bool pairs = kHasPairs && a.kv_dtype == kBFloat16 && a.query_dtype == kBFloat16;
-    const auto run = pairs ? attend<kHasPairs ? Kind::kPairs : Kind::kFloats> : attend<Kind::kFloats>;
+    constexpr Kind kBest = kHasPairs ? Kind::kPairs : Kind::kFloats;
+#if defined(TANDEM_AMX)
+    const auto on_pairs = has_amx() ? attend<kBest, true> : attend<kBest, false>;
+#else
+    const auto on_pairs = attend<kBest, false>;
+#endif
+    const auto run = pairs ? on_pairs : attend<Kind::kFloats, false>;
     const int64_t count = int64_t(tasks.size());
     parallel(count, a.num_threads, work, [&](int64_t i) {
         const Task& task = tasks[count - 1 - i];  // the later rows of a chunk have more to do: first

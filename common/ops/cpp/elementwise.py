@@ -18,7 +18,7 @@ _DIMS = 4
 
 class Elementwise(enum.IntEnum):
     """What is computed, in float32 and rounded once to the dtype of the output: the same numbers as torch's, but for
-    SILU, which is within a unit in the last place of float32."""
+    SILU, which is within a unit in the last place of float32. SILU_MUL: silu(a) * b."""
 
     COPY = 0
     ADD = 1
@@ -26,6 +26,7 @@ class Elementwise(enum.IntEnum):
     MUL = 3
     NEG = 4
     SILU = 5
+    SILU_MUL = 6
 
 
 class ElementwiseOps:
@@ -43,6 +44,15 @@ class ElementwiseOps:
         call = self.words(Elementwise.SILU, out, x)
         if call is None:
             return F.silu(x)
+        launch(self.function, call[0], kept=call[1])
+        return out
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, of one shape and dtype. The product is rounded once; torch rounds the SiLU as well."""
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        call = self.words(Elementwise.SILU_MUL, out, gate, up)
+        if call is None:
+            return F.silu(gate) * up
         launch(self.function, call[0], kept=call[1])
         return out
 

@@ -24,7 +24,7 @@ struct Norm {
     int64_t num_threads;
 };
 
-inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+constexpr int64_t kTaskRows = 16;
 
 float sum_of_squares(const float* x, int64_t n) {
     vf total = {};
@@ -35,25 +35,31 @@ float sum_of_squares(const float* x, int64_t n) {
     return sum(total) + rest;
 }
 
-void norm_row(const Norm& args, int64_t row, float* buffer) {
+// One row in a buffer of [3, padded(size)] floats. weight: [padded(size)], with what is added to it.
+void norm_row(const Norm& args, int64_t row, const float* weight, float* buffer) {
     const int64_t size = args.size, width = padded(size);
-    float *x = buffer, *gate = buffer + width, *weight = buffer + 2 * width, *scale = buffer + 3 * width;
+    float *x = buffer, *gate = buffer + width, *scale = buffer + 2 * width;
     load_row(x, args.x, args.x_dtype, row * args.x_stride, size);
-    load_row(weight, args.weight, args.weight_dtype, 0, size);
     if (args.gate_kind != kNone) load_row(gate, args.gate, args.gate_dtype, row * args.gate_stride, size);
     if (args.gate_kind == kSiluBefore) {
         for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * silu(load(gate + j)));
     }
-    for (int64_t begin = 0; begin < size; begin += args.group) {
-        const float mean = sum_of_squares(x + begin, args.group) / float(args.group);
-        const float factor = 1.0f / std::sqrt(mean + args.params[0]);
-        for (int64_t j = begin; j < begin + args.group; j++) scale[j] = factor;
+    const auto factor = [&](int64_t begin) {
+        return 1.0f / std::sqrt(sum_of_squares(x + begin, args.group) / float(args.group) + args.params[0]);
+    };
+    if (args.group == size) {
+        const vf all = splat(factor(0));
+        for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * all * load(weight + j));
+    } else {
+        for (int64_t begin = 0; begin < size; begin += args.group) {
+            std::fill_n(scale + begin, args.group, factor(begin));
+        }
+        for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * load(scale + j) * load(weight + j));
     }
-    for (int64_t j = 0; j < width; j += kLanes) {
-        vf y = load(x + j) * load(scale + j) * (load(weight + j) + splat(args.params[1]));
-        if (args.gate_kind == kSiluAfter) y = y * silu(load(gate + j));
-        if (args.gate_kind == kSigmoidAfter) y = y * sigmoid(load(gate + j));
-        store(x + j, y);
+    if (args.gate_kind == kSiluAfter) {
+        for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * silu(load(gate + j)));
+    } else if (args.gate_kind == kSigmoidAfter) {
+        for (int64_t j = 0; j < width; j += kLanes) store(x + j, load(x + j) * sigmoid(load(gate + j)));
     }
     store_row(args.out, args.x_dtype, row * size, x, size);
 }
@@ -61,11 +67,13 @@ void norm_row(const Norm& args, int64_t row, float* buffer) {
 }  // namespace
 
 extern "C" void tandem_norm(const Norm* args, const int64_t*) {
-    const int64_t rows_per_task = 8, tasks = (args->num_rows + rows_per_task - 1) / rows_per_task;
+    const int64_t width = padded(args->size), tasks = (args->num_rows + kTaskRows - 1) / kTaskRows;
     parallel(tasks, args->num_threads, args->num_rows * args->size * 8, [&](int64_t task) {
-        float* buffer = scratch(4 * padded(args->size));
-        const int64_t end = std::min(args->num_rows, (task + 1) * rows_per_task);
-        for (int64_t row = task * rows_per_task; row < end; row++) norm_row(*args, row, buffer);
+        float *weight = scratch(4 * width), *buffer = weight + width;
+        load_row(weight, args->weight, args->weight_dtype, 0, args->size);
+        for (int64_t j = 0; j < width; j += kLanes) store(weight + j, load(weight + j) + splat(args->params[1]));
+        const int64_t end = std::min(args->num_rows, (task + 1) * kTaskRows);
+        for (int64_t row = task * kTaskRows; row < end; row++) norm_row(*args, row, weight, buffer);
     });
 }
 

@@ -11,7 +11,7 @@ struct Call {
     const int64_t* step;
 };
 
-enum Kind : int64_t { kCopy = 0, kAdd = 1, kSub = 2, kMul = 3, kNeg = 4, kSilu = 5 };
+enum Kind : int64_t { kCopy = 0, kAdd = 1, kSub = 2, kMul = 3, kNeg = 4, kSilu = 5, kSiluMul = 6 };
 
 constexpr int kDims = 4;
 
@@ -28,13 +28,15 @@ struct Elementwise {
     int64_t num_threads;
 };
 
-inline vf compute(int64_t kind, vf a, vf b) {
-    switch (kind) {
+template <Kind kKind>
+inline vf compute(vf a, vf b) {
+    switch (kKind) {
         case kAdd: return a + b;
         case kSub: return a - b;
         case kMul: return a * b;
         case kNeg: return -a;
         case kSilu: return silu(a);
+        case kSiluMul: return silu(a) * b;
         default: return a;
     }
 }
@@ -56,16 +58,18 @@ inline void store_piece(void* base, int64_t dtype, int64_t at, int64_t stride, c
     for (int64_t i = 0; i < count; i++) store_row(base, dtype, at + i * stride, from + i, 1);
 }
 
+template <Kind kKind>
 void run_row(const Elementwise& e, int64_t out, int64_t a, int64_t b) {
     const int64_t size = e.shape[kDims - 1], last = kDims - 1;
     alignas(64) float x[kPiece + kLanes], y[kPiece + kLanes];
     const vf scalar = splat(*e.scalar);
+    const bool is_scalar = e.b == nullptr;
     for (int64_t i = 0; i < size; i += kPiece) {
         const int64_t count = size - i < kPiece ? size - i : kPiece;
         load_piece(x, e.a, e.a_dtype, a + i * e.a_stride[last], e.a_stride[last], count);
-        if (e.b != nullptr) load_piece(y, e.b, e.b_dtype, b + i * e.b_stride[last], e.b_stride[last], count);
+        if (!is_scalar) load_piece(y, e.b, e.b_dtype, b + i * e.b_stride[last], e.b_stride[last], count);
         for (int64_t j = 0; j < count; j += kLanes) {
-            store(x + j, compute(e.kind, load(x + j), e.b == nullptr ? scalar : load(y + j)));
+            store(x + j, compute<kKind>(load(x + j), is_scalar ? scalar : load(y + j)));
         }
         store_piece(e.out, e.out_dtype, out + i * e.out_stride[last], e.out_stride[last], x, count);
     }
@@ -80,13 +84,16 @@ void tandem_replay(const Call* calls, int64_t count) {
 }
 
 void tandem_elementwise(const Elementwise* args, const int64_t*) {
+    constexpr decltype(&run_row<kCopy>) all[] = {run_row<kCopy>, run_row<kAdd>,  run_row<kSub>,    run_row<kMul>,
+                                                 run_row<kNeg>,  run_row<kSilu>, run_row<kSiluMul>};
     const Elementwise& e = *args;
+    const auto run = all[e.kind];
     const int64_t rows = e.shape[0] * e.shape[1] * e.shape[2];
     parallel<AsTorch>(rows, e.num_threads, rows * e.shape[3], [&](int64_t row) {
         const int64_t i = row / (e.shape[1] * e.shape[2]), j = row / e.shape[2] % e.shape[1], k = row % e.shape[2];
-        run_row(e, i * e.out_stride[0] + j * e.out_stride[1] + k * e.out_stride[2],
-                i * e.a_stride[0] + j * e.a_stride[1] + k * e.a_stride[2],
-                i * e.b_stride[0] + j * e.b_stride[1] + k * e.b_stride[2]);
+        run(e, i * e.out_stride[0] + j * e.out_stride[1] + k * e.out_stride[2],
+            i * e.a_stride[0] + j * e.a_stride[1] + k * e.a_stride[2],
+            i * e.b_stride[0] + j * e.b_stride[1] + k * e.b_stride[2]);
     });
 }
 

@@ -197,18 +197,22 @@ inline vf exp(vf x) {
     return select(tiny, vf{}, select(huge, splat(__builtin_inff()), scaled(p, n)));
 }
 
-// 2^x for x <= 0 within 2 units in the last place, 0 below -126. Cephes' polynomial.
+// 2^x for |x| <= 0.5. Cephes' polynomial.
+inline vf exp2_part(vf x) {
+    vf p = splat(1.535336188319500e-4f);
+    p = fma(p, x, splat(1.339887440266574e-3f));
+    p = fma(p, x, splat(9.618437357674640e-3f));
+    p = fma(p, x, splat(5.550332471162809e-2f));
+    p = fma(p, x, splat(2.402264791363012e-1f));
+    p = fma(p, x, splat(6.931472028550421e-1f));
+    return fma(p, x, splat(1.0f));
+}
+
+// 2^x for x <= 0 within 2 units in the last place, 0 below -126.
 inline vf exp2_negative(vf x) {
     const vi tiny = x < splat(-126.0f);
-    const vf z = select(tiny, vf{}, x), n = rounded(z), r = z - n;
-    vf p = splat(1.535336188319500e-4f);
-    p = fma(p, r, splat(1.339887440266574e-3f));
-    p = fma(p, r, splat(9.618437357674640e-3f));
-    p = fma(p, r, splat(5.550332471162809e-2f));
-    p = fma(p, r, splat(2.402264791363012e-1f));
-    p = fma(p, r, splat(6.931472028550421e-1f));
-    p = fma(p, r, splat(1.0f));
-    return select(tiny, vf{}, scaled(p, n));
+    const vf z = select(tiny, vf{}, x), n = rounded(z);
+    return select(tiny, vf{}, scaled(exp2_part(z - n), n));
 }
 
 // Natural logarithm of a normal number >= 1. Cephes' polynomial.
@@ -242,7 +246,19 @@ inline vf softplus(vf x) {
     return select(x > splat(20.0f), x, select(lost, e, l));
 }
 
-inline vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
+// 1 / (1 + e^-x) within 3 units in the last place.
+inline vf sigmoid(vf x) {
+#if defined(__AVX512F__)  // half the instructions of the general form, and no division
+    const __m512 y = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(87.0f)), _mm512_set1_ps(-87.0f));
+    const vf n = rounded(y * splat(-1.44269504088896341f));
+    const vf r = fma(y, splat(-1.925963033500e-8f), fma(y, splat(-1.44269502162933350f), -n));
+    const vf e = scaled(exp2_part(r), n) + splat(1.0f), guess = _mm512_rcp14_ps(e);
+    return fma(guess, fma(-e, guess, splat(1.0f)), guess);
+#else
+    return splat(1.0f) / (splat(1.0f) + exp(-x));
+#endif
+}
+inline vf silu(vf x) { return x * sigmoid(x); }
 
 inline vu widen(const uint16_t* p) {
 #if defined(__AVX512F__)  // gcc 12 makes four instructions of the general form
