@@ -138,6 +138,14 @@ class Node:
         """Whether it may be given work now. Everything that keeps work from a node belongs in here."""
         return self.state is NodeState.READY and self.breaker.is_admitting
 
+    def is_late(self, max_silence_s: float) -> bool:
+        """Whether all that speaks against it is that it has not answered looks for less than ``max_silence_s``."""
+        if self.state is not NodeState.SUSPECT or self.silent_since_s is None or not self.breaker.is_admitting:
+            return False
+        if self.hold_reason is not None or self.is_leaving or self.is_refused or self.heard_s is None:
+            return False
+        return time.monotonic() - self.silent_since_s < max_silence_s
+
     @property
     def unusable_reason(self) -> str:
         return self.reason or self.breaker.reason or self.state.value
@@ -205,6 +213,7 @@ class Node:
     def suspect(self, reason: str, *, down: bool) -> None:
         """A leg met trouble: look at the node now; until then count it as ``down`` if it refused the connection."""
         if down:
+            self.silent_since_s = None
             self.mark_suspect(reason)
         self.poll_now.set()
 

@@ -95,7 +95,13 @@ class NodePool:
         return sorted(self._nodes.values(), key=lambda node: node.role is NodeRole.DECODE)
 
     def usable(self, role: NodeRole) -> list[Node]:
-        return [node for node in self._nodes.values() if node.role is role and node.is_usable]
+        """Who may be given work. When no decode node is left, those that are only late: a node in the middle of a burst
+        may miss a look, and nobody else could answer. A prompt does not need a late prefill node: it can be computed by
+        the decode node."""
+        usable = [node for node in self._nodes.values() if node.role is role and node.is_usable]
+        if usable or role is NodeRole.PREFILL:
+            return usable
+        return [node for node in self._nodes.values() if node.role is role and node.is_late(self._max_silence_s)]
 
     def reasons(self) -> list[str]:
         """Why the pool cannot serve; empty when each role that should have nodes has a usable one."""
@@ -104,7 +110,7 @@ class NodePool:
             nodes = [node for node in self._nodes.values() if node.role is role]
             missing = [reason for of, reason in self.missing.values() if of is role]
             is_expected = nodes or missing or role is NodeRole.DECODE
-            if is_expected and not any(node.is_usable for node in nodes):
+            if is_expected and not self.usable(role):
                 detail = "; ".join([*(f"{node.url}: {node.unusable_reason}" for node in nodes), *missing])
                 reasons.append(f"no {role.value} node is ready ({detail or 'none is known'})")
         return reasons

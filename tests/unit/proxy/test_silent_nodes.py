@@ -127,6 +127,51 @@ def test_node_when_it_answers_again_then_gets_requests_again(start_cluster: Star
     assert ask(cluster)[1][-1] == "[DONE]"
 
 
+def wait_for_silence(cluster: Cluster, node: FakeNode) -> None:
+    deadline_s = time.monotonic() + 10
+    while cluster.metric("tandem_node_up", node=cluster.servers[node.name].url) != 0:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_request_when_the_only_decode_node_has_missed_a_look_then_it_is_asked_all_the_same(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 1, node_silence_seconds=30)
+    node = cluster.decode[0]
+    node.is_silent = True
+    wait_for_silence(cluster, node)
+    assert cluster.client.get("/ready").status_code == 200
+    assert ask(cluster)[1][-1] == "[DONE]"
+    assert len(node.bodies) == 1
+
+
+def test_request_when_another_decode_node_answers_looks_then_the_late_one_is_not_asked(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 2, node_silence_seconds=30)
+    late, well = cluster.decode
+    late.is_silent = True
+    wait_for_silence(cluster, late)
+    for _ in range(4):
+        assert ask(cluster)[1][-1] == "[DONE]"
+    assert (len(late.bodies), len(well.bodies)) == (0, 4)
+
+
+def test_request_when_the_only_decode_node_is_silent_for_too_long_or_drains_then_refused(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 1, node_silence_seconds=SILENCE_S)
+    cluster.decode[0].is_silent = True
+    wait_for_silence(cluster, cluster.decode[0])
+    deadline_s = time.monotonic() + 10
+    while cluster.client.get("/ready").status_code == 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert ask(cluster)[1][-1]["error"]["code"] == "no_node"
+    assert cluster.decode[0].bodies == []
+
+
 @pytest.mark.parametrize(
     ("number", "is_silent"), [(errno.EHOSTUNREACH, True), (errno.ETIMEDOUT, True), (errno.ECONNREFUSED, False)]
 )
