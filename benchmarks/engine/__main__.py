@@ -3,7 +3,8 @@
 Models with random weights are made on the spot. Measured are prefills and one decode step at several batch sizes behind
 prompts of 512 tokens: our ops and stock (static batch, its own cache, the same dtype) take turns, so that whatever else
 the machine does hits all alike. Figures are medians in milliseconds; ``of roof`` is our share of what the machine can
-do, measured in the same run: of its matrix product in a prefill, of its read bandwidth in a decode step.
+do, measured right before and after ours in every round: of its matrix product in a prefill (GF/s), of its read
+bandwidth in a decode step (GB/s). ``of best``: of the best rate of the whole run, which may have lasted 50 ms.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine.contestants import Contestant, Engine, Stock
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.engine.overhead import print_overhead
-from benchmarks.engine.roofline import Machine, decode_bytes, measure_machine, prefill_flops
+from benchmarks.engine.roofline import Machine, decode_bytes, prefill_flops
 from common.kv_cache.spec import ModelGeometry
 from common.models.loader import load_model
 from common.models.quiet import quiet_transformers
@@ -36,19 +37,52 @@ from common.models.quiet import quiet_transformers
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``cost``: what it takes at least, in what ``rate`` gives per second. ``inner``: calls per round."""
+
+    name: str
+    prepare: Callable[[Contestant], Callable[[], None]]
+    inner: int
+    cost: float
+    rate: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``medians``: milliseconds of one call; ``rates``: the machine's in each round, before or after ours."""
+
+    medians: dict[str, float]
+    rates: list[float]
+    share: float
+
+
 def alternate(
-    contestants: Mapping[str, Callable[[], None]], repeat: int, inner: int, clock: Callable[[], float]
-) -> dict[str, float]:
-    """Median milliseconds of one call; after one round to warm up, ``repeat`` rounds of ``inner`` calls each."""
+    contestants: Mapping[str, Callable[[], None]], work: Work, repeat: int, clock: Callable[[], float]
+) -> Result:
+    """One round to warm up, then ``repeat`` rounds of ``inner`` calls each. The first contestant is held against the
+    machine's rate, round by round."""
+    ours = next(iter(contestants))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
+    rates: list[float] = []
+    shares: list[float] = []
     for turn in range(repeat + 1):
+        before = work.rate()
         for name, call in contestants.items():
-            for _ in range(inner):
+            times = []
+            for _ in range(work.inner):
                 begin_s = clock()
                 call()
-                if turn:
-                    samples[name].append(1e3 * (clock() - begin_s))
-    return {name: statistics.median(values) for name, values in samples.items()}
+                times.append(clock() - begin_s)
+            if name == ours:
+                after = work.rate()
+            if turn:
+                samples[name] += times
+        if turn:
+            rates += (before, after)
+            shares.append(work.cost / statistics.median(samples[ours][-work.inner :]) / ((before + after) / 2))
+    medians = {name: 1e3 * statistics.median(values) for name, values in samples.items()}
+    return Result(medians, rates, statistics.median(shares))
 
 
 def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -65,40 +99,39 @@ def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace
             stock = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         contestants["stock"] = Stock(stock)
     parameters = sum(p.numel() for p in stock.parameters())
-    machine = measure_machine(dtype, CLOCKS[args.clock])
-    for work, prepare, inner, limit_ms in _works(args, machine, parameters, loaded.geometry, dtype):
+    machine = Machine(dtype, CLOCKS[args.clock])
+    for work in _works(args, machine, parameters, loaded.geometry, dtype):
         with quiet_transformers():  # it warns of every kernel package that is not installed
-            calls = {name: prepare(each) for name, each in contestants.items()}
-            medians = alternate(calls, args.repeat, inner, CLOCKS[args.clock])
-        ours = medians[args.ops[0]]
+            calls = {name: work.prepare(each) for name, each in contestants.items()}
+            result = alternate(calls, work, args.repeat, CLOCKS[args.clock])
+        ours = result.medians[args.ops[0]]
         yield {
             "family": family,
             "size": size,
             "parameters": parameters,
             "dtype": str(dtype).removeprefix("torch."),
-            "work": work,
-            "gemm_gflops": round(machine.flops / 1e9, 1),
-            "read_gb_per_s": round(machine.bytes_per_s / 1e9, 1),
-            **{f"{name}_ms": round(value, 3) for name, value in medians.items()},
-            "stock_over_ours": round(medians["stock"] / ours, 2),
-            "share_of_roofline": round(limit_ms / ours, 3),
+            "work": work.name,
+            **{f"{name}_ms": round(value, 3) for name, value in result.medians.items()},
+            "stock_over_ours": round(result.medians["stock"] / ours, 2),
+            "rate": round(statistics.median(result.rates) / 1e9, 1),
+            "best_rate": round(max(result.rates) / 1e9, 1),
+            "share_of_roofline": round(result.share, 3),
+            "share_of_best": round(1e3 * work.cost / ours / max(result.rates), 3),
         }
 
 
 def _works(
     args: argparse.Namespace, machine: Machine, parameters: int, geometry: ModelGeometry, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[Contestant], Callable[[], None]], int, float]]:
-    """Name, what to do, calls per round, and the milliseconds that the roofline allows."""
+) -> Iterator[Work]:
     for batch, num_tokens in args.prefill:
-        limit_ms = 1e3 * prefill_flops(parameters, batch * num_tokens) / machine.flops
-        yield f"prefill {batch}x{num_tokens}", lambda c, b=batch, n=num_tokens: c.prefill(b, n), 1, limit_ms
+        flops = prefill_flops(parameters, batch * num_tokens)
+        yield Work(
+            f"prefill {batch}x{num_tokens}", lambda c, b=batch, n=num_tokens: c.prefill(b, n), 1, flops, machine.flops
+        )
     for batch in args.batch:
         num_bytes = decode_bytes(parameters * dtype.itemsize, geometry, dtype, batch)
-        yield (
-            f"decode batch {batch}",
-            lambda c, b=batch: c.decode(b),
-            args.decode_steps,
-            (1e3 * num_bytes / machine.bytes_per_s),
+        yield Work(
+            f"decode batch {batch}", lambda c, b=batch: c.decode(b), args.decode_steps, num_bytes, machine.bytes_per_s
         )
 
 
@@ -122,7 +155,7 @@ def main() -> None:
     names = [*args.ops, "stock"]
     if not args.json:
         columns = "".join(f"{name + ' ms':>11}" for name in names)
-        print(f"{'family':<17} size {'dtype':<9}{'work':<17}{columns}  stock/ours  of roof   GF/s   GB/s")
+        print(f"{'family':<17} size {'dtype':<9}{'work':<17}{columns}  stock/ours  of roof  of best    G/s   best")
     for size in args.size:
         for family in args.family:
             for dtype in args.dtype:
@@ -164,7 +197,7 @@ def _row(r: Mapping[str, Any], names: list[str]) -> str:
     times = "".join(f"{r[name + '_ms']:11.2f}" for name in names)
     return (
         f"{r['family']:<17} {r['size']:<4} {r['dtype']:<9}{r['work']:<17}{times} {r['stock_over_ours']:11.2f} "
-        f"{100 * r['share_of_roofline']:7.1f}% {r['gemm_gflops']:6.0f} {r['read_gb_per_s']:6.1f}"
+        f"{100 * r['share_of_roofline']:7.1f}% {100 * r['share_of_best']:7.1f}% {r['rate']:6.1f} {r['best_rate']:6.1f}"
     )
 
 

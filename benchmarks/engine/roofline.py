@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +13,33 @@ from common.ops.cpp.linear import large_pages
 
 _GEMM_SIZE = 2048
 _READ_BYTES = 256 << 20
-_REPEAT = 7
 
 
-@dataclass(frozen=True, slots=True)
 class Machine:
-    """``flops``: of a large square matrix product in the model's dtype, per second. ``bytes_per_s``: memory reads."""
+    """What the machine can do at this moment: on shared ones that changes by a factor of three between seconds, so it
+    is asked right before and right after each piece of work that is held against it."""
 
-    flops: float
-    bytes_per_s: float
+    def __init__(self, dtype: torch.dtype, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._x, self._weight = (torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype) for _ in range(2))
+        self._data = large_pages(_READ_BYTES // 4).view(torch.float32).fill_(1.0)
 
+    def flops(self) -> float:
+        """Of a large square matrix product in the model's dtype on torch's number of threads, per second."""
+        return self._rate(2.0 * _GEMM_SIZE**3, lambda: F.linear(self._x, self._weight))
 
-def measure_machine(dtype: torch.dtype, clock: Callable[[], float]) -> Machine:
-    """Best of some runs, on torch's number of threads. Takes about a second per thread and dtype."""
-    x, weight = (torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype) for _ in range(2))
-    gemm_s = _best(lambda: F.linear(x, weight), clock)
-    data = large_pages(_READ_BYTES // 4).view(torch.float32).fill_(1.0)
-    read_s = min(_best(lambda: torch.dot(data, data), clock), _best(lambda: data.sum(), clock))
-    return Machine(2 * _GEMM_SIZE**3 / gemm_s, _READ_BYTES / read_s)
+    def bytes_per_s(self) -> float:
+        """Of memory that is read once."""
+        return self._rate(float(_READ_BYTES), self._data.sum)
 
-
-def _best(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    seconds = []
-    for _ in range(_REPEAT):
-        begin_s = clock()
-        call()
-        seconds.append(clock() - begin_s)
-    return min(seconds)
+    def _rate(self, amount: float, call: Callable[[], object]) -> float:
+        """The better of two."""
+        seconds = []
+        for _ in range(2):
+            begin_s = self._clock()
+            call()
+            seconds.append(self._clock() - begin_s)
+        return amount / min(seconds)
 
 
 def prefill_flops(num_parameters: int, num_tokens: int) -> float:

@@ -1,12 +1,14 @@
 """From a command line to a serving node: 1 flags, 2 the port, 3 the model, 4 serve until a signal.
 
 The port is taken before the model is loaded: a port in use is an error at once, not after minutes. For the same reason
-torch and transformers are imported only after the flags were checked.
+torch and transformers are imported only after the flags were checked. What start and load leave behind, some 400,000
+objects, is kept from the garbage collector: looking through them takes it 0.24 s, in which nobody is answered.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -32,10 +34,14 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         check_tracing(config.otlp_traces_endpoint)
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])
+        gc.disable()
         create_app = import_app()
         from common.node.runtime import load_node_model
 
         model = load_node_model(config)
-        return run_app(create_app(config, model), sock, log_level=config.log_level)
+        app = create_app(config, model)
+        gc.freeze()
+        gc.enable()
+        return run_app(app, sock, log_level=config.log_level)
 
     return run_main(main, program=f"tandem {role}")

@@ -97,7 +97,7 @@ inline void multiply_tiles(const char* x, int64_t row_bytes, const uint32_t* w, 
     }
     for (int64_t t = 0; t < num_tiles; t++, x += 64, w += kTileWords) {
         if (ahead != 0) {
-            for (int64_t word = 0; word < kTileWords; word += 16) __builtin_prefetch(w + ahead + word, 0, 2);
+            for (int64_t word = 0; word < kTileWords; word += 16) __builtin_prefetch(w + ahead + word);
         }
         _tile_loadd(4, x, row_bytes);
         _tile_loadd(6, w, kStepBytes);

@@ -231,6 +231,9 @@ void run(const Linear& args) {
 constexpr int64_t kBlockTiles = kBlockSteps / kTileSteps;
 constexpr int64_t kCachedBytes = 768 << 10;  // of x, which every panel reads: they stay in the L2 cache
 constexpr int64_t kMaxCachedRows = 512;
+// Best of 1024 to 8192, to the first-level cache, on a Sapphire Rapids: 8.5 GB/s where 2048 to the second got 8.0 and a
+// plain read gives 9.1.
+constexpr int64_t kTileFarWords = 4096;
 constexpr int64_t kTaskPanels = 4;
 
 struct Chunk {  // rows [first, last), all of one weight
@@ -266,7 +269,7 @@ void run_panel(const Linear& args, const Layout& layout, Tiles& tiles, const Chu
             tiles.set_rows(count);
             float* sums = totals + (first - chunk.first) * kPanel;
             multiply(x + first * row_bytes + begin * 64, row_bytes, weight + begin * kTileSteps * kPanel, end - begin,
-                     begin != 0, is_single ? kFarWords : 0, sums);
+                     begin != 0, is_single ? kTileFarWords : 0, sums);
             if (end == num_tiles) store_rows(args, first, count, panel * kPanel, sums);
         }
     }
