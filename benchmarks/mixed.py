@@ -3,7 +3,8 @@
 A prefill and a decode node of one model (size M, random weights), each on a core of its own, and a proxy. A stream runs
 on the decode node, first alone, then while prompts go through the proxy to the prefill node and their states come back
 to the decode node for one token each. The figure is the 99th percentile of the time between two tokens of the stream,
-while the prompts are under way, over the same while nothing is. Proxy and client share the decode node's core.
+while the prompts are under way, over the same while nothing is. The proxy shares the prefill node's core, the client
+the decode node's: on the other it would wait for its turn beside a busy node, and report that.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
         tokenizer.save_pretrained(path)
         letter = tokenizer.convert_tokens_to_ids("a")
         nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
-        with service(nodes) as (proxy, decode):
+        with service(nodes, is_proxy_apart=True) as (proxy, decode):
             os.sched_setaffinity(0, {cores[-1]})
             idle: list[float] = []
             loaded: list[float] = []

@@ -75,9 +75,11 @@ def first_token(client: httpx.Client, url: str, prompt: Sequence[int]) -> tuple[
 
 
 @contextlib.contextmanager
-def service(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """URLs of the proxy and of the decode node; every process is ended on the way out."""
+def service(args: argparse.Namespace, *, is_proxy_apart: bool = False) -> Iterator[tuple[str, str]]:
+    """URLs of the proxy and of the decode node; every process is ended on the way out. ``is_proxy_apart``: the proxy
+    stays off the decode node's core."""
     cores = sorted(os.sched_getaffinity(0))
+    proxy_cores = set(cores[:1]) if is_proxy_apart else set(cores)
     node_flags = [
         *("--model", args.model, "--dtype", args.dtype, "--device", "cpu"),
         *("--max-model-len", str(args.tokens + 64), "--max-num-batched-tokens", str(args.chunk)),
@@ -88,7 +90,7 @@ def service(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     argvs = [
         (["prefill_node", "--port", str(ports[0]), *node_flags], {cores[0]}),
         (["decode_node", "--port", str(ports[1]), *node_flags], {cores[-1]}),
-        (["proxy", "--port", str(ports[2]), "--prefill", prefill, "--decode", decode, *PROXY_FLAGS], cores),
+        (["proxy", "--port", str(ports[2]), "--prefill", prefill, "--decode", decode, *PROXY_FLAGS], proxy_cores),
     ]
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as log:

@@ -138,13 +138,20 @@ class Node:
         """Whether it may be given work now. Everything that keeps work from a node belongs in here."""
         return self.state is NodeState.READY and self.breaker.is_admitting
 
+    @property
+    def silence_s(self) -> float:
+        """For how long it has answered no look and sent nothing else either; 0 while it answers looks."""
+        if self.silent_since_s is None:
+            return 0.0
+        return time.monotonic() - max(self.silent_since_s, self.client.heard_s)
+
     def is_late(self, max_silence_s: float) -> bool:
-        """Whether all that speaks against it is that it has not answered looks for less than ``max_silence_s``."""
+        """Whether all that speaks against it is that it has missed looks, and been silent for less than that."""
         if self.state is not NodeState.SUSPECT or self.silent_since_s is None or not self.breaker.is_admitting:
             return False
         if self.hold_reason is not None or self.is_leaving or self.is_refused or self.heard_s is None:
             return False
-        return time.monotonic() - self.silent_since_s < max_silence_s
+        return self.silence_s < max_silence_s
 
     @property
     def unusable_reason(self) -> str:

@@ -114,7 +114,7 @@ class NodeStream:
                 while True:
                     silence.begin()
                     chunk = await self._content.readany()
-                    silence.end(idle_s)
+                    self._waits.heard_s = silence.end(idle_s)
                     if not chunk:
                         return
                     yield chunk
@@ -131,8 +131,13 @@ class NodeClient:
         self._connect_timeout_s = connect_timeout_s
         self._urls: dict[str, URL] = {}  # parsing one costs more than sending a request
         self._session: aiohttp.ClientSession | None = None
-        self._waits: Waits = set()
+        self._waits = Waits()
         self._is_closed = False
+
+    @property
+    def heard_s(self) -> float:
+        """When the node last sent anything, on the event loop's clock; -inf: never."""
+        return self._waits.heard_s
 
     def give_up(self, silent_s: float) -> None:
         """Whatever has heard nothing from the node for ``silent_s`` fails now, with NodeSilentError."""
@@ -211,9 +216,11 @@ class NodeClient:
         data = io.BytesIO(content) if len(content) > LARGE_BODY_BYTES else content or None
         token = _ATTEMPT.set(attempt)
         try:
-            return await session.request(
+            response = await session.request(
                 method, self._full_url(route), data=data, headers=headers, allow_redirects=False
             )
+            self._waits.heard_s = asyncio.get_running_loop().time()
+            return response
         except BaseException:
             if attempt.transport is not None:
                 attempt.transport.abort()

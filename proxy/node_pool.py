@@ -227,7 +227,7 @@ class NodePool:
         elif node.silent_since_s is None:
             # Not given up for one look: it may be this process that stood still.
             node.silent_since_s = started_s
-        elif time.monotonic() - node.silent_since_s >= self._max_silence_s:
+        elif node.silence_s >= self._max_silence_s:
             node.client.give_up(self._max_silence_s)
         if seen.info is not None:
             self._take_info(node, seen.info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import TracebackType
 
 import aiohttp
@@ -24,13 +25,14 @@ class Silence:
     def begin(self) -> None:
         self._since_s = self._loop.time()
 
-    def end(self, limit_s: float) -> None:
-        """Something came. The next may take ``limit_s``."""
+    def end(self, limit_s: float) -> float:
+        """Something came; when. The next may take ``limit_s``."""
         self._since_s = None
         if limit_s != self._limit_s:
             self._limit_s = limit_s
             self._timer.cancel()
             self._timer = self._loop.call_later(limit_s, self._look)
+        return self._loop.time()
 
     def close(self) -> None:
         self._timer.cancel()
@@ -77,8 +79,12 @@ class Limit:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
-Waits = set[Silence | Limit]
-"""Everything that waits for one node now."""
+class Waits(set[Silence | Limit]):
+    """Everything that waits for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard_s = -math.inf
 
 
 def _no_sign_of_life() -> NodeSilentError:

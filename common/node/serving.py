@@ -22,6 +22,7 @@ from common.api import responses
 from common.api.handoff import TransferMode, rendezvous_id_of
 from common.api.http import is_peer, read_json_object, request_id_of, run_until_disconnect, wants_trace
 from common.api.manifest import Manifest
+from common.api.pacer import Pacer
 from common.api.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.api.tokenizer import TextCodec
 from common.errors import InvalidRequestError, TandemError
@@ -64,13 +65,16 @@ class Serving:
         self._prefill_leg = prefill_leg
         self._intake = intake
         self._eos_token_ids = frozenset(node.model.loaded.eos_token_ids)
+        self._pacer = Pacer()
 
     async def completions(self, http: HttpRequest) -> Response:
+        await self._pacer.turn()
         body = await read_json_object(http)
         with self._telling_reader(body):
             return await self._serve(http, parse_completion(body, is_from_peer=is_peer(http)))
 
     async def chat(self, http: HttpRequest) -> Response:
+        await self._pacer.turn()
         body = await read_json_object(http)
         with self._telling_reader(body):
             return await self._serve(http, parse_chat(body, is_from_peer=is_peer(http)))

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.proxy.__main__ import ROUTE, make_body
 from benchmarks.proxy.contestants import Process, free_ports, running
 from benchmarks.proxy.load import User, make_leg
-from proxy.front import Pacer
+from common.api.pacer import Pacer
 
 NUM_STREAMS = 1000
 MAX_RESIDENT_MIB = 400.0

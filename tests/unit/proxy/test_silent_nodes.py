@@ -158,6 +158,24 @@ def test_request_when_another_decode_node_answers_looks_then_the_late_one_is_not
     assert (len(late.bodies), len(well.bodies)) == (0, 4)
 
 
+def test_request_when_the_only_decode_node_misses_looks_for_long_and_goes_on_streaming_then_it_is_asked(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 1, node_silence_seconds=1.4)
+    node = cluster.decode[0]
+    node.chunk_pause_s = 1.0
+    with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+        begin_s = time.monotonic()
+        for line in answer.iter_lines():
+            node.is_silent = True
+            if line and time.monotonic() - begin_s > 1.7:
+                assert cluster.metric("tandem_node_up", node=cluster.servers[node.name].url) == 0
+                assert cluster.client.get("/ready").status_code == 200
+                break
+        else:
+            pytest.fail("the stream was too short")
+
+
 def test_request_when_the_only_decode_node_is_silent_for_too_long_or_drains_then_refused(
     start_cluster: StartCluster,
 ) -> None:
