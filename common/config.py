@@ -394,8 +394,8 @@ class ProxyConfig:
     health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
     node_silence_seconds: float = seconds_flag(
         5.0,
-        "for how long a node may answer no look at it and send nothing else: then requests that have heard nothing from "
-        "it for as long fail, or go on elsewhere",
+        "for how long a node may answer no look at it and send nothing else: then requests that have heard nothing "
+        "from it for as long fail, or go on elsewhere",
         0.05,
     )
     retry_budget: float = share_flag(
