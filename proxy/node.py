@@ -220,7 +220,6 @@ class Node:
     def suspect(self, reason: str, *, down: bool) -> None:
         """A leg met trouble: look at the node now; until then count it as ``down`` if it refused the connection."""
         if down:
-            self.silent_since_s = None
             self.mark_suspect(reason)
         self.poll_now.set()
 

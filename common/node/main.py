@@ -35,13 +35,15 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         gc.disable()
-        create_app = import_app()
-        from common.node.runtime import load_node_model
+        try:
+            create_app = import_app()
+            from common.node.runtime import load_node_model
 
-        model = load_node_model(config)
-        app = create_app(config, model)
-        gc.freeze()
-        gc.enable()
+            model = load_node_model(config)
+            app = create_app(config, model)
+            gc.freeze()
+        finally:
+            gc.enable()
         return run_app(app, sock, log_level=config.log_level)
 
     return run_main(main, program=f"tandem {role}")

@@ -18,7 +18,7 @@ _DIMS = 4
 
 class Elementwise(enum.IntEnum):
     """What is computed, in float32 and rounded once to the dtype of the output: the same numbers as torch's, but for
-    SILU, which is within a unit in the last place of float32. SILU_MUL: silu(a) * b."""
+    SILU, which is within four units in the last place of float32. SILU_MUL: silu(a) * b."""
 
     COPY = 0
     ADD = 1
