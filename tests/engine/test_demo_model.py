@@ -132,7 +132,7 @@ def train(out: Path, *flags: str) -> str:
     """The output of the training script with batches small enough for a test."""
     argv = ["common.demo_model.train", "--out", str(out), "--batch-tokens", "512", "--report-steps", "10", *flags]
     result = subprocess.run(
-        [sys.executable, "-m", *argv], cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", *argv], cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout

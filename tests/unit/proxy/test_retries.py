@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from proxy.retry_budget import FLOOR
+from proxy.retry_budget import FLOOR, WINDOW_S
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault
@@ -142,10 +142,13 @@ def test_retries_when_everything_fails_then_stay_within_their_budget(start_clust
     cluster = start_cluster(1, 2, breaker_failures=1000, retry_budget=0.1)
     for node in cluster.decode:
         node.fault = Fault.STATUS
-    assert all(post(cluster, STREAM).status_code == 500 for _ in range(40))
+    begin_s = time.monotonic()
+    assert [post(cluster, STREAM).status_code for _ in range(40)] == [500] * 40
+    # One, unless the machine is very busy; it moves on in steps of a tenth.
+    num_windows = 1 + (time.monotonic() - begin_s) // (0.9 * WINDOW_S)
     num_retries = cluster.metric("tandem_proxy_retries_total", reason="status")
     assert sum(len(node.bodies) for node in cluster.decode) == 40 + num_retries
-    assert FLOOR <= num_retries <= FLOOR + 4
+    assert FLOOR <= num_retries <= min((FLOOR + 4) * num_windows, 40)
     assert cluster.metric("tandem_proxy_retries_refused_total") == 40 - num_retries
 
 
