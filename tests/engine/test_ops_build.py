@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -103,6 +104,21 @@ def test_load_library_when_many_come_at_once_then_one_compiles(
     assert [library.tandem_attention() for library in libraries] == [7] * 4
     assert count(compilations) == 1
     assert len(list((tmp_path / "cache" / "ops").glob("*.so"))) == 1
+
+
+def test_load_library_when_who_compiles_hangs_then_is_refused_after_a_while(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Path(load_library(tmp_path, sources)._name)
+    library.unlink()
+    monkeypatch.setattr(build, "_LOCK_TIMEOUT_S", 0.3)
+    with library.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BuildError, match=r"another process has held .*\.lock"):
+            load_library(tmp_path, sources)
+    assert count(compilations) == 1
+    load_library(tmp_path, sources)
+    assert count(compilations) == 2
 
 
 def test_load_library_when_a_source_changes_then_compiles_beside_the_old_one(

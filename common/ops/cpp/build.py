@@ -49,6 +49,8 @@ MACHINE_FLAGS = (
     (),
 )
 _COMPILE_TIMEOUT_S = 300.0
+_LOCK_TIMEOUT_S = 600.0
+_LOCK_POLL_S = 0.1
 _ENTRY = "tandem_attention"
 
 
@@ -172,8 +174,17 @@ def _run(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Raises BuildError when whoever compiles does not come to an end."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # gone with the process that holds it, however that ends
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
+                break
+            except BlockingIOError as exc:
+                if time.monotonic() > deadline_s:
+                    raise BuildError(f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s") from exc
+            time.sleep(_LOCK_POLL_S)
         yield
 
 
