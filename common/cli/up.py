@@ -22,6 +22,12 @@ from common.config import NodeConfig, ProxyConfig, to_argv
 ENVIRONMENT_PREFIX = "TANDEM_"
 STOP_MARGIN_S = 5.0
 """What a child gets beyond its drain before it is killed."""
+# The built-in model recalls what an earlier turn told it.
+_EXAMPLE = [
+    {"role": "user", "content": "The code word of the mill is amber falcon."},
+    {"role": "assistant", "content": "Noted."},
+    {"role": "user", "content": "What is the code word of the mill?"},
+]
 
 
 def run_up(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -79,9 +85,7 @@ def child_specs(config: UpConfig, model: str) -> list[ChildSpec]:
 
 def welcome(config: ProxyConfig) -> str:
     """What to print when everything is ready: the URL and a command to try."""
-    question = "The code word of the mill is amber falcon. What is the code word of the mill?"
-    messages = [{"role": "user", "content": question}]
-    body = json.dumps({"messages": messages, "max_tokens": 32, "temperature": 0, "stream": True})
+    body = json.dumps({"messages": _EXAMPLE, "max_tokens": 32, "temperature": 0, "stream": True})
     key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
     url = _url(config.host, config.port)
     return (
