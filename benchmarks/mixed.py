@@ -3,8 +3,9 @@
 A prefill and a decode node of one model (size M, random weights), each on a core of its own, and a proxy. A stream runs
 on the decode node, first alone, then while prompts go through the proxy to the prefill node and their states come back
 to the decode node for one token each. The figure is the 99th percentile of the time between two tokens of the stream,
-while the prompts are under way, over the same while nothing is. The proxy shares the prefill node's core, the client
-the decode node's: on the other it would wait for its turn beside a busy node, and report that.
+while the prompts are under way, over the same while nothing is. The proxy and who sends the prompts share the prefill
+node's core, the stream's reader the decode node's: on the other it would wait for its turn beside a busy node, and
+report that.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +54,16 @@ def main() -> None:
         tokenizer.save_pretrained(path)
         letter = tokenizer.convert_tokens_to_ids("a")
         nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
-        with service(nodes, is_proxy_apart=True) as (proxy, decode):
+        spawn = multiprocessing.get_context("spawn")
+        with (
+            service(nodes, is_proxy_apart=True) as (proxy, decode),
+            ProcessPoolExecutor(1, spawn, os.sched_setaffinity, (0, cores[:1])) as sender,
+        ):
             os.sched_setaffinity(0, {cores[-1]})
             idle: list[float] = []
             loaded: list[float] = []
             for number in range(args.rounds + 1):  # the first one warms up
-                alone, beside = asyncio.run(_round(proxy, decode, args, number, letter))
+                alone, beside = asyncio.run(_round(proxy, decode, sender, args, number, letter))
                 if number:
                     idle += alone
                     loaded += beside
@@ -67,7 +75,7 @@ def main() -> None:
 
 
 async def _round(
-    proxy: str, decode: str, args: argparse.Namespace, number: int, letter: int
+    proxy: str, decode: str, sender: Executor, args: argparse.Namespace, number: int, letter: int
 ) -> tuple[list[float], list[float]]:
     """Milliseconds between tokens: of a stream alone, and of one while the prompts are under way. ``letter``: the token
     that streams consist of; of random ones many are parts of a character, which are sent when it is whole."""
@@ -77,6 +85,10 @@ async def _round(
     def prompt(num_tokens: int) -> list[int]:
         return [draw.randrange(10, vocab_size) for _ in range(num_tokens)]
 
+    bodies = [
+        json.dumps({"prompt": prompt(args.tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}).encode()
+        for _ in range(args.prompts)
+    ]
     async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client:
         alone: list[float] = []
         await _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), args.stream, letter, alone)
@@ -85,21 +97,30 @@ async def _round(
             _stream(client, decode, prompt(STREAM_PROMPT_TOKENS), MAX_TOKENS - STREAM_PROMPT_TOKENS - 1, letter, beside)
         )
         await asyncio.sleep(START_S)
-        begin_s = time.perf_counter()
-        bodies = [
-            {"prompt": prompt(args.tokens), "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-            for _ in range(args.prompts)
-        ]
-        answers = await asyncio.gather(*(client.post(proxy + "/v1/completions", json=body) for body in bodies))
-        for answer in answers:
-            answer.raise_for_status()
-        end_s = time.perf_counter()
+        sending = asyncio.get_running_loop().run_in_executor(sender, send_prompts, proxy, bodies)
+        begin_s, end_s = await sending
         is_done = stream.done()
         stream.cancel()
         await asyncio.gather(stream, return_exceptions=True)
     if is_done:
         raise SystemExit("the stream ended before the prompts did: ask for fewer or shorter ones")
     return _intervals(alone), _intervals([at for at in beside if begin_s <= at <= end_s])
+
+
+def send_prompts(proxy: str, bodies: Sequence[bytes]) -> tuple[float, float]:
+    """All at once, and when the first began and the last was answered. Runs in a process of its own: the clock is the
+    machine's."""
+
+    async def send() -> None:
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers=headers) as client:
+            answers = await asyncio.gather(*(client.post(proxy + "/v1/completions", content=body) for body in bodies))
+        for answer in answers:
+            answer.raise_for_status()
+
+    begin_s = time.perf_counter()
+    asyncio.run(send())
+    return begin_s, time.perf_counter()
 
 
 async def _stream(
