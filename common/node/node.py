@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from common.api.drain import Drain
 from common.api.versions import installed_versions
@@ -59,6 +59,8 @@ class Node:
         self.cluster_key = read_cluster_key(config)
         self.verify = config.kv_transfer_verify
         self.num_in_intake = 0
+        self._intake_limits: set[asyncio.Timeout] = set()
+        self._cut_off_by: NodeUnavailableError | None = None
         self.drain = Drain(
             self.name, config.drain_timeout_seconds, count_held=self._count_leases, cut_off=self._interrupt_all
         )
@@ -136,13 +138,28 @@ class Node:
         """Requests that wait: for the engine, or for the first part of a prompt that a peer computes."""
         return self.core.num_waiting + self.num_in_intake
 
-    @contextlib.contextmanager
-    def in_intake(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def in_intake(self) -> AsyncIterator[None]:
+        """Round the wait for the first part of a prompt that a peer computes. Raises what the node's drain cuts waits
+        off with."""
         self.num_in_intake += 1
+        limit = asyncio.timeout(None)
+        self._intake_limits.add(limit)
         try:
-            yield
+            async with limit:
+                self._end_intake(limit)
+                yield
+        except TimeoutError:
+            if self._cut_off_by is not None and limit.expired():
+                raise self._cut_off_by from None
+            raise
         finally:
+            self._intake_limits.discard(limit)
             self.num_in_intake -= 1
+
+    def _end_intake(self, limit: asyncio.Timeout) -> None:
+        if self._cut_off_by is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
 
     # --- what draining needs
 
@@ -156,6 +173,9 @@ class Node:
             return 0
 
     def _interrupt_all(self, error: NodeUnavailableError) -> None:
+        self._cut_off_by = error
+        for limit in self._intake_limits:
+            self._end_intake(limit)
         self.engine.interrupt_all(error)
 
     # --- common.node.pulling.PullListener

@@ -169,7 +169,7 @@ class Serving:
             if job.handover is not None:
                 assert self._intake is not None
                 taking = self._intake.take(job.handover, job.token_ids, request.cache_salt)
-                with self._node.in_intake():
+                async with self._node.in_intake():
                     job.taken = await stack.enter_async_context(taking)
             remote = job.taken.prefix
             if job.handover is None and not job.sampling.prompt_logprobs:

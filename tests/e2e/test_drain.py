@@ -7,7 +7,9 @@ import signal
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -71,6 +73,25 @@ def test_prefill_node_when_drained_with_an_open_lease_then_it_waits_for_its_read
     assert answer.json()["tandem"]["transferred_blocks"] > 0
     assert prefill.process.popen.wait(EXIT_S) == 0
     start_again(own_service, prefill)
+
+
+def test_decode_node_when_it_ends_before_a_prompt_has_come_from_its_peer_then_the_request_is_told(
+    own_service: Service, tmp_path: Path
+) -> None:
+    node = start_node("decode", own_service.model, tmp_path, *NODE_FLAGS, "--drain-timeout-seconds", "0.3")
+    try:
+        wait_ready(node)
+        body = completion_body(random_tokens(90, seed=9103), 4)
+        nobodys = foreign.rendezvous(own_service.prefill[0].url, uuid.uuid4().hex)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(foreign.decode, node.url, body, nobodys)
+            wait_until(lambda: metric(node, "requests_waiting_for_peer") == 1, "the request to wait for its prompt")
+            ask_to_stop(node)
+            answer = asked.result(EXIT_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down"), answer.text
+        assert node.process.popen.wait(EXIT_S) == 0
+    finally:
+        node.process.stop()
 
 
 @pytest.mark.full

@@ -143,13 +143,6 @@ def test_list_of_prompts_when_streamed_then_each_follows_its_own_leg(pipelined: 
 # --- leaving
 
 
-def rendezvous(prefill: Node, name: str) -> dict[str, Any]:
-    """``kv_transfer_params`` of a decode leg that follows a leg of ``prefill``."""
-    port = int(prefill.url.rpartition(":")[2])
-    leg = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
-    return {**leg, "tandem_rendezvous": name}
-
-
 def prefill_leg(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     leg = {**foreign.PREFILL_PARAMS, "tandem_rendezvous": name}
     return {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": leg}
@@ -211,7 +204,7 @@ def test_prefill_leg_when_it_is_refused_then_who_follows_it_hears_the_same(pipel
     body = completion_body(random_tokens(50, seed=651), 4)
     answers: list[httpx.Response] = []
     follow = threading.Thread(
-        target=lambda: answers.append(foreign.decode(decode.url, body, rendezvous(prefill, name)))
+        target=lambda: answers.append(foreign.decode(decode.url, body, foreign.rendezvous(prefill.url, name)))
     )
     follow.start()
     bad = {**prefill_leg(body, name), "prompt": [1, 10_000_000]}
@@ -228,7 +221,7 @@ def test_rendezvous_when_its_leg_never_comes_then_prompt_is_computed_here(
     prefill, decode = pipelined.prefill[0], pipelined.decode[0]
     prompt = random_tokens(60, seed=652)
     failures = metric(decode, "transfer_failures_total", reason="unknown_pull")
-    response = foreign.decode(decode.url, completion_body(prompt, 8), rendezvous(prefill, uuid.uuid4().hex))
+    response = foreign.decode(decode.url, completion_body(prompt, 8), foreign.rendezvous(prefill.url, uuid.uuid4().hex))
     assert response.status_code == 200, response.text
     answer = Answer(response.json())
     check_right(answer, prompt, reference)
@@ -247,7 +240,7 @@ def test_rendezvous_when_its_name_is_used_twice_then_the_second_leg_is_400(
         wait_until(lambda: is_computing(prefill), "the leg to be computed")
         again = httpx.post(prefill.url + ROUTE, json=prefill_leg(body, name), timeout=30)
         assert (again.status_code, again.json()["error"]["param"]) == (400, "kv_transfer_params.tandem_rendezvous")
-        answer = Answer(foreign.decode(decode.url, body, rendezvous(prefill, name)).json())
+        answer = Answer(foreign.decode(decode.url, body, foreign.rendezvous(prefill.url, name)).json())
     check_right(answer, prompt, reference)
     assert answer.trace["transferred_states"] == 1
 
@@ -367,9 +360,8 @@ def test_prefill_node_when_lost_and_the_policy_is_fail_then_502_before_the_first
     lost = metric(strict_decode, "transfer_failures_total", reason="peer_lost")
     answers: list[httpx.Response] = []
     with OpenRequest(prefill.url, ROUTE, prefill_leg(body, name)):
-        follow = threading.Thread(
-            target=lambda: answers.append(foreign.decode(strict_decode.url, body, rendezvous(prefill, name)))
-        )
+        params = foreign.rendezvous(prefill.url, name)
+        follow = threading.Thread(target=lambda: answers.append(foreign.decode(strict_decode.url, body, params)))
         follow.start()
         wait_until(lambda: is_computing(strict_decode), "parts to move")
         with stopped(prefill):

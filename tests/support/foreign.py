@@ -37,6 +37,13 @@ def decode(url: str, body: Mapping[str, Any], params: object, route: str = "/v1/
     return httpx.post(url + route, json=leg, headers={"X-Tandem-Trace": "1"}, timeout=TIMEOUT_S)
 
 
+def rendezvous(url: str, name: str) -> dict[str, Any]:
+    """``kv_transfer_params`` of a decode leg that follows the leg called ``name`` of the prefill node at ``url``."""
+    port = int(url.rpartition(":")[2])
+    leg = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "127.0.0.1", "remote_port": port}
+    return {**leg, "tandem_rendezvous": name}
+
+
 def release(url: str, params: Mapping[str, Any]) -> None:
     """Ends the lease early, as a decode node does after its read."""
     response = httpx.post(url + "/internal/v1/leases/release", json={"lease_ids": [params["tandem_lease_id"]]})
