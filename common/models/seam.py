@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 from common.models import latents
 from common.models.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2
 from common.models.lightning import lightning_forward
+from common.models.short_conv import short_conv_forward
 from common.models.step import active_step
 from common.ops.interface import StepSize
 
@@ -211,9 +212,14 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = Ma
 
 
 _FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
-    {"MiniMaxLightningAttention": lightning_forward}
+    {
+        "MiniMaxLightningAttention": lightning_forward,
+        "Lfm2ShortConv": short_conv_forward,
+        "Lfm2MoeShortConv": short_conv_forward,
+    }
 )
-"""Mixers whose whole forward is ours, because what they call is not a function that could be replaced."""
+"""Mixers whose whole forward is ours: what they call is not a function that could be replaced, or is less than what one
+kernel does."""
 
 
 def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:

@@ -44,7 +44,15 @@ class Ops(ABC):
 
     @abstractmethod
     def conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, index: StepIndex, pool: Tensor, *, silu: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        index: StepIndex,
+        pool: Tensor,
+        *,
+        silu: bool = False,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Causal depthwise convolution.
 
@@ -52,6 +60,8 @@ class Ops(ABC):
             x: [num_tokens, channels]; weight: [channels, kernel]; bias: [channels].
             pool: [num_slots, channels, kernel - 1], the last inputs of each sequence.
             silu: apply x * sigmoid(x) to the result.
+            gates: [num_tokens, channels] each, in x's dtype: x is multiplied by the first (that is what the pool
+                keeps), the result by the second.
 
         Returns: [num_tokens, channels] in x's dtype.
         """

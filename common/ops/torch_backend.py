@@ -28,10 +28,20 @@ class TorchOps(Ops):
     name = "torch"
 
     def conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, index: StepIndex, pool: Tensor, *, silu: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        index: StepIndex,
+        pool: Tensor,
+        *,
+        silu: bool = False,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        out = conv1d_varlen(x, weight, bias, index.state, pool)
-        return F.silu(out) if silu else out
+        before, behind = gates or (None, None)
+        out = conv1d_varlen(x if before is None else x * before, weight, bias, index.state, pool)
+        out = F.silu(out) if silu else out
+        return out if behind is None else out * behind
 
     def mamba2(
         self,

@@ -98,20 +98,25 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> No
 
 
 @mixes
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("kernel", [2, 4])
-def test_conv1d_when_mixed_then_equals_the_sliding_window(ops: Ops, mix: Mix, has_bias: bool, kernel: int) -> None:
+def test_conv1d_when_mixed_then_equals_the_sliding_window(
+    ops: Ops, mix: Mix, has_bias: bool, kernel: int, is_gated: bool
+) -> None:
     x, weight = rand(mix.num_tokens, 6, seed=1), rand(6, kernel, seed=2)
     bias = rand(6, seed=3) if has_bias else None
+    gates = (rand(mix.num_tokens, 6, seed=4), rand(mix.num_tokens, 6, seed=5))
     pool = slot_pool(6, kernel - 1)
 
     def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        window = torch.cat([state, x[row].double()[:, None]], 1)
+        given = x[row] * gates[0][row] if is_gated else x[row]
+        window = torch.cat([state, given.double()[:, None]], 1)
         output = (window * weight).sum(1) + (0 if bias is None else bias)
-        return output, window[:, 1:]
+        return output * gates[1][row] if is_gated else output, window[:, 1:]
 
     expected, after = reference(mix, pool, step)
-    assert_close(ops.conv1d(x, weight, bias, mix.index(), pool), expected)
+    assert_close(ops.conv1d(x, weight, bias, mix.index(), pool, gates=gates if is_gated else None), expected)
     assert_close(pool, after, 1e-7)
 
 

@@ -30,7 +30,7 @@ CUTS: dict[str, tuple[int, ...]] = {
     "at_all_of_them": (7, 64, 65, 200),
     "everywhere": tuple(range(1, NUM_TOKENS)),
 }
-SCANS = ["conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1"]
+SCANS = ["conv1d", "conv1d gated", "mamba2", "gated_delta", "kimi_delta", "mamba1"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -68,14 +68,19 @@ class Scan:
 def make_scan(name: str, ops: Ops, dtype: torch.dtype, *, odd: bool) -> Scan:
     """``odd``: sizes that are no whole vectors."""
     n = NUM_TOKENS
-    if name == "conv1d":
+    if name.startswith("conv1d"):
         channels = 150 if odd else 192
         x, w, b = (
             rand(n, channels, seed=1).to(dtype),
             rand(channels, 4, seed=2).to(dtype),
             rand(channels, seed=3).to(dtype),
         )
-        return Scan((channels, 3), dtype, lambda s, i, p: ops.conv1d(x[s], w, b, i, p, silu=True))
+        if name == "conv1d":
+            return Scan((channels, 3), dtype, lambda s, i, p: ops.conv1d(x[s], w, b, i, p, silu=True))
+        gates = rand(n, 2 * channels, seed=4).to(dtype).chunk(2, dim=1)
+        return Scan(
+            (channels, 3), dtype, lambda s, i, p: ops.conv1d(x[s], w, b, i, p, gates=(gates[0][s], gates[1][s]))
+        )
     if name == "mamba2":
         dim, size = (13, 21) if odd else (32, 64)
         x, dt = rand(n, 4, dim, seed=1).to(dtype), rand(n, 4, seed=2).to(dtype)
@@ -314,6 +319,9 @@ def _bad_calls(ops: Ops) -> dict[str, Callable[[StepIndex], object]]:
     return {
         "conv1d pool": lambda i: ops.conv1d(flat, torch.zeros(4, 4), None, i, torch.zeros(5, 4, 2)),
         "conv1d weight": lambda i: ops.conv1d(flat, torch.zeros(5, 4), None, i, torch.zeros(5, 4, 3)),
+        "conv1d gates": lambda i: ops.conv1d(
+            flat, torch.zeros(4, 4), None, i, torch.zeros(5, 4, 3), gates=(flat, flat[:2])
+        ),
         "mamba2 pool": lambda i: ops.mamba2(x, flat, flat[0], x[:, :1], x[:, :1], None, i, torch.zeros(5, 4, 8, 9)),
         "mamba2 half": lambda i: ops.mamba2(
             x, flat, flat[0], x[:, :1], x[:, :1], None, i, torch.zeros(5, 4, 8, 8).half()

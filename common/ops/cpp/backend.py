@@ -41,22 +41,36 @@ class CppOps(Ops):
         launch(self._functions[name], words, index.packed.address, kept)
 
     def conv1d(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, index: StepIndex, pool: Tensor, *, silu: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        index: StepIndex,
+        pool: Tensor,
+        *,
+        silu: bool = False,
+        gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         num_tokens, channels = x.shape
         kernel = weight.shape[1]
         _check("conv1d", num_tokens == index.num_tokens, x)
         _check("conv1d weight", weight.shape == (channels, kernel), weight)
         _check_pool("conv1d", pool, (channels, kernel - 1))
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        x = _adjacent(x)
         weight, bias = weight.contiguous(), _flat(bias, channels)
+        gate_words = [0, 0, 0, 0]
+        if gates is not None:
+            for gate in gates:
+                _check("conv1d gate", gate.shape == x.shape and gate.dtype == x.dtype, gate)
+            gates = (_adjacent(gates[0]), _adjacent(gates[1]))
+            gate_words = [word for gate in gates for word in (gate.data_ptr(), gate.stride(0))]
         out = x.new_empty(num_tokens, channels)
         words = [
             *(x.data_ptr(), DTYPES[x.dtype], x.stride(0)),
             *(weight.data_ptr(), DTYPES[weight.dtype], *_optional(bias)),
             *(pool.data_ptr(), DTYPES[pool.dtype], pool.stride(0), out.data_ptr()),
             *(channels, kernel, silu, torch.get_num_threads()),
+            *gate_words,
         ]
         self._call("conv1d", words, index, weight, bias)
         return out

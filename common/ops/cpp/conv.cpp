@@ -18,6 +18,11 @@ struct ConvArgs {
     int64_t pool_dtype, slot_stride;
     void* out;  // [num_rows, channels] in x's dtype
     int64_t channels, kernel, silu, num_threads;
+    // [num_rows, channels] in x's dtype, a row is contiguous, or null: inputs and results are multiplied by these.
+    const void* in_gate;
+    int64_t in_gate_stride;
+    const void* out_gate;
+    int64_t out_gate_stride;
 };
 
 // [rows, columns] -> [columns, kChannels], rows being channels.
@@ -26,16 +31,26 @@ inline void transpose(const float* from, int64_t rows, int64_t columns, float* t
         for (int64_t c = 0; c < columns; c++) to[c * kChannels + r] = from[r * columns + c];
 }
 
+// values *= gate[i, i + n), to dtype's precision: a state holds them like that.
+inline void gate_row(float* values, float* gate, const void* gates, int64_t dtype, int64_t i, int64_t n) {
+    load_row(gate, gates, dtype, i, n);
+    for (int64_t c = 0; c < n; c += kLanes) {
+        const vf product = load(values + c) * load(gate + c);
+        store(values + c, dtype == kFloat32 ? product : rounded_to_bf16(product));
+    }
+}
+
 // Channels [first, first + kChannels) of the segments [begin, end).
 template <int Kernel>  // 0: known at run time only
 void convolve(const ConvArgs& a, const Step& step, int64_t first, int64_t begin, int64_t end) {
     const int64_t kernel = Kernel ? Kernel : a.kernel;
     const int64_t width = kernel - 1, count = a.channels - first < kChannels ? a.channels - first : kChannels;
-    float* weight = scratch((2 * kernel + 2 + width + kRows) * kChannels);  // [kernel, kChannels]
+    float* weight = scratch((2 * kernel + 3 + width + kRows) * kChannels);  // [kernel, kChannels]
     float* bias = weight + kernel * kChannels;
     float* window = bias + kChannels;  // [width + kRows, kChannels], oldest first
     float* result = window + (width + kRows) * kChannels;
-    float* columns = result + kChannels;  // [kChannels, kernel]
+    float* gate = result + kChannels;
+    float* columns = gate + kChannels;  // [kChannels, kernel]
     std::memset(weight, 0, (kernel + 1 + width) * kChannels * 4);
     load_row(columns, a.weight, a.weight_dtype, first * kernel, count * kernel);
     transpose(columns, count, kernel, weight);
@@ -50,8 +65,12 @@ void convolve(const ConvArgs& a, const Step& step, int64_t first, int64_t begin,
     const auto advance = [&](int64_t row, int64_t last) {
         for (; row < last; row += kRows) {
             const int64_t rows = last - row < kRows ? last - row : kRows;
-            for (int64_t t = 0; t < rows; t++)
-                load_row(window + (width + t) * kChannels, a.x, a.x_dtype, (row + t) * a.x_stride + first, count);
+            for (int64_t t = 0; t < rows; t++) {
+                float* values = window + (width + t) * kChannels;
+                load_row(values, a.x, a.x_dtype, (row + t) * a.x_stride + first, count);
+                if (a.in_gate)
+                    gate_row(values, gate, a.in_gate, a.x_dtype, (row + t) * a.in_gate_stride + first, count);
+            }
             for (int64_t t = 0; t < rows; t++) {
                 for (int64_t c = 0; c < vectors; c += kLanes) {
                     vf sum = load(bias + c);
@@ -59,6 +78,8 @@ void convolve(const ConvArgs& a, const Step& step, int64_t first, int64_t begin,
                         sum = fma(load(window + (t + k) * kChannels + c), load(weight + k * kChannels + c), sum);
                     store(result + c, a.silu ? silu(sum) : sum);
                 }
+                if (a.out_gate)
+                    gate_row(result, gate, a.out_gate, a.x_dtype, (row + t) * a.out_gate_stride + first, count);
                 store_row(a.out, a.x_dtype, (row + t) * a.channels + first, result, count);
             }
             std::memmove(window, window + rows * kChannels, width * kChannels * 4);

@@ -284,6 +284,11 @@ inline void store_bf16(uint16_t* p, vf v) {
     const vh h = to_bf16(v);
     std::memcpy(p, &h, sizeof h);
 }
+inline vf rounded_to_bf16(vf v) {
+    uint16_t h[kLanes];
+    store_bf16(h, v);
+    return load_bf16(h);
+}
 
 inline float load_one(const void* base, int64_t dtype, int64_t i) {
     if (dtype == kFloat32) return static_cast<const float*>(base)[i];
