@@ -1,5 +1,7 @@
-"""Who takes part: our model runner with one of its op backends, and stock transformers. Each turns a piece of work into
-a call that does it once."""
+"""Who takes part: our model runners with one of their op backends, and stock transformers.
+
+Each turns a piece of work into a call that does it once.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +76,13 @@ class Engine:
             self._run([self._segment(row, position, 1) for row in range(batch)])
 
         return step
+
+
+class Nodes:
+    """Our engine twice: prompts on a model as a prefill node loads it, decode steps on one as a decode node does."""
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        self.prefill, self.decode = prefill.prefill, decode.decode
 
 
 class Stock:

@@ -34,7 +34,7 @@ def print_overhead(family: str, clock: Callable[[], float], is_replayed: bool) -
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         path = make_checkpoint(family, "S", torch.bfloat16, Path(folder))
         config = NodeConfig(model=str(path), device="cpu", kv_cache_memory=128 << 20, ops_backend="cpp")
-        model = load_node_model(config)
+        model = load_node_model(config, compact_weights=True)
     if not is_replayed:
         model.runner = ModelRunner(replace(model.loaded, is_replayed=False), model.storage, model.cache_config)
     core = create_core(config, model)

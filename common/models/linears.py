@@ -88,22 +88,23 @@ class _Holder:
     module: nn.Module
 
 
-def pack_linears(model: nn.Module, ops: LinearOps) -> None:
+def pack_linears(model: nn.Module, ops: LinearOps, *, is_compact: bool = False) -> None:
     """Replace the linear layers, the output head (with the embedding tied to it) and the experts of ``model``.
 
     Afterwards ``parameters()`` and ``state_dict()`` no longer show these weights; ``layer.weight`` tells shape, dtype
-    and device only.
+    and device only. ``is_compact``: bfloat16 weights in 12 bits, which serves steps of few rows (``LinearOps.pack``).
     """
     linears, experts = list(_linears(model)), list(_experts(model))
     weights = [group[0].module.weight for group in linears]
     weights += [weight for holder in experts for weight in _expert_weights(holder.module)]
     sizes = [ops.num_words(weight) for weight in weights]
     regions = iter(large_pages(sum(sizes)).split(sizes))
-    before = sum(weight.numel() * weight.element_size() for weight in weights)
+    before, after = sum(weight.nbytes for weight in weights), 0
     del weights  # else the originals would live until the end
     while linears:
         group = linears.pop(0)
-        packed = _pack(ops, group[0].module.weight, next(regions))
+        packed = _pack(ops, group[0].module.weight, next(regions), is_compact)
+        after += packed.nbytes
         for holder in group:
             if isinstance(holder.module, nn.Embedding):
                 _share(holder.module, ops, packed)
@@ -111,16 +112,17 @@ def pack_linears(model: nn.Module, ops: LinearOps) -> None:
                 setattr(holder.parent, holder.name, PackedLinear(ops, packed, holder.module.bias))
     while experts:
         holder = experts.pop(0)
-        up, down = (_pack(ops, weight, next(regions)) for weight in _expert_weights(holder.module))
+        up, down = (_pack(ops, weight, next(regions), is_compact) for weight in _expert_weights(holder.module))
+        after += up.nbytes + down.nbytes
         activate = holder.module._apply_gate if holder.module.has_gate else holder.module.act_fn
         for name in [name for name, _ in holder.module.named_parameters(recurse=False)]:
             delattr(holder.module, name)  # `activate` keeps the module
         setattr(holder.parent, holder.name, PackedExperts(ops, up, down, activate))
-    logger.info("weights packed matrices=%d bytes=%d packed_bytes=%d", len(sizes), before, 4 * sum(sizes))
+    logger.info("weights packed matrices=%d bytes=%d packed_bytes=%d", len(sizes), before, after)
 
 
-def _pack(ops: LinearOps, weight: Tensor, words: Tensor) -> PackedWeight:
-    packed = ops.pack(weight, words)
+def _pack(ops: LinearOps, weight: Tensor, words: Tensor, is_compact: bool) -> PackedWeight:
+    packed = ops.pack(weight, words, is_compact=is_compact)
     ops.forget(weight)
     return packed
 

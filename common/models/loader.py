@@ -89,12 +89,14 @@ def load_model(
     ops_backend: str = "auto",
     prebuilt_ops: str | None = None,
     enforce_eager: bool = False,
+    compact_weights: bool = False,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
     ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
-    ``enforce_eager``: decode steps are not replayed (:mod:`common.models.replay`).
+    ``enforce_eager``: decode steps are not replayed (:mod:`common.models.replay`). ``compact_weights``: packed for
+    decode steps rather than for prompts (:func:`common.models.linears.pack_linears`).
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -120,7 +122,7 @@ def load_model(
         expected = stock_logits(loaded, tokens, geometry, target)
         num_parameters = sum(p.numel() for p in loaded.parameters())
         if isinstance(ops, CppOps):
-            pack_linears(loaded, ops.linears)
+            pack_linears(loaded, ops.linears, is_compact=compact_weights)
             fuse_norms(loaded, ops.norms)
             fuse_activations(loaded, ops.elementwise)
             fuse_gated_mlps(loaded, ops.elementwise)

@@ -39,7 +39,8 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
             create_app = import_app()
             from common.node.runtime import load_node_model
 
-            model = load_node_model(config)
+            # Decode waits for the weights to come from memory; beside the products of a prompt, expanding them costs.
+            model = load_node_model(config, compact_weights=role == "decode")
             app = create_app(config, model)
             gc.freeze()
         finally:

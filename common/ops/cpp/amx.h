@@ -20,6 +20,7 @@ namespace tandem {
 
 constexpr int64_t kTileRows = 16, kTileSteps = 16;  // a tile is 16 rows of 64 bytes: 16 steps, or 16 float32
 constexpr int64_t kGroupRows = 2 * kTileRows;       // two tiles of rows by two of channels share every load
+constexpr int64_t kLineBytes = 64;                  // of the caches
 
 #if defined(TANDEM_AMX)
 
@@ -72,10 +73,43 @@ class Tiles {
     int64_t num_rows_ = -1;
 };
 
+// Rows of a product's output, which are about to be written: fetched while it computes, a few with every tile of k.
+struct FetchRows {
+    char* out = nullptr;    // null: none
+    int64_t out_bytes = 0;  // between two rows
+    int64_t rows = 0;       // per tile
+
+    // Inlined by order: GCC takes a function that only fetches for one without effect and leaves its calls out.
+    __attribute__((always_inline)) void step(int64_t tile) const {
+        if (out == nullptr) return;
+        const int64_t end = std::min((tile + 1) * rows, kGroupRows);
+        for (int64_t row = tile * rows; row < end; row++) __builtin_prefetch(out + row * out_bytes, 1, 3);
+    }
+};
+
+// Weights that come next, fetched the same way.
+struct FetchWeight {
+    const char* weight = nullptr;
+    int64_t lines = 0;     // per tile
+    bool is_next = false;  // they are this product's own: to the first-level cache; others to the second
+    FetchRows rows;
+
+    __attribute__((always_inline)) void step(int64_t tile) const {
+        const char* from = weight + tile * lines * kLineBytes;
+        if (is_next) {
+            for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + line * kLineBytes, 0, 3);
+        } else {
+            for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + line * kLineBytes, 0, 2);
+        }
+        rows.step(tile);
+    }
+};
+
 // sums [num_rows <= kGroupRows, 32] = (is_more: +=) x [num_rows, 32 * num_tiles] times a panel's steps from w on.
-template <bool kTwo>
+// kTwo: there are more than kTileRows rows. ahead.step(t): what else is to be done beside tile t.
+template <bool kTwo, class Ahead>
 inline void multiply_tiles(const char* x, int64_t row_bytes, const uint32_t* w, int64_t num_tiles, bool is_more,
-                           int64_t ahead, float* sums) {
+                           const Ahead& ahead, float* sums) {
     constexpr int64_t kPanelWords = 32, kStepBytes = kPanelWords * 4, kTileWords = kTileSteps * kPanelWords;
     float* second = sums + kTileRows * kPanelWords;
     finish_writes();
@@ -94,20 +128,39 @@ inline void multiply_tiles(const char* x, int64_t row_bytes, const uint32_t* w, 
             _tile_zero(2);
             _tile_zero(3);
         }
-    }
-    for (int64_t t = 0; t < num_tiles; t++, x += 64, w += kTileWords) {
-        if (ahead != 0) {
-            for (int64_t word = 0; word < kTileWords; word += 16) __builtin_prefetch(w + ahead + word);
-        }
+        const int64_t half = kTileRows * row_bytes;
         _tile_loadd(4, x, row_bytes);
         _tile_loadd(6, w, kStepBytes);
+        _tile_loadd(5, x + half, row_bytes);
         _tile_loadd(7, w + 16, kStepBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (kTwo) {
-            _tile_loadd(5, x + kTileRows * row_bytes, row_bytes);
+        // A register is loaded anew right after its last product, while others go on: when the core's other thread uses
+        // tiles as well, a load does not overtake the products before it, and nothing else hides it.
+        for (int64_t t = 0; t + 1 < num_tiles; t++) {
+            ahead.step(t);
+            x += 64;
+            w += kTileWords;
+            _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(6, w, kStepBytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(4, x, row_bytes);
             _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(5, x + half, row_bytes);
+            _tile_loadd(7, w + 16, kStepBytes);
+        }
+        ahead.step(num_tiles - 1);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    } else {
+        for (int64_t t = 0; t < num_tiles; t++, x += 64, w += kTileWords) {
+            ahead.step(t);
+            _tile_loadd(4, x, row_bytes);
+            _tile_loadd(6, w, kStepBytes);
+            _tile_loadd(7, w + 16, kStepBytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
         }
     }
     _tile_stored(0, sums, kStepBytes);

@@ -2,7 +2,8 @@
 
 A weight is packed once, and then is the only copy: a few rows read it at memory bandwidth, many rows at the speed of
 the best matrix product, and single rows of it come back as an embedding. A row's result has the same bits whatever
-other rows are in the call.
+other rows are in the call. Where products run on tiles, bfloat16 weights take 12 bits each, without loss
+(``compact.h``).
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ class PackedWeight:
     """One matrix [out_features, in_features] or ``num_groups`` of them, in the order in which the kernel reads it.
 
     ``words``: int32, flat; what is in it belongs to the machine's vector width and never leaves the process.
+    ``books``: int32 [num_groups, words of a book], how each matrix is written; None: all of them plain. ``nbytes``: of
+    ``words``, in use.
     """
 
     words: Tensor
+    books: Tensor | None
+    nbytes: int
     dtype: torch.dtype
     num_groups: int
     in_features: int
@@ -42,21 +47,33 @@ class LinearOps:
         self._forget.argtypes, self._forget.restype = (ctypes.c_void_p, ctypes.c_int64), None
         self._packed_words = library.tandem_packed_words
         self._packed_words.argtypes, self._packed_words.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
+        self._book_words = int(library.tandem_book_words())
+        self._used_bytes = library.tandem_used_bytes
+        self._used_bytes.argtypes = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 3)
+        self._used_bytes.restype = ctypes.c_int64
 
     def num_words(self, weight: Tensor) -> int:
-        """32-bit words that ``weight`` [(groups,) out, in] takes when packed."""
+        """32-bit words that ``weight`` [(groups,) out, in] takes at most when packed."""
         groups = weight.shape[0] if weight.ndim == 3 else 1
         return int(groups * self._packed_words(DTYPES[weight.dtype], weight.shape[-1], weight.shape[-2]))
 
-    def pack(self, weight: Tensor, words: Tensor) -> PackedWeight:
-        """Copy ``weight`` [(groups,) out, in] to ``words``, int32 [num_words(weight)]."""
+    def pack(self, weight: Tensor, words: Tensor, *, is_compact: bool = False) -> PackedWeight:
+        """Copy ``weight`` [(groups,) out, in] to ``words``, int32 [num_words(weight)]. ``is_compact``: in 12 bits where
+        that can be and loses nothing; what is left of ``words`` is not touched."""
         if words.dtype != torch.int32 or words.numel() != self.num_words(weight) or not words.is_contiguous():
             raise RuntimeError(f"pack: {words.dtype} {tuple(words.shape)} does not fit {tuple(weight.shape)}")
         weight = weight.detach().contiguous()
         groups, (out_features, in_features) = (weight.shape[0] if weight.ndim == 3 else 1), weight.shape[-2:]
-        numbers = [DTYPES[weight.dtype], in_features, out_features, groups, torch.get_num_threads()]
-        launch(self._pack, [weight.data_ptr(), words.data_ptr(), *numbers])
-        return PackedWeight(words, weight.dtype, groups, in_features, out_features)
+        books = torch.zeros(groups, self._book_words, dtype=torch.int32) if is_compact else None
+        shape = [DTYPES[weight.dtype], in_features, out_features]
+        addresses = [weight.data_ptr(), words.data_ptr(), _address(books)]
+        launch(self._pack, [*addresses, *shape, groups, torch.get_num_threads()])
+        nbytes = words.nbytes
+        if books is not None:
+            parts = zip(books, words.view(groups, -1), strict=True)
+            nbytes = sum(self._used_bytes(book.data_ptr(), part.data_ptr(), *shape) for book, part in parts)
+            books = books if nbytes < words.nbytes else None
+        return PackedWeight(words, books, nbytes, weight.dtype, groups, in_features, out_features)
 
     def forget(self, weight: Tensor) -> None:
         """Give the memory of ``weight`` back: its values are undefined from now on. Freeing is not enough where the
@@ -95,7 +112,7 @@ class LinearOps:
         out = torch.empty(flat.numel(), weight.in_features, dtype=weight.dtype)
         numbers = [DTYPES[weight.dtype], weight.in_features, weight.out_features]
         addresses = [flat.data_ptr(), flat.numel(), out.data_ptr(), torch.get_num_threads()]
-        launch(self._unpack, [weight.words.data_ptr(), *numbers, *addresses])
+        launch(self._unpack, [weight.words.data_ptr(), _address(weight.books), *numbers, *addresses])
         return out.view(*indices.shape, weight.in_features)
 
     def _multiply(self, x: Tensor, begin: array[int], weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -109,12 +126,16 @@ class LinearOps:
         out = x.new_empty(num_rows, weight.out_features)
         words = [
             *(x.data_ptr(), x.stride(0), out.data_ptr(), weight.out_features),
-            *(weight.words.data_ptr(), DTYPES[x.dtype]),
+            *(weight.words.data_ptr(), _address(weight.books), DTYPES[x.dtype]),
             *((0, 0) if bias is None else (bias.data_ptr(), DTYPES[bias.dtype])),
             *(in_features, weight.out_features, weight.num_groups, begin.buffer_info()[0], torch.get_num_threads()),
         ]
         launch(self._linear, words, kept=(begin,))
         return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def large_pages(num_words: int) -> Tensor:
