@@ -28,6 +28,9 @@ from common.request import FinishReason, PhaseSeconds, Request, RequestOutput, T
 
 logger = logging.getLogger(__name__)
 
+HINT_PATIENCE_S = 1.0
+"""For how long a queue stands still, with nothing running, before those in it let go of what they hold elsewhere."""
+
 PROMPT_LOGPROB_ROWS = 256
 """Prompt rows whose logits exist at a time: with a vocabulary of 150,000 that is 150 MB."""
 
@@ -36,12 +39,15 @@ class PrefixSource(Protocol):
     """Moves a remote prefix into this node's pools; implemented by the node over its transfer layer.
 
     ``start`` must not block. Exactly one ``EngineCore.finish_pull`` follows each ``start`` (and, when that one said the
-    read is not terminal, exactly one ``EngineCore.end_quarantine`` some day).
+    read is not terminal, exactly one ``EngineCore.end_quarantine`` some day). ``give_up``: a prefix that was not
+    started will not be.
     """
 
     def start(self, seq_id: str, remote: Any, plan: PullPlan) -> None: ...
 
     def cancel(self, seq_id: str) -> None: ...
+
+    def give_up(self, remote: Any) -> None: ...
 
 
 class PullResult(Protocol):
@@ -92,6 +98,7 @@ class EngineCore:
         self._by_request: dict[str, list[Sequence]] = {}
         self._outputs: list[RequestOutput] = []
         self._is_stalled = False
+        self._still_since_s: float | None = None
         self.step_times = StepTimes()
 
     # --- called between steps
@@ -123,7 +130,13 @@ class EngineCore:
         return self._manager.next_lease_deadline()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. A handed-over prefix must be one of this prompt (and this cache salt)."""
+        """Queues a request. A handed-over prefix must be one of this prompt (and this cache salt).
+
+        Raises:
+            InvalidRequestError: the id is another's, maybe one that has left but whose read may still write.
+        """
+        if request.request_id in self._by_request or self._manager.is_quarantined(f"{request.request_id}#0"):
+            raise InvalidRequestError(f"request id {request.request_id} is in use")
         sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
         self._track(sequence)
         self._scheduler.add(sequence)
@@ -155,9 +168,11 @@ class EngineCore:
         logger.info("aborted request_id=%s", request_id)
 
     def finish(self, request_id: str, index: int) -> None:
-        """Ends one continuation that is complete for its reader (a stop string); its state stays cached."""
+        """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have
+        ended by itself meanwhile: nothing is told twice."""
+        not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in list(self._by_request.get(request_id, ())):
-            if sequence.index == index and sequence.status is not SequenceStatus.TRANSFERRING:
+            if sequence.index == index and sequence.status not in not_now:
                 sequence.finish_reason = FinishReason.STOP
                 self._emit(sequence, [], None)
                 self._end(sequence, donate=True)
@@ -259,6 +274,25 @@ class EngineCore:
         for ready in (sequence, *self._fork(sequence, row)):
             ready.pending_row = row
 
+    def _drop_hints(self) -> None:
+        """Ends a circle: this queue waits for memory that others have leased, while leases of its own keep memory from
+        them. Hints are what can be done without."""
+        scheduler = self._scheduler
+        if not scheduler.waiting or scheduler.running or scheduler.transferring:
+            self._still_since_s = None
+            return
+        now = self._clock()
+        if self._still_since_s is None:
+            self._still_since_s = now
+        if now - self._still_since_s < HINT_PATIENCE_S:
+            return
+        for sequence in scheduler.waiting:
+            if sequence.remote is not None and sequence.request.is_remote_optional:
+                assert self.source is not None
+                logger.warning("prefix given up request_id=%s: no memory for it", sequence.request.request_id)
+                self.source.give_up(sequence.remote)
+                sequence.remote = None
+
     # --- the step
 
     def step(self) -> list[RequestOutput]:
@@ -267,6 +301,7 @@ class EngineCore:
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
+        self._drop_hints()
         for sequence, plan in schedule.pulls:
             assert self.source is not None
             self.source.start(sequence.seq_id, sequence.remote, plan)
@@ -339,11 +374,12 @@ class EngineCore:
             to_sample.extend((child, row) for child in self._fork(sequence, row))
 
     def _finish_without_sampling(self, sequence: Sequence) -> bool:
-        """Ends a sequence that asked for its prompt only (``max_tokens`` 0, with echo)."""
+        """Ends a sequence that asked for its prompt only (``max_tokens`` 0, with echo), and each of its forks."""
         if sequence.sampling is None or sequence.sampling.max_tokens > 0:
             return False
         sequence.finish_reason = FinishReason.LENGTH
-        self._emit(sequence, [], None)
+        for index in range(sequence.request.num_forks):
+            self._emit(sequence, [], None, index=index)
         self._end(sequence, donate=True)
         return True
 
@@ -436,15 +472,17 @@ class EngineCore:
         token_ids: list[int],
         token: TokenLogprob | None,
         *,
+        index: int | None = None,
         handoff: LeasedPrefix | None = None,
         progress: PrefixProgress | None = None,
     ) -> None:
+        """``index``: of the continuation that is told of, when it is not the sequence's own."""
         wants_logprobs = sequence.sampling is not None and sequence.sampling.logprobs is not None
         is_first = sequence.num_output_tokens <= 1
         self._outputs.append(
             RequestOutput(
                 request_id=sequence.request.request_id,
-                index=sequence.index,
+                index=sequence.index if index is None else index,
                 token_ids=token_ids,
                 logprobs=[token] if wants_logprobs and token is not None else None,
                 prompt_logprobs=sequence.prompt_logprobs if is_first else None,

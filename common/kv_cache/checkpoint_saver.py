@@ -44,7 +44,9 @@ class CheckpointSaver:
         """The step has completed: what it wrote can be found."""
         due = [position for position in seq.saves if position <= seq.num_computed_tokens]
         for position in sorted(due):
-            if position != seq.num_prompt_tokens:
+            # The prompt's end waits for ``finish_prompt``; a sequence that goes on without was finished before it was
+            # preempted, and has computed its prompt again.
+            if position != seq.num_prompt_tokens or seq.num_computed_tokens > position:
                 self._publish(seq, position)
                 self._sequences.drop_save(seq, position)
 

@@ -29,9 +29,11 @@ def model_geometry(raw_config: RawConfig, dtype: str) -> ModelGeometry:
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}", param="--dtype")
     model_type = raw_config.get("model_type")
-    config = raw_config
-    if model_type in _WRAPPERS:
+    config: object = raw_config
+    if str(model_type) in _WRAPPERS:
         config = raw_config.get("text_config") or {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config.json: text_config is not an object, got {config!r}", param="--model")
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise unsupported_family(model_type, _FAMILIES)

@@ -12,6 +12,7 @@ from common.kv_cache.block_group import BlockGroupManager
 from common.kv_cache.full_attention import FullAttentionManager
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.results import PrefixHit, RemoteHit
+from common.kv_cache.seen_prefixes import SeenPrefixes
 from common.kv_cache.sliding_window import SlidingWindowManager
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.state import StateManager
@@ -24,6 +25,12 @@ class PrefixLookup:
         self._full_groups = [group for group in groups if isinstance(group, FullAttentionManager)]
         self._window_groups = [group for group in groups if isinstance(group, SlidingWindowManager)]
         self._state = state
+        self._seen = SeenPrefixes() if config.has_state and config.caches_states and not self._full_groups else None
+
+    def remember(self, keys: PrefixKeys, num_tokens: int) -> None:
+        """A prompt of ``num_tokens`` was admitted: where later ones part from it, a state is worth keeping."""
+        if self._seen is not None:
+            self._seen.add(keys, num_tokens)
 
     def local(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
         """Deepest checkpoint that the attention groups cover too. Dense: attention alone, or a deeper tail."""
@@ -51,7 +58,8 @@ class PrefixLookup:
         row = found.output_row if found is not None and is_exact else None
         if self._config.has_state or is_exact:
             resume = reach = found.position if found is not None else 0
-            junction = num_attention if num_attention > resume and not is_exact else None
+            known = num_attention if self._seen is None else self._seen.depth(keys, num_tokens)
+            junction = known if known > resume and not is_exact else None
         else:
             junction = None
             windowless = max(windowless, num_attention)

@@ -123,6 +123,7 @@ class KVCacheManager:
             sequences.remove(seq)
             return False
         coordinator.policy.admitted(keys, seq.num_prompt_tokens, hit.block_ids, checkpoint)
+        coordinator.lookup.remember(keys, seq.num_prompt_tokens)
         sequences.grow(seq, num_covered)
         if checkpoint is not None and checkpoint.tail_block_ids:
             index = checkpoint.position // self.config.block_size
@@ -304,6 +305,10 @@ class KVCacheManager:
     def abandon_remote(self, seq_id: str, *, quarantine: bool) -> None:
         """The pull failed. ``quarantine``: its destinations may still be written; kept under ``seq_id``."""
         self._remote.abandon(self._sequences[seq_id], quarantine=quarantine)
+
+    def is_quarantined(self, seq_id: str) -> bool:
+        """Whether destinations of a read under that id may still be written."""
+        return seq_id in self._remote.quarantined
 
     def release_quarantine(self, seq_id: str) -> bool:
         """The read into these destinations became terminal. False: nothing was quarantined under that id."""

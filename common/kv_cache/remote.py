@@ -52,6 +52,7 @@ class RemoteIntake:
             sequences.remove(seq)
             return None
         coordinator.policy.admitted(keys, num_tokens, hit.block_ids, checkpoint)
+        coordinator.lookup.remember(keys, num_tokens)
         for group, table, indices in zip(coordinator.groups, seq.tables, missing, strict=True):
             table.num_published = indices[0] if indices else num_blocks
             table.block_ids += [0] * (num_blocks - len(table.block_ids))

@@ -32,7 +32,8 @@ class PrefixHit:
         num_attention_tokens: tokens in cached full blocks, as far as every group that keeps everything has them.
         num_state_tokens: position of the deepest usable-or-not checkpoint of this prefix, whatever attention covers.
         num_windowless_tokens: where the resume would be if sliding windows were no matter.
-        junction: block boundary up to which attention matched deeper than the resume; worth a state save.
+        junction: block boundary up to which attention matched deeper than the resume (an earlier prompt, where no group
+            keeps everything); worth a state save.
         checkpoint: the checkpoint to resume from (or, dense, whose tail is continued).
         output_row: row of the prompt's last position when the hit is exact (``num_tokens`` is the whole prompt).
     """

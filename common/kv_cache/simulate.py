@@ -3,10 +3,7 @@
 For capacity planning and for comparing policies. Requests run one after the other, in file order, each to its end:
 lookup, admit, as few steps as the cache mode allows, free with donation.
 
-A trace is JSON lines, either {"timestamp", "input_length", "output_length", "hash_ids"} with one id per 512 tokens
-(equal ids = equal content) or {"timestamp", "prompt_token_ids", "output_token_ids"}. A hash-id trace has no finer
-positions: its last full 512-token boundary stands for the end of the last message and is given to the save policy;
-outputs are unique.
+``common.kv_cache.trace`` says what a trace is.
 """
 
 from __future__ import annotations
@@ -18,20 +15,20 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 from common.kv_cache.eviction import EVICTION_POLICIES
 from common.kv_cache.geometry import model_geometry
+from common.kv_cache.ideal_cache import IdealCache
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
 from common.kv_cache.spec import DTYPE_BYTES
+from common.kv_cache.trace import TraceRequest, read_trace
 
-TOKENS_PER_HASH_ID = 512
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SEQ_ID = "request"
 _CACHE_FLAGS = {
@@ -43,46 +40,6 @@ _CACHE_FLAGS = {
     "state_memory_share": "slot_share",
 }
 """Flag -> parameter of ``simulate``."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """``boundary``: a semantic position before the prompt's end, worth a state; 0 when the trace tells none."""
-
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    boundary: int = 0
-
-
-def read_trace(trace_path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """Raises ConfigError naming the line that cannot be used."""
-    next_unique = (1 << 32) - 1  # hash ids count up from 0, unique outputs down from here
-    try:
-        with trace_path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and number > limit:
-                    return
-                try:
-                    request, next_unique = _parse(json.loads(line), next_unique)
-                except (KeyError, TypeError, ValueError) as exc:
-                    raise ConfigError(f"--trace {trace_path} line {number}: {exc!r}", param="--trace") from exc
-                yield request
-    except OSError as exc:
-        raise ConfigError(f"--trace {trace_path}: {exc.strerror}", param="--trace") from exc
-
-
-def _parse(line: dict[str, Any], next_unique: int) -> tuple[TraceRequest, int]:
-    if "prompt_token_ids" in line:
-        return TraceRequest(line["prompt_token_ids"], line.get("output_token_ids", ())), next_unique
-    num_tokens, num_output = int(line["input_length"]), int(line["output_length"])
-    prompt: list[int] = []
-    for hash_id in line["hash_ids"]:
-        prompt.extend(range(hash_id * TOKENS_PER_HASH_ID, (hash_id + 1) * TOKENS_PER_HASH_ID))
-    if len(prompt) < num_tokens:
-        raise ValueError(f"{len(line['hash_ids'])} hash_ids are too few for input_length {num_tokens}")
-    output = range(next_unique, next_unique - num_output, -1)
-    boundary = num_tokens // TOKENS_PER_HASH_ID * TOKENS_PER_HASH_ID
-    return TraceRequest(prompt[:num_tokens], output, boundary), next_unique - num_output
 
 
 def simulate(
@@ -99,6 +56,8 @@ def simulate(
     slot_share: float | None = None,
 ) -> dict[str, Any]:
     """The figures of `tandem simulate` as one JSON-able object."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit} is below its minimum of 1", param="--limit")
     started = time.perf_counter()
     raw_config = _read_config(model_config_path)
     plan = plan_cache(
@@ -114,7 +73,7 @@ def simulate(
         slot_share=slot_share,
     )
     manager = KVCacheManager(plan.config)
-    seen: set[bytes] = set()
+    ideal = IdealCache(block_size)
     totals: Counter[str] = Counter()
     for request in read_trace(trace_path, limit):
         totals["requests"] += 1
@@ -122,15 +81,14 @@ def simulate(
         if not request.prompt_token_ids:
             continue
         keys = manager.prefix_keys(request.prompt_token_ids)
-        totals["ideal"] += _ideal_hit(keys, seen)
+        totals["ideal"] += ideal.hit_tokens(keys)
         num_hit = _replay(manager, keys, request)
         if num_hit is None:
             totals["too_long"] += len(request.prompt_token_ids)
             keys.extend(request.output_token_ids)
         else:
             totals["hit"] += num_hit
-        num_blocks = keys.num_tokens // block_size
-        seen.update(keys.boundary_keys(num_blocks)[1 : num_blocks + 1])
+        ideal.add(keys, (request.boundary, len(request.prompt_token_ids), _num_computed(request)))
     stats = manager.stats()
     lost = dict(stats.lost_tokens)
     if totals["too_long"]:
@@ -156,11 +114,15 @@ def simulate(
     }
 
 
+def _num_computed(request: TraceRequest) -> int:
+    """Tokens of the whole sequence; the last sampled one is never computed."""
+    return len(request.prompt_token_ids) + max(0, len(request.output_token_ids) - 1)
+
+
 def _replay(manager: KVCacheManager, keys: PrefixKeys, request: TraceRequest) -> int | None:
     """Run one request to its end; the tokens it did not have to compute, or None when it does not fit at all."""
     num_prompt = keys.num_tokens
-    # The last sampled token is never computed.
-    num_tokens = num_prompt + max(0, len(request.output_token_ids) - 1)
+    num_tokens = _num_computed(request)
     hit = manager.lookup(keys, num_prompt)
     if not manager.admit(_SEQ_ID, keys, hit, num_tokens):
         return None
@@ -185,13 +147,6 @@ def _step(manager: KVCacheManager, start: int, end: int, wanted: Mapping[int, st
     return end
 
 
-def _ideal_hit(keys: PrefixKeys, seen: set[bytes]) -> int:
-    """Tokens an infinite cache would have, to the block."""
-    num_blocks = keys.num_tokens // keys.block_size
-    found = itertools.takewhile(seen.__contains__, keys.boundary_keys(num_blocks)[1 : num_blocks + 1])
-    return sum(1 for _ in found) * keys.block_size
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -206,11 +161,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
     if dtype != "auto":
         return dtype
-    text_config = raw_config.get("text_config") or {}
-    for config in (raw_config, text_config):
-        named = config.get("dtype") or config.get("torch_dtype")
+    for config in (raw_config, raw_config.get("text_config")):
+        named = str(config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else ""
         if named in DTYPE_BYTES:
-            return str(named)
+            return named
     return "bfloat16"
 
 

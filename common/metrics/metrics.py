@@ -8,12 +8,13 @@ nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.metrics.plain_histogram import PlainHistogram
 from common.metrics.table import METRICS, METRICS_BY_NAME, PREFIX, Kind, MetricSpec, Role
 
 # Metric name -> label values in the table's order (() for none) -> value.
@@ -27,16 +28,20 @@ class Metrics:
         role: which process this is.
         versions: label values of ``build_info``: ``version``, ``torch``, ``transformers``, ``nixl``; absent ones are
         empty.
+        one_thread: histograms without labels that are observed and scraped on one thread only, and often.
     """
 
-    def __init__(self, role: Role, *, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, role: Role, *, versions: Mapping[str, str] | None = None, one_thread: Collection[str] = ()
+    ) -> None:
         self.role = role
+        self._one_thread = frozenset(one_thread)
         self._registry = CollectorRegistry(auto_describe=False)
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
         # Of each series that has been used: finding one by its labels costs more than counting in it.
         self._counting: dict[tuple[object, ...], Counter] = {}
-        self._observing: dict[tuple[object, ...], Histogram] = {}
+        self._observing: dict[tuple[object, ...], Histogram | PlainHistogram] = {}
         self._sourced = _SourcedCollector(role)
         for spec in METRICS:
             if role in spec.roles and not spec.sourced:
@@ -51,6 +56,10 @@ class Metrics:
             if not spec.labels:
                 # A series without further labels exists from the start, at 0.
                 counter.labels(self.role.value)
+        elif spec.name in self._one_thread:
+            plain = PlainHistogram(spec, self.role)
+            self._registry.register(plain)
+            self._observing[(spec.name,)] = plain
         elif spec.kind is Kind.HISTOGRAM:
             histogram = Histogram(name, spec.help, labels, buckets=spec.buckets, registry=self._registry)
             self._histograms[spec.name] = histogram
@@ -79,6 +88,10 @@ class Metrics:
         if series is None:
             series = self._observing[key] = self._histograms[name].labels(role=self.role.value, **labels)
         series.observe(value)
+
+    def observer(self, name: str) -> Callable[[float], None]:
+        """``observe`` of one of the ``one_thread`` histograms, without the look for its series."""
+        return self._observing[name,].observe
 
     def set_source(self, source: Callable[[], Samples]) -> None:
         """Read the sourced metrics from ``source`` at each scrape; it is called on the scraping thread and must not

@@ -25,8 +25,8 @@ BLOCK_SIZE = 16
 
 
 @functools.cache
-def engine_model(family: str, dtype: str = "float32", ops: str = "auto") -> LoadedModel:
-    return load_model(str(checkpoint(family)), dtype=dtype, ops_backend=ops)
+def engine_model(family: str, dtype: str = "float32", ops: str = "auto", *, compact: bool = False) -> LoadedModel:
+    return load_model(str(checkpoint(family)), dtype=dtype, ops_backend=ops, compact_weights=compact)
 
 
 @functools.cache
@@ -91,10 +91,17 @@ class Harness:
     """
 
     def __init__(
-        self, family: str, ops: str = "torch", *, dtype: str = "float32", num_blocks: int = 64, num_slots: int = 16
+        self,
+        family: str,
+        ops: str = "torch",
+        *,
+        dtype: str = "float32",
+        num_blocks: int = 64,
+        num_slots: int = 16,
+        compact: bool = False,
     ) -> None:
         make_ops(ops)  # or skips the test
-        self.model = engine_model(family, dtype, ops)
+        self.model = engine_model(family, dtype, ops, compact=compact)
         self.groups = self.model.geometry.attention_groups
         further = (num_blocks,) * (len(self.groups) - 1)
         config = KVCacheConfig(

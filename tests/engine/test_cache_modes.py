@@ -235,6 +235,24 @@ def test_preempted_request_when_its_state_is_still_cached_goes_on_from_the_token
     assert core.num_preemptions == 1
 
 
+def test_preempted_request_when_nothing_of_it_is_cached_any_more_then_keeps_the_end_of_its_prompt_again() -> None:
+    core, model = engine(**ROOMY)
+    prompt = tokens(1, 100)
+    core.add_request(request("b", prompt, max_tokens=20))
+    for number, _ in enumerate(run(core)):
+        if number == 9:
+            (sequence,) = core._scheduler.running
+            core._scheduler.preempt(sequence)
+            coordinator = model.manager._coordinator
+            for checkpoint in list(coordinator.state):
+                coordinator._evict_checkpoint(checkpoint, "capacity")
+        if number == 13:
+            assert model.manager.stats().slots["held"] == 1  # the running one
+        assert model.manager.check() == []
+    assert used(model) == (0, 0, 0, 0)
+    assert cached(ask(core, "c", prompt + tokens(5, 9))) == 100
+
+
 @pytest.mark.parametrize(("mode", "resumed"), [("none", 0), ("align", 0), ("all", 1632), ("auto", 1632)])
 def test_five_segments_when_four_of_them_were_seen_then_the_shared_ones_are_resumed(mode: str, resumed: int) -> None:
     """Blocks of 544; the second prompt has 4,584 tokens: one more segment in the middle and the same long tail."""

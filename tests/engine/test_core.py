@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from common.config import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.plan import StepPlan
-from common.errors import TandemError, TransferError
+from common.errors import InvalidRequestError, TandemError, TransferError
 from common.node.pulling import FinishedPull
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -194,6 +194,34 @@ def test_forks_when_there_is_no_room_for_all_wait_and_still_answer() -> None:
     assert used(model) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_forks_when_only_the_prompt_is_asked_for_then_each_is_ended(with_logprobs: bool) -> None:
+    core, model = engine()
+    for name in ("computed", "found whole"):
+        core.add_request(request(name, tokens(3, 40), num_forks=3, max_tokens=0, prompt_logprobs=with_logprobs))
+        outputs = [output for step in run(core) for output in step]
+        assert [(output.index, output.finish_reason) for output in outputs] == [
+            (index, FinishReason.LENGTH) for index in range(3)
+        ]
+        assert all(len(output.prompt_logprobs or ()) == 40 * with_logprobs for output in outputs)
+        assert used(model) == (0, 0, 0, 0)
+
+
+def test_continuation_when_finished_after_its_end_then_its_end_is_told_once_and_its_sibling_goes_on() -> None:
+    """A stop string is found one step later than the token that completed it: the next one may have been the last."""
+    core, model = engine()
+    core.add_request(request("r", prompt_of(5), num_forks=2, max_tokens=12, ignore_eos=True))
+    ended: list[int] = []
+    for outputs in run(core):
+        ended += [output.index for output in outputs if output.finish_reason is not None]
+        running = [sequence.index for sequence in core._scheduler.running]
+        is_early = running == [0, 1] and core._scheduler.running[0].num_output_tokens == 3
+        if is_early or running == [1]:
+            core.finish("r", 0)
+    assert ended == [0, 1]
+    assert used(model) == (0, 0, 0, 0)
+
+
 def test_prompt_logprobs_when_asked_come_from_a_computation_of_the_whole_prompt() -> None:
     core, model = engine()
     prompt = tokens(8, 100)
@@ -235,6 +263,9 @@ class _Source:
 
     def cancel(self, seq_id: str) -> None:
         self.cancelled.append(seq_id)
+
+    def give_up(self, remote: Any) -> None:
+        raise AssertionError("no test here waits for that long")
 
 
 def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tuple[Request, _Source]:
@@ -297,6 +328,28 @@ def test_abort_when_transferring_waits_for_the_read_and_then_frees() -> None:
     core.finish_pull("r#0", FAILED)
     assert used(model) == (0, 0, 0, 0)
     assert model.manager.check() == []
+
+
+def test_request_id_when_memory_is_still_kept_under_it_then_is_refused_until_that_is_free(
+    alone: dict[int, list[int]],
+) -> None:
+    core, model = engine()
+    remote, _ = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    core.abort("r")
+    again = request("r", prompt_of(5))
+    with pytest.raises(InvalidRequestError, match="request id r is in use"):
+        core.add_request(again)
+    core.finish_pull("r#0", LATE)
+    with pytest.raises(InvalidRequestError, match="request id r is in use"):
+        core.add_request(again)
+    core.add_request(request("other", prompt_of(5)))
+    assert collect(core) == {("other", 0): alone[5]}
+    core.end_quarantine("r#0")
+    core.add_request(again)
+    assert collect(core) == {("r", 0): alone[5]}
+    assert used(model) == (0, 0, 0, 0)
 
 
 def test_prefix_of_another_prompt_when_handed_over_is_refused() -> None:

@@ -4,6 +4,7 @@ bytes are copied from pool to pool, and checked against generations and tags as 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from common.config import NodeConfig
+from common.engine import core
 from common.engine.core import EngineCore
 from common.errors import InvalidRequestError, TransferError
 from common.kv_cache.generations import content_tag
@@ -73,6 +75,9 @@ class Engine:
 
     def cancel(self, seq_id: str) -> None:
         raise AssertionError("no test here cancels")
+
+    def give_up(self, remote: Remote) -> None:
+        assert remote.holder.model.manager.release_lease("lease")
 
     def finish_pull(self, seq_id: str) -> Outcome:
         """Copies what the plan asks for, as the transfer layer would."""
@@ -328,6 +333,42 @@ def test_lost_prefix_when_it_was_only_a_hint_then_computed_whatever_the_policy()
         outputs += list(reader.outputs())
         assert [len(output.token_ids) for output in outputs] == [1, 1, 1]
         assert outputs[0].num_local_computed_tokens == 62
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_queues_when_each_waits_for_memory_that_the_other_has_leased_then_one_lets_go_and_both_go_on(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "HINT_PATIENCE_S", 0.05)
+    alone = Engine(family, enable_prefix_caching=False)
+    least = {"granitemoehybrid": 166_000, "qwen3_5": 110_000, "llama": 164_000}[family]
+    engines = [Engine(family, kv_cache_memory=least, max_model_len=128, max_num_seqs=2) for _ in range(2)]
+    prefixes = [tokens(1, 90), tokens(2, 90)]
+    for holder, prefix in zip(engines, prefixes, strict=True):
+        holder.generate(prefix, 1)
+    prompts = [[*prefixes[1], *tokens(3, 20)], [*prefixes[0], *tokens(4, 20)]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    leases = [holder.lease(prompt) for holder, prompt in zip(reversed(engines), prompts, strict=True)]
+    for reader, holder, prompt, lease in zip(engines, reversed(engines), prompts, leases, strict=True):
+        assert lease is not None
+        remote = Remote(holder, lease)
+        reader.core.add_request(Request("r", prompt, sampling, remote=remote, is_remote_optional=True))
+    answers: list[list[int]] = [[], []]
+    deadline_s = time.monotonic() + 20.0
+    is_first = True
+    while min(map(len, answers)) < 4:
+        assert time.monotonic() < deadline_s, "they wait for each other"
+        for reader, holder, answer in zip(engines, reversed(engines), answers, strict=True):
+            outputs = reader.core.step()
+            assert not is_first or reader.core.num_waiting == 1
+            answer += [token for output in outputs for token in output.token_ids]
+            for seq_id in list(reader.pulls):  # of the other one, when the first has let go
+                reader.finish_pull(seq_id)
+                assert holder.model.manager.release_lease("lease")
+        is_first = False
+    assert answers == [alone.generate(prompt, 4)[0] for prompt in prompts]
+    for engine in engines:
+        engine.assert_nothing_held()
 
 
 def test_lease_id_when_it_is_in_use_then_refused_and_everybody_else_goes_on() -> None:

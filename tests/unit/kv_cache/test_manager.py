@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.seen_prefixes import SeenPrefixes
 from tests.unit.kv_cache.world import World, make_config
 
 A = list(range(100, 140))
@@ -51,6 +53,37 @@ def test_shared_prefix_when_no_state_is_there_then_junction_is_saved_and_used_ne
     assert stats.lost_tokens == {"no_state": 12}
     assert (stats.hit_tokens["attention"], stats.hit_tokens["state"]) == (12, 0)
     world.check()
+
+
+@pytest.mark.parametrize("windows", [(), (6,)])
+def test_shared_prefix_when_no_group_keeps_every_position_then_junction_is_saved_and_used_next_time(
+    windows: tuple[int, ...],
+) -> None:
+    world = World(make_config(attention=False, windows=windows))
+    world.prefill("a", A[:20])
+    hit = world.manager.lookup(world.keys([*A[:13], 1, 2, 3]), 16)
+    assert (hit.num_tokens, hit.num_attention_tokens, hit.junction) == (0, 0, 12)
+    world.prefill("b", [*A[:13], 1, 2, 3])
+    third = world.manager.lookup(world.keys([*A[:13], 5, 6, 7]), 16)
+    assert (third.num_tokens, third.junction) == (12, None)
+    assert world.manager.lookup(world.keys(A[:20]), 20).junction is None
+    other = world.manager.lookup(world.keys([99, *A[:13]]), 14)
+    assert (other.num_tokens, other.junction) == (0, None)
+    world.check()
+
+
+def test_seen_prefixes_when_too_many_then_the_longest_unseen_go_deep_end_first() -> None:
+    seen = SeenPrefixes(max_keys=6)
+    prompts = [PrefixKeys(b"root", 4, [number] * 16) for number in range(3)]
+    for prompt in prompts[:2]:
+        seen.add(prompt, 16)
+    assert [seen.depth(prompt, 16) for prompt in prompts] == [8, 16, 0]
+    seen.add(prompts[0], 11)  # its first two blocks again
+    seen.add(prompts[2], 15)
+    assert [seen.depth(prompt, 16) for prompt in prompts] == [8, 4, 12]
+    assert seen.depth(prompts[2], 10) == 8
+    seen.add(PrefixKeys(b"root", 4, range(100)), 100)
+    assert len(seen) == 6
 
 
 def test_lookup_when_prefix_start_was_evicted_then_deeper_checkpoint_is_not_used() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.errors import ConfigError
 from common.kv_cache.geometry import model_geometry
 from common.kv_cache.layout import make_layout
 from common.kv_cache.simulate import add_arguments, parse_bytes, run, simulate
+from common.kv_cache.trace import read_trace
 
 HYBRID = {
     "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
@@ -38,8 +40,31 @@ def test_hash_trace_when_prefixes_repeat_then_hits_are_at_the_boundary_and_exact
     assert (result["requests"], result["prompt_tokens"]) == (4, 3900)
     assert result["hit_tokens"] == 1024 + 1100  # nothing kept at 512, so the last request finds attention only
     assert result["lost_tokens"] == {"no_state": 512}
-    assert result["ideal_hit_rate"] == pytest.approx((1024 + 1088 + 512) / 3900)
+    assert result["ideal_hit_rate"] == pytest.approx((1024 + 1100 + 512) / 3900)
     assert result["hit_rate"] == pytest.approx(2124 / 3900)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 1024])
+def test_ideal_when_an_end_lies_inside_a_block_then_the_real_cache_has_no_more(tmp_path: Path, block_size: int) -> None:
+    lines = [hashed(1100, 0, 1, 2), hashed(1100, 0, 1, 3), hashed(1100, 0, 1, 2)]
+    tokens = [*range(10**6, 10**6 + 70), 1000, 1001]
+    lines += [{"timestamp": 0, "prompt_token_ids": tokens[:70], "output_token_ids": [1000, 1001, 1002]}]
+    lines += [{"timestamp": 0, "prompt_token_ids": [*tokens, 7], "output_token_ids": []}]
+    result = replay(tmp_path, lines, block_size=block_size)
+    assert result["hit_tokens"] == 1024 + 1100 + 72
+    assert result["ideal_hit_rate"] == result["hit_rate"]
+
+
+def test_hash_ids_when_they_are_hashes_then_only_equality_counts(tmp_path: Path) -> None:
+    shape = [(0, 1, 2), (0, 1, 3), (0, 1, 2), (3, 1, 2)]
+    hashes = [-5, 2**63 + 11, 10**12, 2**40]
+    figures = [
+        replay(tmp_path, [hashed(1100, *(of[number] for number in numbers)) for numbers in shape])
+        for of in (range(4), hashes)
+    ]
+    for result in figures:
+        del result["seconds"]
+    assert figures[0] == figures[1]
 
 
 def test_token_trace_when_turns_follow_each_other_then_each_resumes_after_the_last(tmp_path: Path) -> None:
@@ -73,8 +98,63 @@ def test_mode_none_when_replayed_then_no_state_is_kept(tmp_path: Path) -> None:
 def test_trace_when_a_line_is_wrong_then_error_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 2"):
         replay(tmp_path, [hashed(512, 0), hashed(5000, 1)])
+    with pytest.raises(ConfigError, match="--limit 0"):
+        replay(tmp_path, [hashed(512, 0)], limit=0)
     with pytest.raises(ConfigError, match="--model-config"):
         simulate(tmp_path / "trace.jsonl", model_config_path=tmp_path / "no", kv_cache_memory_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (b"x", "Expecting value"),
+        (b"\xff\xfe", "decode"),
+        (b"[1]", "not a JSON object, got list"),
+        (b"{}", "input_length is required"),
+        (b'{"input_length": 5, "output_length": 1}', "hash_ids is required"),
+        (b'{"input_length": -5, "output_length": 1, "hash_ids": [1]}', "input_length must be an integer between 0 and"),
+        (b'{"input_length": 5, "output_length": 1.5, "hash_ids": [1]}', "output_length must be an integer"),
+        (b'{"input_length": 5, "output_length": 1e12, "hash_ids": [1]}', "output_length must be an integer"),
+        (b'{"input_length": 5, "output_length": 1, "hash_ids": [1.5]}', "hash_ids must be a list of integers"),
+        (b'{"prompt_token_ids": null}', "prompt_token_ids must be a list of integers"),
+        (b'{"prompt_token_ids": ["a"]}', "prompt_token_ids must be a list of integers"),
+        (b'{"prompt_token_ids": [true]}', "prompt_token_ids must be a list of integers"),
+        (b'{"prompt_token_ids": [1, -1]}', "prompt_token_ids must be integers between 0 and 4294967295, got -1 to 1"),
+        (b'{"prompt_token_ids": [4294967296]}', "prompt_token_ids must be integers between"),
+        (b'{"prompt_token_ids": [1], "output_token_ids": null}', "output_token_ids must be a list of integers"),
+    ],
+)
+def test_trace_when_a_line_has_a_bad_field_then_error_names_line_and_field(
+    tmp_path: Path, line: bytes, word: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b'{"prompt_token_ids": [1, 2]}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=f"line 3: .*{re.escape(word)}"):
+        list(read_trace(trace))
+
+
+def test_trace_when_lines_are_empty_then_they_are_no_requests(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('\n{"prompt_token_ids": [1]}\n\n{"prompt_token_ids": [2]}\n\n')
+    assert [request.prompt_token_ids for request in read_trace(trace)] == [[1], [2]]
+    assert [request.prompt_token_ids for request in read_trace(trace, limit=1)] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ([], "not a JSON object"),
+        ({"model_type": ["qwen3_5"]}, r"model_type .* is not supported"),
+        ({"model_type": "qwen3_5", "text_config": "x"}, "text_config is not an object, got 'x'"),
+        ({"model_type": "qwen3_5", "dtype": ["float32"], "text_config": {"num_hidden_layers": "x"}}, "is not usable"),
+    ],
+)
+def test_model_config_when_it_is_of_another_shape_then_error_says_so(tmp_path: Path, config: object, word: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    (tmp_path / "trace.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=word):
+        simulate(tmp_path / "trace.jsonl", model_config_path=path, kv_cache_memory_bytes=1 << 24)
 
 
 def test_command_when_json_is_asked_then_one_object_is_printed(

@@ -134,3 +134,15 @@ def test_buckets_reach_from_a_millisecond_to_a_minute() -> None:
             if spec.name.endswith("_seconds") and "itl" not in spec.name:
                 assert spec.buckets[0] <= 0.005
                 assert spec.buckets[-1] >= 60
+
+
+def test_histogram_of_one_thread_when_observed_then_exposed_like_any_other() -> None:
+    plain, usual = Metrics(Role.PROXY, one_thread=("request_itl_seconds",)), Metrics(Role.PROXY)
+    observe = plain.observer("request_itl_seconds")
+    for seconds in (0.001, 0.0011, 0.2, 99.0):
+        observe(seconds)
+        usual.observe_itl(seconds)
+    plain.observe_itl(0.003)
+    usual.observe_itl(0.003)
+    assert samples(plain) == samples(usual)
+    assert sorted(plain.render()[0].splitlines()) == sorted(usual.render()[0].splitlines())
