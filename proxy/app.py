@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,9 +196,9 @@ def _add_operator_routes(app: FastAPI) -> None:
         service = _service(request)
         reasons = service.pool.reasons()
         if service.drain.is_draining:
-            return JSONResponse({"status": draining.STATUS, "reasons": [draining.STATUS]}, status_code=503)
+            return _not_ready(draining.STATUS, [draining.STATUS])
         if reasons:
-            return JSONResponse({"status": "not_ready", "reasons": reasons}, status_code=503)
+            return _not_ready("not_ready", reasons)
         return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
@@ -209,6 +209,11 @@ def _add_operator_routes(app: FastAPI) -> None:
     @app.get("/version")
     async def version() -> dict[str, Any]:
         return installed_versions()
+
+
+def _not_ready(status: str, reasons: Sequence[str]) -> Response:
+    # ``reason`` is what nodes say too; the list is for whoever wants them one by one.
+    return JSONResponse({"status": status, "reason": "; ".join(reasons), "reasons": list(reasons)}, status_code=503)
 
 
 async def _forward(request: Request) -> Response:

@@ -6,12 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 _JSON = json.JSONEncoder(separators=(",", ":"))
 SHORT_CHARS = 64
 
 
 def encode(value: object) -> bytes:
-    return _JSON.encode(value).encode()
+    """``value``, whose keys are texts, as compact JSON."""
+    try:
+        encoded = orjson.dumps(value)
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits
+        return _JSON.encode(value).encode()
+    # It may stand for a number that is too large for a float, which is for the node to refuse.
+    return _JSON.encode(value).encode() if b"null" in encoded else encoded
 
 
 class BodyEncoder:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import QueueFullError, TransferError
+from common.errors import DeadlineExceededError, QueueFullError, TransferError
 from common.telemetry.tracing import NO_SPAN, RequestSpan
 from proxy.body_encoder import BodyEncoder
 from proxy.breaker import Leg
@@ -22,6 +22,7 @@ from proxy.progress import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.prompt_keys import PromptKeys
 from proxy.recent import PREFILL_NODE_HEADER
 from proxy.relay import ClientStream
+from proxy.token_gaps import TokenGaps
 
 END_OF_STREAM = DONE + END_OF_EVENT
 
@@ -44,6 +45,11 @@ class Job:
     session_id: str | None = None
     placement_hint: PlacementHint = PlacementHint.AUTO
     encoder: BodyEncoder = field(default_factory=BodyEncoder, repr=False, compare=False)
+
+    @property
+    def num_choices(self) -> int:
+        """Of the answer: ``n`` for each prompt."""
+        return len(self.prompts) * int(self.body.get("n") or 1)
 
 
 class TransferFailedError(LegFailedError):
@@ -74,8 +80,8 @@ class DecodeLegs:
         leases: LeaseGuard,
         progress: StreamProgress | None = None,
     ) -> None:
-        """Send the leg and pass its answer on; from the first good status on the node owns the request's leases. With
-        ``progress`` the client may have part of the stream already.
+        """Send the leg and pass its answer on; from the first good status on, until it fails, the node owns the
+        request's leases. With ``progress`` the client may have part of the stream already.
 
         Raises:
             TransferFailedError: the node says 502 before the first byte.
@@ -83,23 +89,38 @@ class DecodeLegs:
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
-        async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
-            if answer.status < 400:
-                leases.hand_over()
-            if answer.status != 200:
-                judge(leg, answer.status)
-                await self._pass_refusal(node, answer, client)
-                return
-            is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-            if is_stream is not job.is_stream:
-                raise LegFailedError(f"decode node {node.name} answers what was not asked for", reason="garbage")
-            if is_stream:
-                await self._pass_stream(node, job, answer, leg, client, progress)
-            else:
-                body = await answer.read()
-                _check_json(node, body)
-                leg.succeed()
-                await client.send_whole(answer.status, answer.headers, body)
+        try:
+            async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
+                if answer.status < 400:
+                    leases.hand_over()
+                await self._pass(node, job, answer, leg, client, progress)
+        except (LegFailedError, DeadlineExceededError):
+            leases.take_back()
+            raise
+
+    async def _pass(
+        self,
+        node: Node,
+        job: Job,
+        answer: NodeStream,
+        leg: Leg,
+        client: ClientStream,
+        progress: StreamProgress | None,
+    ) -> None:
+        if answer.status != 200:
+            judge(leg, answer.status)
+            await self._pass_refusal(node, answer, client)
+            return
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        if is_stream is not job.is_stream:
+            raise LegFailedError(f"decode node {node.name} answers what was not asked for", reason="garbage")
+        if is_stream:
+            await self._pass_stream(node, job, answer, leg, client, progress)
+        else:
+            body = await answer.read()
+            _check_json(node, body)
+            leg.succeed()
+            await client.send_whole(answer.status, answer.headers, body)
 
     @staticmethod
     async def _pass_refusal(node: Node, answer: NodeStream, client: ClientStream) -> None:
@@ -123,6 +144,7 @@ class DecodeLegs:
         progress: StreamProgress | None,
     ) -> None:
         end, has_error, has_passed = b"", False, False
+        gaps = TokenGaps(self._metrics.observe_itl, num_choices=job.num_choices)
         async for chunk in answer.chunks(self._idle_s):
             if not end:
                 leg.begin_answer()
@@ -135,6 +157,7 @@ class DecodeLegs:
                     client.go_on()
                 has_passed = True
                 await client.send_chunk(data)
+                gaps.passed(data)
             if progress is not None and progress.failure is not None:
                 leg.fail("error event")
                 raise progress.failure

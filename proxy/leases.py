@@ -3,7 +3,8 @@
 A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer (or, when
 both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
 over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
-refused) releases it. Releasing is best effort with a deadline; the lease's own deadline is behind it.
+refused) releases it. A decode node that fails afterwards may have died before it released what it was given: then the
+lease is the proxy's again. Releasing is best effort with a deadline; the lease's own deadline is behind it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class LeaseGuard:
 
     def __init__(self) -> None:
         self._held: list[tuple[Node, str]] = []
+        self._handed_over: list[tuple[Node, str]] = []
         self.is_handed_over = False
 
     def hold(self, node: Node, lease_id: str) -> None:
@@ -36,7 +38,13 @@ class LeaseGuard:
     def hand_over(self) -> None:
         """The decode node owns them from here on; what it was to read may be gone when it fails."""
         self.is_handed_over = True
+        self._handed_over += self._held
         self._held.clear()
+
+    def take_back(self) -> None:
+        """The decode node failed: whether it has released them nobody knows, and releasing twice does no harm."""
+        self._held += self._handed_over
+        self._handed_over.clear()
 
     def take(self) -> dict[Node, list[str]]:
         """What is still held, by node; held no longer."""

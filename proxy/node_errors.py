@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
-import aiohttp
-
 
 class NodeClientError(Exception):
     """The base of what ``NodeClient`` raises."""
 
 
 class NodeRefusedError(NodeClientError):
-    """No connection: refused, not resolved, or not accepted in time."""
+    """No connection: refused, not resolved, or not accepted in time. The system's own error is its cause."""
 
 
 class NodeTimeoutError(NodeClientError):
@@ -26,22 +21,3 @@ class NodeSilentError(NodeClientError):
 
 class NodeBrokenError(NodeClientError):
     """The connection broke, or what came is no usable HTTP."""
-
-
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """aiohttp's and the system's errors inside the block leave it as those above."""
-    try:
-        yield
-    except NodeClientError:
-        raise
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as exc:
-        raise NodeRefusedError(_text(exc)) from exc
-    except TimeoutError as exc:
-        raise NodeTimeoutError("no answer in time") from exc
-    except (aiohttp.ClientError, OSError) as exc:
-        raise NodeBrokenError(_text(exc)) from exc
-
-
-def _text(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__

@@ -4,49 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from types import TracebackType
 
-import aiohttp
-
-from proxy.node_errors import NodeSilentError, NodeTimeoutError
+from proxy.node_errors import NodeClientError, NodeSilentError, NodeTimeoutError
 
 
-class Silence:
-    """Ends a read that waits too long. One timer per stream, which looks at the clock when it fires: one per chunk cost
-    more than passing the chunk on."""
+class Wait:
+    """A connection's waits for its node, one after the other. One timer for all of them, which looks at the clock when
+    it fires: one for each cost more than passing a chunk on."""
 
-    def __init__(self, content: aiohttp.StreamReader, limit_s: float) -> None:
+    def __init__(self, fail: Callable[[NodeClientError], None]) -> None:
+        """``fail`` ends what waits."""
         self._loop = asyncio.get_running_loop()
-        self._content = content
-        self._limit_s = limit_s
+        self._fail = fail
         self._since_s: float | None = None
-        self._timer = self._loop.call_later(limit_s, self._look)
+        self._limit_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
 
-    def begin(self) -> None:
-        self._since_s = self._loop.time()
+    def begin(self, limit_s: float) -> None:
+        """The wait that begins now may take ``limit_s``."""
+        self._since_s, self._limit_s = self._loop.time(), limit_s
+        if self._since_s + limit_s < self._due_s:
+            self._look_at(self._since_s + limit_s)
 
-    def end(self, limit_s: float) -> float:
-        """Something came; when. The next may take ``limit_s``."""
+    def end(self) -> None:
         self._since_s = None
-        if limit_s != self._limit_s:
-            self._limit_s = limit_s
-            self._timer.cancel()
-            self._timer = self._loop.call_later(limit_s, self._look)
-        return self._loop.time()
 
     def close(self) -> None:
-        self._timer.cancel()
+        self._since_s = None
+        if self._timer is not None:
+            self._timer.cancel()
 
     def give_up(self, before_s: float) -> None:
         if self._since_s is not None and self._since_s <= before_s:
-            self._content.set_exception(_no_sign_of_life())
+            self._fail(_no_sign_of_life())
+
+    def _look_at(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._loop.call_at(due_s, self._look)
 
     def _look(self) -> None:
-        waited_s = 0.0 if self._since_s is None else self._loop.time() - self._since_s
-        if waited_s >= self._limit_s:
-            self._content.set_exception(NodeTimeoutError(f"silent for more than {self._limit_s:g} s"))
+        self._timer, self._due_s = None, math.inf
+        if self._since_s is None:
+            return
+        end_s = self._since_s + self._limit_s
+        if self._loop.time() >= end_s:
+            self._fail(NodeTimeoutError(f"silent for more than {round(self._limit_s, 2):g} s"))
         else:
-            self._timer = self._loop.call_later(self._limit_s - waited_s, self._look)
+            self._look_at(end_s)
 
 
 class Limit:
@@ -79,8 +88,8 @@ class Limit:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
-class Waits(set[Silence | Limit]):
-    """Everything that waits for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
+class Waits(set[Wait | Limit]):
+    """Everything that may wait for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,8 +29,9 @@ class RequestRecord:
 
 class ProxyMetrics:
     def __init__(self, pool: NodePool, index: PrefixIndex) -> None:
-        self._metrics = Metrics(Role.PROXY, versions=build_labels())
+        self._metrics = Metrics(Role.PROXY, versions=build_labels(), one_thread=("request_itl_seconds",))
         self._metrics.set_source(self._samples)
+        self.observe_itl = self._metrics.observer("request_itl_seconds")
         self._pool = pool
         self._index = index
         self._admission: Admission | None = None

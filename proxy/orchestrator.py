@@ -264,6 +264,7 @@ class Orchestrator:
                     raise
                 if leases.is_handed_over or (node.is_vllm and exc.reason != "refused"):
                     given = LOCAL  # who had begun with the handoff may have used it up
+                    self._releaser.release(leases)
             run.avoided.decode.append(node)
             node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
             if node is not None and not self._may_retry(failure):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,7 @@ class PairedLegs:
             LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
             DeadlineExceededError: a leg was silent for too long.
         """
-        names = [uuid.uuid4().hex for _ in pair.prefill]
+        names = [secrets.token_hex(16) for _ in pair.prefill]
         params = [self._rendezvous(node, name) for node, name in zip(pair.prefill, names, strict=True)]
         handoff = params[0] if len(params) == 1 else params
         content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress is not None)

@@ -12,10 +12,11 @@ import hmac
 import json
 import logging
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
+import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -72,7 +73,7 @@ def install_middleware(
 
 
 def new_request_id() -> str:
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def request_id_of(request: Request) -> str:
@@ -296,12 +297,39 @@ async def read_json_object(request: Request) -> dict[str, Any]:
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """``raw`` as a JSON object; errors as ``read_json_object``."""
+    value = _parse_quickly(raw)
+    if value is None:
+        value = _parse_with_errors(raw)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
+    # Counting brackets bounds the depth from above; most bodies never need the walk.
+    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _is_too_deep(value):
+        raise InvalidRequestError(_TOO_DEEP, code="invalid_json")
+    return value
+
+
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * 19
+
+
+def _parse_quickly(raw: bytes) -> object:
+    """What ``json`` would make of ``raw``, in a quarter of its time; None where it has to be asked: orjson makes whole
+    numbers beyond 64 bits floats, and has other words for what is wrong."""
+    if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
+        return None
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _parse_with_errors(raw: bytes) -> object:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise InvalidRequestError(f"the body is not UTF-8: byte {exc.start}", code="invalid_json") from exc
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value: object = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as exc:
         raise InvalidRequestError(
             f"the body is not JSON: {exc.msg} at line {exc.lineno} column {exc.colno}", code="invalid_json"
@@ -310,11 +338,6 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
     except ValueError as exc:
         raise InvalidRequestError("the body holds a number of too many digits", code="invalid_json") from exc
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
-    # Counting brackets bounds the depth from above; most bodies never need the walk.
-    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _is_too_deep(value):
-        raise InvalidRequestError(_TOO_DEEP, code="invalid_json")
     if b"\\u" in raw:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -322,6 +345,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
             raise InvalidRequestError(
                 "the body holds half of a surrogate pair, which is no character", code="invalid_json"
             ) from exc
+        except RecursionError as exc:
+            raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
     return value
 
 

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from common.api import drain, responses
 from common.api.errors import install_error_handlers
 from common.api.fields import Fields
+from common.api.handoff import FIELD, prefill_leg_params
 from common.api.http import install_middleware, read_json_object
 from common.api.protocol import check_model, parse_chat
 from common.api.tokenizer import TextCodec
@@ -107,7 +108,8 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
         fields = Fields(body)
         check_model(fields.string("model"), (node.served_model_name,))
         if body.get("messages") is not None:
-            chat = parse_chat({**body, "max_tokens": None})
+            # Of a chat request only what makes the prompt is known here: what it asks of the answer is ignored.
+            chat = parse_chat({**body, FIELD: prefill_leg_params()})
             token_ids = await asyncio.to_thread(serving.codec.encode_chat, chat)
         else:
             prompt = fields.string("prompt")

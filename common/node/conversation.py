@@ -1,6 +1,6 @@
 """One sequence's pull: offers come in, parts are read as they come, one outcome goes to the engine.
 
-1 wait for an offer beyond what is here, 2 read its new blocks and check them against the holder's generations and
+1 wait for an offer beyond the last one, 2 read its new blocks and check them against the holder's generations and
 against tags computed from our own tokens, 3 again, until the final offer, whose part has the tail and the state, 4
 compare digests. Leaves by ``FinishedPull``: ok only when every part was. One part is in flight at a time; what is
 finished meanwhile becomes the next one.
@@ -173,9 +173,8 @@ class Conversation:
             (self._puller.cancel if reason == PullReason.CANCELLED else self._puller.abandon)(self._in_flight)
 
     async def _read_all(self) -> Offer:
-        size = self._remote.keys.block_size
-        first = min((pairs[0][0] for pairs in self._left if pairs), default=self._remote.num_tokens // size)
-        after = min(first * size, self._remote.num_tokens)
+        # Also of what is here already: a holder that gets on is waited for, however long that takes it.
+        after = 0
         while True:
             offer = await self._next_offer(after)
             await self._read_part(offer)

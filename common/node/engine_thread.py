@@ -88,7 +88,7 @@ class EngineThread:
         self._outputs[request.request_id] = outputs
         unfinished = request.num_forks if request.sampling is not None else 1
         try:
-            self.post(lambda: self._core.add_request(request))
+            self.post(lambda: self._add(request))
             while unfinished:
                 output = await outputs.get()
                 if output.error is not None:
@@ -141,6 +141,16 @@ class EngineThread:
         if deadline is None:
             return MAX_IDLE_WAIT_S
         return min(max(deadline - time.monotonic(), 0.001), MAX_IDLE_WAIT_S)
+
+    def _add(self, request: Request) -> None:
+        """Whoever waits for the outputs of a request that could not be added hears so: there will be none."""
+        try:
+            self._core.add_request(request)
+        except Exception as exc:
+            if not isinstance(exc, TandemError):
+                logger.exception("adding a request failed request_id=%s", request.request_id)
+                exc = TandemError("the engine failed on this request")
+            self._loop.call_soon_threadsafe(self._deliver, [RequestOutput(request.request_id, 0, [], error=exc)])
 
     def _drain(self, wait_s: float) -> None:
         try:

@@ -66,6 +66,9 @@ class PullSource:
     def cancel(self, seq_id: str) -> None:
         self._loop.call_soon_threadsafe(self._cancel, seq_id)
 
+    def give_up(self, remote: RemotePrefix) -> None:
+        self._loop.call_soon_threadsafe(remote.offers.close)
+
     async def close(self) -> None:
         """After the engine, which starts no more, and before the puller."""
         for task in self._tasks:

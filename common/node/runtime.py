@@ -52,10 +52,13 @@ class NodeModel:
     runner: ModelRunner
 
 
-def load_node_model(config: NodeConfig) -> NodeModel:
-    """Steps 1 to 3. Raises ConfigError naming what cannot work."""
+def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> NodeModel:
+    """Steps 1 to 3; ``compact_weights`` as :func:`load_model`. Raises ConfigError naming what cannot work."""
     torch.set_num_threads(config.num_threads)
-    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(f"--device cuda: torch {torch.__version__} finds no CUDA device here", param="--device")
+    device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")
     loaded = load_model(
         config.model,
         dtype=config.dtype,
@@ -66,6 +69,7 @@ def load_node_model(config: NodeConfig) -> NodeModel:
         ops_backend=config.ops_backend,
         enforce_eager=config.enforce_eager,
         prebuilt_ops=config.prebuilt_ops,
+        compact_weights=compact_weights,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
     plan = plan_cache(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -139,6 +140,26 @@ async def test_malformed_body_is_400_and_says_where(body: bytes, shown: str) -> 
     async with client(create_app()) as http:
         error = assert_error(await http.post("/v1/echo", content=body), 400, "invalid_json")
     assert shown in error["message"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("0", "-0", "-0.0", "1E5", "1e999", "-1e400", "5e-324", "0.1000000000000000055", "9007199254740993.0"),
+        *("9223372036854775807", "-9223372036854775809", "18446744073709551616", "1" * 400, "1e-5000", "true", "null"),
+        *(
+            '"\\u0000\\/\\ud83d\\ude00"',
+            '"9223372036854775808"',
+            '{"b":1,"b":18446744073709551616}',
+            '{"b":1,"b":2}',
+            "[ ]",
+        ),
+    ],
+)
+async def test_body_when_it_is_json_then_read_as_pythons_json_does(value: str) -> None:
+    raw = f'{{"a":{value}}}\n'
+    got = parse_json_object(raw.encode())
+    assert repr(got) == repr(json.loads(raw))
 
 
 async def test_deepest_allowed_body_and_many_flat_lists_are_read() -> None:

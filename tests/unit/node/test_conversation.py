@@ -14,6 +14,7 @@ from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.manager import PullPlan
 from common.node.conversation import Conversation, FinishedPull, RemotePrefix
 from common.node.offers import Offer, Offers
+from common.node.pulling import PullSource
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from tests.unit.node.conftest import Reader, Served
@@ -155,13 +156,12 @@ async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next
     assert [offer.is_final for offer in it.checked] == [True]
 
 
-async def test_blocks_that_are_here_already_when_pulled_are_neither_asked_for_nor_read(talk: StartTalk) -> None:
+async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: StartTalk) -> None:
     it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_cached_blocks=4))
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.num_blocks, result.num_states) == (2, 0)
     assert result.num_bytes == 2 * it.holder.memory.regions[BLOCKS].unit_bytes
-    assert it.offers.asked_after == [12]
     assert not it.has_state()
 
 
@@ -239,6 +239,35 @@ async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(talk
     await asyncio.sleep(0.2)
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     assert (await it.result()).ok
+
+
+@pytest.mark.parametrize("is_only_state", [False, True])
+async def test_timeout_when_the_holder_computes_what_is_here_already_then_counts_from_its_last_progress(
+    talk: StartTalk, is_only_state: bool
+) -> None:
+    """Its blocks outlived its state here: nothing is to be read for long, and the holder is at work all the time."""
+    pairs = () if is_only_state else ((5, 25),)
+    it = talk(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_cached_blocks=5), timeout_s=0.5)
+    for num_tokens in (4, 8, 12, 16):
+        await asyncio.sleep(0.2)
+        it.offers.give(it.holder.offer(num_tokens))
+    await asyncio.sleep(0.2)
+    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    result = await it.result()
+    assert (result.ok, result.num_blocks, result.num_states) == (True, len(pairs), 1)
+    assert it.has_state()
+
+
+async def test_prefix_when_given_up_before_its_pull_then_its_holder_is_told_from_the_event_loop(
+    reader: Reader,
+) -> None:
+    nobody: Any = None
+    source = PullSource(reader.puller, reader.peers, nobody, WAIT_S, None)
+    keys, offers = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(4)), ScriptedOffers()
+    remote = RemotePrefix("http://127.0.0.1:1", "lease", keys.key_at(4), 4, keys, offers)
+    await asyncio.to_thread(source.give_up, remote)  # as the engine's thread does
+    await asyncio.sleep(0)
+    assert offers.is_closed
 
 
 async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(talk: StartTalk) -> None:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from common.config import NodeConfig
-from common.errors import NodeUnavailableError, TandemError
+from common.errors import InvalidRequestError, NodeUnavailableError, TandemError
 from common.node.engine_thread import EngineThread
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
@@ -114,6 +114,23 @@ async def test_command_when_it_raises_reports_to_its_caller_and_the_engine_goes_
             await engine.call(lambda: 1 / 0)
         engine.post(lambda: 1 / 0)
         assert len(await token_ids(engine, request("after"))) == 20
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [InvalidRequestError("request id r is in use"), RuntimeError("broken")])
+async def test_request_when_it_cannot_be_added_then_its_caller_is_told(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(each: Request) -> None:
+        raise error
+
+    async with asyncio.timeout(DEADLINE_S):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._core, "add_request", refuse)
+            with pytest.raises(TandemError) as raised:
+                await token_ids(engine, request("r"))
+        assert (raised.value is error) == isinstance(error, TandemError)
+        assert len(await token_ids(engine, request("r"))) == 20
 
 
 @pytest.mark.asyncio

@@ -45,6 +45,12 @@ class SpyCodec:
         ("/tokenize", {"prompt": "seven"}, "tokens", [7]),
         ("/tokenize", {"prompt": "seven", "return_token_strs": True}, "token_strs", ["seven"]),
         ("/tokenize", {"messages": [{"role": "user", "content": "seven"}]}, "tokens", [7]),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "seven"}], "n": 0, "stop": 5, "guided_json": {}},
+            "tokens",
+            [7],
+        ),
         ("/detokenize", {"tokens": [7]}, "prompt", "seven"),
     ],
 )

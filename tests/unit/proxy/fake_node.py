@@ -68,6 +68,7 @@ class FakeNode:
     is_frozen: bool = False
     is_silent: bool = False
     chunk_pause_s: float = 0.0
+    has_choices: bool = False
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
     refused_prompts: list[Any] = field(default_factory=list)
@@ -228,7 +229,10 @@ class FakeNode:
                     state |= {"created": 7, "num_cached_tokens": 3} if not index else {}
                     state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
                     yield f": tandem {json.dumps(state)}\n"
-                yield f"data: {json.dumps({'index': index, 'node': self.name})}\n\n"
+                data: dict[str, Any] = {"index": index, "node": self.name}
+                if self.has_choices:
+                    data["choices"] = [{"index": 0, "text": "a", "finish_reason": None}]
+                yield f"data: {json.dumps(data)}\n\n"
                 if self.chunk_pause_s:
                     await asyncio.sleep(self.chunk_pause_s)
                 if self.fault is Fault.BREAK_LATE:

@@ -17,6 +17,8 @@ LEGS: tuple[dict[str, Any], ...] = (
     {"prompt": PROMPT},
     {"temperature": 0.5, 'a"b': [], "": {}},
     {"temperature": 1},
+    {"prompt": [2**64, -(2**70)], "logit_bias": {"1": None}, "metadata": {"a": [float("inf"), 2**80]}, "seed": 2**64},
+    {"prompt": ["\ud800" * 80, "\u2028", "\x7f"], "metadata": [1e16, 5e-324, 0.1, -0.0, True]},
     {},
 )
 

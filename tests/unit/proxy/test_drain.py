@@ -58,7 +58,9 @@ def test_leg_when_all_nodes_of_a_role_refuse_as_draining_then_503_at_once(start_
     answer = post(cluster)
     assert answer.status_code == 503
     assert [node.num_refused for node in cluster.decode] == [1, 1, 1]
-    assert "draining" in cluster.client.get("/ready").json()["reasons"][0]
+    shown = cluster.client.get("/ready").json()
+    assert "draining" in shown["reasons"][0]
+    assert shown["reason"] == "; ".join(shown["reasons"])
 
 
 @pytest.mark.parametrize("pull", [False, True])

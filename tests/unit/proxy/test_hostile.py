@@ -88,7 +88,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
             log.append(self.format(record))
 
     handler = Keep(logging.DEBUG)
-    names = ("proxy", "common", "uvicorn", "aiohttp")
+    names = ("proxy", "common", "uvicorn", "asyncio")
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(connection, "HEAD_TIMEOUT_S", HEAD_TIMEOUT_S)
         for name in names:

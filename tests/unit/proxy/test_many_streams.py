@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.ports import free_ports
 from benchmarks.proxy.__main__ import ROUTE, make_body
-from benchmarks.proxy.contestants import Process, free_ports, running
+from benchmarks.proxy.contestants import Process, running
 from benchmarks.proxy.load import User, make_leg
 from common.api.pacer import Pacer
 

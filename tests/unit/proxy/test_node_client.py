@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from proxy import node_client
+from proxy import node_client, node_connections
 from proxy.node_client import NodeClient, NodeStream
 from proxy.node_errors import NodeBrokenError, NodeRefusedError, NodeTimeoutError
 
@@ -268,6 +268,145 @@ def test_answer_when_unusable_then_broken_without_a_second_try(answer: bytes) ->
 
     asyncio.run(scenario())
     assert len(tries) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
+        (b"HTTP/1.0 200 OK\r\nTransfer-Encoding: identity\r\n\r\nuntil the end", b"until the end"),
+        (b"HTTP/1.1 100 Continue\r\nX: 1\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + OK, b"ok"),
+        (STREAM_HEAD + b"2;x=y\r\nok\r\n0\r\nX-Trailer: z\r\n\r\n", b"ok"),
+    ],
+    ids=["no length", "identity", "told to go on", "trailers"],
+)
+def test_answer_when_unusual_then_read(run: Callable[[Scenario], None], answer: bytes, body: bytes) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        for index in range(len(answer)):  # a byte at a time
+            writer.write(answer[index : index + 1])
+            await asyncio.sleep(0)
+        writer.close()
+        await writer.wait_closed()
+
+    async def scenario() -> None:
+        async with node(handle) as url, client_of(url) as client:
+            got = await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
+            assert (got.status, got.body) == (200, body)
+            assert not got.headers.keys() & {"x", "x-trailer"}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+        STREAM_HEAD + b"2\r\nok\r\n0\r\n" + b"X: y\r\n" * 200_000,
+    ],
+    ids=["another protocol", "endless trailers"],
+)
+def test_answer_when_it_never_comes_to_an_end_then_broken(answer: bytes) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer)
+        await reader.read()
+
+    async def scenario() -> None:
+        async with node(handle) as url, client_of(url) as client:
+            with pytest.raises(NodeBrokenError):
+                await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
+
+    asyncio.run(scenario())
+
+
+def test_connection_when_the_node_says_more_than_was_asked_for_then_is_not_used_again() -> None:
+    connections = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(1)
+        await read_request(reader)
+        writer.write(OK + OK.replace(b"ok", b"no"))
+        await reader.read()
+
+    async def scenario() -> None:
+        async with node(handle) as url, client_of(url) as client:
+            for _ in range(2):
+                assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
+
+    asyncio.run(scenario())
+    assert len(connections) == 2
+
+
+def test_connection_when_idle_for_long_then_is_closed(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_connections, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario() -> None:
+        gone = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(OK)
+            await reader.read()
+            gone.set()
+
+        async with node(handle) as url, client_of(url) as client:
+            await client.request("GET", "/", timeout_s=LONG_S)
+            await asyncio.wait_for(gone.wait(), LONG_S)
+
+    run(scenario)
+
+
+def test_request_when_the_client_is_closed_then_broken() -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def scenario() -> None:
+        async with node(handle) as url, client_of(url) as client:
+            waiting = asyncio.create_task(client.request("GET", "/", timeout_s=LONG_S))
+            await asyncio.sleep(0.05)
+            await client.close()
+            for work in (waiting, client.request("GET", "/", timeout_s=LONG_S)):
+                with pytest.raises(NodeBrokenError, match="the client is closed"):
+                    await work
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-B: c", "a\nb", "a\rb", "a\0b"])
+def test_header_when_it_would_end_its_line_then_nothing_is_sent(value: str) -> None:
+    async def scenario() -> None:
+        async with client_of("http://127.0.0.1:9") as client:
+            with pytest.raises(ValueError, match="a line break or a null in a header for /ready"):
+                await client.request("GET", "/ready", headers={"X-A": value}, timeout_s=LONG_S)
+
+    asyncio.run(scenario())
+
+
+def test_stream_when_nobody_reads_it_then_the_node_cannot_write_without_end(run: Callable[[Scenario], None]) -> None:
+    written = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAM_HEAD)
+        for _ in range(64):
+            writer.write(b"100000\r\n" + b"x" * 2**20 + b"\r\n")
+            await writer.drain()
+            written.append(1)
+        writer.write(b"0\r\n\r\n")
+
+    async def scenario() -> None:
+        async with streaming(handle, LONG_S) as stream:
+            await asyncio.sleep(0.3)
+            assert len(written) < 32
+            num_bytes = 0
+            async for chunk in stream.chunks(LONG_S):
+                num_bytes += len(chunk)
+            assert num_bytes == 64 * 2**20
+
+    run(scenario)
 
 
 def test_answer_when_too_large_then_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,8 @@ def test_decode_node_when_it_breaks_after_the_first_byte_then_error_event(start_
     events = [json.loads(line[6:]) for line in post(cluster, STREAM).text.splitlines() if line]
     assert [event.get("error", {}).get("type") for event in events] == [None, "server_error"]
     assert sum(len(node.bodies) for node in cluster.decode) == 1
+    [prefill] = cluster.prefill
+    wait_for(lambda: prefill.released and prefill.released == prefill.names, "the lease that a dead node may have kept")
 
 
 def test_prefill_leg_when_refused_after_the_first_byte_then_the_stream_goes_on(start_cluster: StartCluster) -> None:

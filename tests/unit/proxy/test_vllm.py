@@ -167,7 +167,11 @@ def test_node_when_unhealthy_then_not_ready_with_the_reason(start_front: StartFr
     front = start_front()
     front.pair.is_healthy = False
     why = "/health answers 503"
-    wait_for(lambda: front.client.get("/ready").text.count(why) == 2, "the proxy to have seen both nodes")
+
+    def reason() -> str:
+        return str(front.client.get("/ready").json().get("reason"))
+
+    wait_for(lambda: reason().count(why) == 2, "the proxy to have seen both nodes")
     assert front.client.get("/ready").status_code == 503
     assert front.post(COMPLETION).status_code == 503
     front.pair.is_healthy = True

@@ -1,0 +1,28 @@
+"""How long the client waits between two tokens of a stream, as the proxy passes them on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_TOKEN = b'"finish_reason"'
+"""In each choice of each event, null or not; not in those that hold the usage, the trace or an error."""
+
+
+class TokenGaps:
+    """Of one stream. Of several choices nothing is measured: their tokens take turns, which says nothing of either."""
+
+    def __init__(self, observe: Callable[[float], None], *, num_choices: int) -> None:
+        self._observe = observe
+        self._is_on = num_choices == 1
+        self._last_s: float | None = None
+
+    def passed(self, data: bytes) -> None:
+        """A piece of the stream went out. The tokens of one piece share the gap before it, which counts once."""
+        num_tokens = data.count(_TOKEN) if self._is_on else 0
+        if not num_tokens:
+            return
+        now_s = time.monotonic()
+        if self._last_s is not None:
+            self._observe((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s

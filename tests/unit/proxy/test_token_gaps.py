@@ -1,0 +1,51 @@
+"""Time between tokens at the proxy: of streams with one choice, token by token, with what is no token left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.token_gaps import TokenGaps
+from tests.unit.proxy.conftest import StartCluster
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+TOKEN = event(choices=[{"index": 0, "text": 'a "finish_reason"', "finish_reason": None}])
+USAGE = event(choices=[], usage={}) + b"data: [DONE]\n\n"
+
+
+def test_gaps_when_pieces_hold_tokens_then_one_for_each_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 3.0, 6.0])
+    monkeypatch.setattr("proxy.token_gaps.time.monotonic", lambda: next(times))
+    noted: list[float] = []
+    gaps = TokenGaps(noted.append, num_choices=1)
+    for piece in (TOKEN, TOKEN, b": beat\n\n", TOKEN * 3, USAGE):
+        gaps.passed(piece)
+    assert noted == [2.0, 1.0]
+
+
+def test_gaps_when_there_are_several_choices_then_none() -> None:
+    noted: list[float] = []
+    gaps = TokenGaps(noted.append, num_choices=2)
+    gaps.passed(TOKEN)
+    gaps.passed(TOKEN)
+    assert noted == []
+
+
+@pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"n": 2}, 0), ({"prompt": ["a", "b"]}, 0)])
+def test_stream_when_passed_on_then_the_gaps_between_its_tokens_are_counted(
+    start_cluster: StartCluster, fields: dict[str, Any], count: int
+) -> None:
+    cluster = start_cluster()
+    cluster.decode[0].has_choices = True
+    cluster.decode[0].chunk_pause_s = 0.1
+    body = {"prompt": "a", "stream": True, **fields}
+    assert cluster.client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+    assert cluster.metric("tandem_request_itl_seconds_count", role="proxy") == count
+    assert cluster.metric("tandem_request_itl_seconds_bucket", le="+Inf") == count
+    assert cluster.metric("tandem_request_itl_seconds_sum", role="proxy") >= 0.05 * count  # half of what was slept
