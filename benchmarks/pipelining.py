@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.ports import free_ports
 from common.demo_model import FOLDER
 
 START_TIMEOUT_S = 180.0
@@ -85,7 +85,7 @@ def service(args: argparse.Namespace, *, is_proxy_apart: bool = False) -> Iterat
         *("--max-model-len", str(args.tokens + 64), "--max-num-batched-tokens", str(args.chunk)),
         *("--kv-cache-memory", "1GiB", "--log-level", "warning"),
     ]
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     prefill, decode, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     argvs = [
         (["prefill_node", "--port", str(ports[0]), *node_flags], {cores[0]}),
@@ -119,12 +119,6 @@ def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
             break
         time.sleep(0.2)
     raise SystemExit(f"{url} did not become ready")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 
 import uvloop
 
+from benchmarks.ports import free_ports
 from benchmarks.proxy.contestants import (
     CONTESTANTS,
     Contestant,
     Ports,
     Process,
     contestant_running,
-    free_ports,
     running,
 )
 from benchmarks.proxy.load import Leg, Steps, User, latencies, make_leg, throughput

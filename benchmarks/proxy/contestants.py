@@ -162,14 +162,6 @@ def contestant_running(contestant: Contestant, ports: Ports, core: int) -> Itera
             yield process
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 def _wait_listening(process: subprocess.Popen[bytes], port: int) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:

@@ -119,6 +119,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         {"prompt": [[5, 6, 7, 8]], "max_tokens": 0, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234},
     ),
+    "completion that only echoes, twice": (
+        "/v1/completions",
+        {"prompt": "def f(x):", "max_tokens": 0, "echo": True, "n": 2},
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from tests.support.http_server import wait_for
-from tests.support.service import ROOT, child_environment
+from tests.support.service import ROOT, child_environment, free_port
 
 # Takes a node's argv; writes down how it was started; answers as a node would.
 FAKE_NODE = """
@@ -47,22 +46,6 @@ http.server.ThreadingHTTPServer((flags["host"], int(flags["port"])), Handler).se
 """
 
 
-def free_base_port() -> int:
-    """A port whose successors by 100 and 200 are free as well."""
-    for _ in range(100):
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for offset in (100, 200):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            except (OSError, OverflowError):
-                continue
-            return port
-    raise AssertionError("no three free ports")
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -80,7 +63,7 @@ class Up:
             (folder / role / "__init__.py").touch()
             (folder / role / "__main__.py").write_text(FAKE_NODE)
         self.folder = folder
-        self.port = free_base_port()
+        self.port = free_port(100, 200)
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
