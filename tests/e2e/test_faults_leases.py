@@ -57,6 +57,11 @@ def num_leases(node: Node) -> Any:
     return node.check_cache()["leases"]
 
 
+def num_requests(node: Node) -> int:
+    state = info(node)
+    return int(state["running"]) + int(state["waiting"])
+
+
 def reuse_all_memory(prefill: Node, seed: int) -> None:
     """Computes other prompts until each block that is not leased has been written again."""
     num_blocks = int(info(prefill)["num_blocks"]) - 1
@@ -105,10 +110,11 @@ def test_lease_when_its_request_queues_for_longer_than_it_lasts_then_is_renewed_
     answers: list[Answer] = []
     occupy = completion_body(random_tokens(20, seed=453), 1900, n=6, temperature=1.0)
     with OpenRequest(decode.url, "/v1/completions", occupy):
-        wait_until(lambda: info(decode)["running"] == 6, "six continuations to run")
+        # Running or waiting: on a fast machine they have soon filled the pool, and preempt each other.
+        wait_until(lambda: num_requests(decode) == 6, "six continuations to run")
         waiting = threading.Thread(target=lambda: answers.append(complete(tight_service.url, prompt, 12)))
         waiting.start()
-        wait_until(lambda: num_leases(prefill) == 1 and info(decode)["waiting"] == 1, "the prompt to queue")
+        wait_until(lambda: num_leases(prefill) == 1 and num_requests(decode) == 7, "the prompt to queue")
         # A lease that begins now and that nobody renews marks the time.
         mark = foreign.prefill(prefill.url, completion_body(random_tokens(17, seed=454), 1))
         wait_until(lambda: metric(prefill, "leases_expired_total") == expired + 1, "the unrenewed lease to expire")
