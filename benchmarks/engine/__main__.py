@@ -1,11 +1,11 @@
 """The engine's forward beside stock transformers, in one process: ``python -m benchmarks.engine``.
 
 Models with random weights are made on the spot. Measured are prefills and one decode step at several batch sizes behind
-prompts of 512 tokens: our ops and stock (static batch, its own cache, the same dtype) take turns, so that whatever else
-the machine does hits all alike. Figures are medians in milliseconds; ``of roof`` is our share of what the machine can
-do, measured right before and after ours in every round: of its matrix product in a prefill (GF/s), of its read
-bandwidth in a decode step (GB/s). Weights count 16 bits each there, also where ours take 12: a step can be above all of
-it. ``of best``: of the best rate of the whole run, which may have lasted 50 ms.
+prompts of 512 tokens: our ops and stock (static batch, its own cache) take turns, so that whatever else the machine
+does hits all alike. Figures are medians in milliseconds; ``of roof`` is our share of what the machine can do, measured
+right before and after ours in every round: of its matrix product in a prefill (GF/s; in the model's dtype, or in float32
+where that is faster), of its read bandwidth in a decode step (GB/s). Weights count 16 bits each there, also where ours
+take 12: a step can be above all of it. ``of best``: of the best rate of the whole run, which may have lasted 50 ms.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace
             models = [replace(each, is_replayed=each.is_replayed and not args.no_replay) for each in models]
             contestants[backend] = Nodes(*(Engine(each, largest) for each in models))
         with quiet_transformers():
-            stock = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+            stock_dtype = getattr(torch, args.stock_dtype) if args.stock_dtype else dtype
+            stock = AutoModelForCausalLM.from_pretrained(path, dtype=stock_dtype).eval()
         contestants["stock"] = Stock(stock)
     parameters = sum(p.numel() for p in stock.parameters())
     machine = Machine(dtype, CLOCKS[args.clock])
@@ -112,6 +113,7 @@ def measure(family: str, size: str, dtype: torch.dtype, args: argparse.Namespace
             "size": size,
             "parameters": parameters,
             "dtype": str(dtype).removeprefix("torch."),
+            "stock_dtype": str(stock_dtype).removeprefix("torch."),
             "work": work.name,
             **{f"{name}_ms": round(value, 3) for name, value in result.medians.items()},
             "stock_over_ours": round(result.medians["stock"] / ours, 2),
@@ -175,6 +177,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", nargs="+", choices=tuple(SIZES), default=["S"])
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16"])
+    parser.add_argument(
+        "--stock-dtype",
+        choices=("float32", "bfloat16"),
+        help="of the stock model, by default ours; float32 is faster where the CPU has no bfloat16",
+    )
     parser.add_argument("--prefill", nargs="*", type=_batch_and_tokens, default=[(1, 1024), (8, 512)], metavar="BxT")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32], help="decode batch sizes")
     parser.add_argument("--ops", nargs="+", choices=("cpp", "torch"), default=["cpp"], help="the first is compared")

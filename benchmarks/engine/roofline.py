@@ -21,11 +21,17 @@ class Machine:
 
     def __init__(self, dtype: torch.dtype, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._x, self._weight = (torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype) for _ in range(2))
+        # A CPU without instructions for bfloat16 multiplies it slower than float32, which products may be done in.
+        self._x, self._weight = (torch.randn(_GEMM_SIZE, _GEMM_SIZE) for _ in range(2))
+        in_float32 = self.flops()
+        self._x, self._weight = self._x.to(dtype), self._weight.to(dtype)
+        if self.flops() < in_float32:
+            self._x, self._weight = self._x.float(), self._weight.float()
         self._data = large_pages(_READ_BYTES // 4).view(torch.float32).fill_(1.0)
 
     def flops(self) -> float:
-        """Of a large square matrix product in the model's dtype on torch's number of threads, per second."""
+        """Of a large square matrix product on torch's number of threads, per second: in the model's dtype, or in
+        float32 where that is faster."""
         return self._rate(2.0 * _GEMM_SIZE**3, lambda: F.linear(self._x, self._weight))
 
     def bytes_per_s(self) -> float:

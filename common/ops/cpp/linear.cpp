@@ -3,8 +3,9 @@
 // Every output is the same float32 sum over k, whatever else is in the call: its bits do not depend on the other rows.
 // Here on vectors, in linear_tiles.cpp on tiles.
 //
-// Rows are taken in groups of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
-// [step][row of the group] first. A panel comes from memory once, then from the L2 cache for the other groups.
+// Rows are taken in pieces of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
+// [step][row of the piece] first. One or two pieces: the weight comes from memory as they pass. More: each block of a
+// panel goes to the L1 cache and meets all pieces of a batch there, whose rows stay in the L2 cache.
 #include "linear.h"
 
 namespace tandem {
@@ -12,7 +13,11 @@ namespace {
 
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // 24 of 32 registers hold sums, or 12 of 16
 constexpr int kWideRows = 4;                     // up to here two panels pass side by side: more sums to work on
-constexpr int64_t kBlockSteps = 256;             // sums of so many steps are added up: one long sum loses digits
+// Sums of so many words are added up: one long sum loses digits. A panel's block of them takes 16 KiB.
+constexpr int64_t kBlockWords = 4096 / kPanel;
+constexpr int kStreamPieces = 2;  // up to here from memory
+constexpr int kMaxPieces = 16, kMinPieces = 8;
+constexpr int64_t kBatchWords = 1 << 16;  // of the rows of a batch
 // How far ahead a panel is fetched, in words; best of 0 to 16384 on a Zen 4 (25 to 41 GB/s, where a plain read gives 32).
 constexpr int64_t kNearWords = 256, kFarWords = 2048;
 
@@ -22,31 +27,46 @@ inline vu load_words(const uint32_t* p) {
     return v;
 }
 
-// How one step of k is added: x holds kWords words for each row and step.
+// How one step of k is added: x holds kWords words for each step and row, [step][word][row].
 struct Float32 {
     static constexpr int64_t kWords = 1;
+    template <int kRows>
     static vf add(vf sum, const uint32_t* x, vu w) {
         float value;
         std::memcpy(&value, x, 4);
         return fma(splat(value), (vf)w, sum);
     }
+    using InBlocks = Float32;
+    static const uint32_t* block(const uint32_t* w, int64_t, uint32_t*) { return w; }
 };
 #if defined(__AVX512BF16__)
 struct BFloat16 {
     static constexpr int64_t kWords = 1;
+    template <int kRows>
     static vf add(vf sum, const uint32_t* x, vu w) {
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*x)), (__m512bh)w);
     }
+    using InBlocks = BFloat16;
+    static const uint32_t* block(const uint32_t* w, int64_t, uint32_t*) { return w; }
 };
 #else
 struct BFloat16 {  // x in float32
     static constexpr int64_t kWords = 2;
+    template <int kRows>
     static vf add(vf sum, const uint32_t* x, vu w) {
-        float even, odd;
-        std::memcpy(&even, x, 4);
-        std::memcpy(&odd, x + 1, 4);
-        sum = fma(splat(even), (vf)(w << 16), sum);
-        return fma(splat(odd), (vf)(w & 0xffff0000u), sum);
+        return Float32::add<kRows>(Float32::add<kRows>(sum, x, w << 16), x + kRows, w & 0xffff0000u);
+    }
+    using InBlocks = Float32;
+    // The weight of so many steps in float32: the same products, which more than a few pieces share.
+    static const uint32_t* block(const uint32_t* w, int64_t steps, uint32_t* wide) {
+        for (int64_t i = 0; i < steps * kPanel; i += kPanel) {
+            for (int64_t v = 0; v < kPanel; v += kLanes) {
+                const vu words = load_words(w + i + v), even = words << 16, odd = words & 0xffff0000u;
+                std::memcpy(wide + 2 * i + v, &even, sizeof even);
+                std::memcpy(wide + 2 * i + kPanel + v, &odd, sizeof odd);
+            }
+        }
+        return wide;
     }
 };
 #endif
@@ -55,6 +75,26 @@ struct Rows {  // rows [first, first + count) of x, repacked at x
     int64_t first, count;
     const uint32_t* x;
 };
+
+// sums += x [steps, kRows] * w [steps, kPanel], for each of the panels. `ahead`: words to fetch meanwhile, 0: nothing.
+template <class Type, int kRows, int kSums>
+[[gnu::always_inline]] inline void add_steps(vf (&sums)[kRows][kSums], const uint32_t* x, const uint32_t* w,
+                                             int64_t panel_words, int64_t steps, int64_t ahead) {
+    for (int64_t s = 0; s < steps; s++, w += kPanel, x += kRows * Type::kWords) {
+        vu words[kSums];
+#pragma GCC unroll 4
+        for (int v = 0; v < kSums; v++) {
+            const uint32_t* at = w + v / kVectors * panel_words + v % kVectors * kLanes;
+            words[v] = load_words(at);
+            if (ahead != 0) __builtin_prefetch(at + ahead, 0, 2);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kSums; v++) sums[r][v] = Type::template add<kRows>(sums[r][v], x + r, words[v]);
+        }
+    }
+}
 
 struct Tile {  // what a kernel call computes: these rows, and panels that begin at this channel
     const Linear& args;
@@ -68,27 +108,14 @@ struct Tile {  // what a kernel call computes: these rows, and panels that begin
 template <class Type, int kRows, int kPanels>
 void multiply(const Tile& tile) {
     constexpr int kSums = kPanels * kVectors;
+    constexpr int64_t kBlock = kBlockWords / Type::kWords;
     vf totals[kRows][kSums];
     const int64_t steps = tile.layout.steps, panel_words = steps * kPanel;
     const int64_t ahead = kPanels > 1 ? kNearWords : tile.ahead;
-    const uint32_t *w = tile.weight, *x = tile.rows.x;
-    for (int64_t begin = 0; begin < steps; begin += kBlockSteps) {
+    for (int64_t begin = 0; begin < steps; begin += kBlock) {
         vf sums[kRows][kSums] = {};
-        const int64_t end = std::min(begin + kBlockSteps, steps);
-        for (int64_t s = begin; s < end; s++, w += kPanel, x += kRows * Type::kWords) {
-            vu words[kSums];
-#pragma GCC unroll 4
-            for (int v = 0; v < kSums; v++) {
-                const uint32_t* at = w + v / kVectors * panel_words + v % kVectors * kLanes;
-                words[v] = load_words(at);
-                if (ahead != 0) __builtin_prefetch(at + ahead, 0, 2);
-            }
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 4
-                for (int v = 0; v < kSums; v++) sums[r][v] = Type::add(sums[r][v], x + r * Type::kWords, words[v]);
-            }
-        }
+        const uint32_t *x = tile.rows.x + begin * kRows * Type::kWords, *w = tile.weight + begin * kPanel;
+        add_steps<Type>(sums, x, w, panel_words, std::min(kBlock, steps - begin), ahead);
         for (int r = 0; r < kRows; r++) {
             for (int v = 0; v < kSums; v++) totals[r][v] = begin == 0 ? sums[r][v] : totals[r][v] + sums[r][v];
         }
@@ -120,7 +147,50 @@ void dispatch(const Tile& tile, int64_t panels) {
     if constexpr (kRows > 1) dispatch<Type, kRows - 1>(tile, panels);
 }
 
-// One row of x as words -> out[step * count + place], for a group of count rows.
+// One block of a panel for one piece. totals [kRows, kPanel], written when the block is the first, else added to.
+template <class Type, int kRows>
+void multiply_block(const uint32_t* x, const uint32_t* w, int64_t steps, int64_t ahead, bool is_first, vf* totals) {
+    vf sums[kRows][kVectors] = {};
+    add_steps<Type>(sums, x, w, 0, steps, ahead);
+    for (int r = 0; r < kRows; r++) {
+        for (int v = 0; v < kVectors; v++) {
+            vf& total = totals[r * kVectors + v];
+            total = is_first ? sums[r][v] : total + sums[r][v];
+        }
+    }
+}
+
+template <class Type, int kRows = kMaxRows, class... Args>
+void dispatch_block(int64_t num_rows, const Args&... args) {
+    if (num_rows == kRows) return multiply_block<Type, kRows>(args...);
+    if constexpr (kRows > 1) dispatch_block<Type, kRows - 1>(num_rows, args...);
+}
+
+// One panel for a batch of pieces [begin, end).
+template <class Type>
+void multiply_batch(const Linear& args, const Layout& layout, const uint32_t* weight, int64_t channel,
+                    const Rows* begin, const Rows* end) {
+    constexpr int64_t kBlock = kBlockWords / Type::kWords;
+    alignas(64) uint32_t wide[Type::kWords == 1 ? 1 : kBlockWords * kPanel];
+    vf totals[kMaxPieces][kMaxRows * kVectors];
+    for (int64_t step = 0; step < layout.steps; step += kBlock) {
+        const int64_t steps = std::min(kBlock, layout.steps - step), words = steps * Type::kWords;
+        const uint32_t* w = Type::block(weight + step * kPanel, steps, wide);
+        for (const Rows* rows = begin; rows < end; rows++) {
+            const uint32_t* x = rows->x + step * rows->count * Type::kWords;
+            // The last piece fetches the block that comes next, where it is read as it lies.
+            const int64_t ahead = Type::kWords == 1 && rows + 1 == end ? kBlock * kPanel : 0;
+            dispatch_block<typename Type::InBlocks>(rows->count, x, w, words, ahead, step == 0, &totals[rows - begin][0]);
+        }
+    }
+    for (const Rows* rows = begin; rows < end; rows++) {
+        for (int64_t r = 0; r < rows->count; r++) {
+            store_panel(args, rows->first + r, channel, totals[rows - begin] + r * kVectors);
+        }
+    }
+}
+
+// One row of x as words -> out[word * count + place], for a piece of count rows.
 template <class Type>
 void repack(const Linear& args, int64_t row, uint32_t* out, int64_t count) {
     const int64_t in = args.in_features, from = row * args.x_stride;
@@ -134,11 +204,11 @@ void repack(const Linear& args, int64_t row, uint32_t* out, int64_t count) {
     constexpr int64_t words = Type::kWords;
     for (int64_t k = 0; k < (in + words - 1) / words * words; k++) {
         const float value = k < in ? load_one(args.x, args.dtype, from + k) : 0.0f;
-        std::memcpy(out + k / words * count * words + k % words, &value, 4);
+        std::memcpy(out + k * count, &value, 4);
     }
 }
 
-struct Group {  // rows of one weight: pieces [first, last) of all
+struct Batch {  // rows of one weight that pass a panel together: pieces [first, last) of all
     int64_t weight, first, last;
 };
 
@@ -147,8 +217,9 @@ void run(const Linear& args) {
     const Layout layout(args.dtype, args.in_features, args.out_features);
     const int64_t row_words = layout.steps * Type::kWords, num_rows = args.begin[args.num_groups];
     uint32_t* packed = reinterpret_cast<uint32_t*>(scratch(num_rows * row_words));
+    const int64_t most = std::clamp<int64_t>(kBatchWords / (kMaxRows * row_words), kMinPieces, kMaxPieces);
     std::vector<Rows> all;
-    std::vector<Group> groups;
+    std::vector<Batch> batches;
     for (int64_t g = 0; g < args.num_groups; g++) {
         const int64_t begin = args.begin[g], count = args.begin[g + 1] - begin;
         const int64_t pieces = (count + kMaxRows - 1) / kMaxRows, old = int64_t(all.size());
@@ -156,25 +227,33 @@ void run(const Linear& args) {
             const int64_t first = begin + count * i / pieces, last = begin + count * (i + 1) / pieces;
             all.push_back({first, last - first, packed + first * row_words});
         }
-        if (pieces > 0) groups.push_back({g, old, old + pieces});
+        const int64_t num = (pieces + most - 1) / most;
+        for (int64_t i = 0; i < num; i++) {
+            batches.push_back({g, old + pieces * i / num, old + pieces * (i + 1) / num});
+        }
     }
     parallel(int64_t(all.size()), args.num_threads, num_rows * row_words, [&](int64_t i) {
         const Rows& rows = all[i];
         for (int64_t r = 0; r < rows.count; r++) {
-            repack<Type>(args, rows.first + r, packed + rows.first * row_words + r * Type::kWords, rows.count);
+            repack<Type>(args, rows.first + r, packed + rows.first * row_words + r, rows.count);
         }
     });
     const int64_t pairs = (layout.panels + 1) / 2, work = num_rows * args.in_features * args.out_features;
-    parallel(pairs * int64_t(groups.size()), args.num_threads, work, [&](int64_t task) {
-        const Group& group = groups[task / pairs];
-        const bool is_single = group.last - group.first == 1;  // one piece: its panels may go side by side
+    parallel(pairs * int64_t(batches.size()), args.num_threads, work, [&](int64_t task) {
+        const Batch& batch = batches[task / pairs];
+        const int64_t num_pieces = batch.last - batch.first, panel_words = layout.steps * kPanel;
         const int64_t begin = task % pairs * 2, end = std::min(begin + 2, layout.panels);
-        const int64_t step = is_single ? end - begin : 1, panel_words = layout.steps * kPanel;
+        const int64_t step = num_pieces == 1 ? end - begin : 1;  // one piece: its panels may go side by side
         for (int64_t panel = begin; panel < end; panel += step) {
-            const uint32_t* weight = args.weight + group.weight * layout.words() + panel * panel_words;
-            for (int64_t i = group.first; i < group.last; i++) {
+            const uint32_t* weight = args.weight + batch.weight * layout.words() + panel * panel_words;
+            if (num_pieces > kStreamPieces) {
+                const Rows* pieces = all.data();
+                multiply_batch<Type>(args, layout, weight, panel * kPanel, pieces + batch.first, pieces + batch.last);
+                continue;
+            }
+            for (int64_t i = batch.first; i < batch.last; i++) {
                 // The last piece fetches the panel that the next one begins with.
-                const int64_t ahead = is_single ? kFarWords : i + 1 == group.last ? panel_words : 0;
+                const int64_t ahead = num_pieces == 1 ? kFarWords : i + 1 == batch.last ? panel_words : 0;
                 dispatch<Type>({args, layout, weight, all[i], panel * kPanel, ahead}, step);
             }
         }
