@@ -3,9 +3,9 @@
 Models with random weights are made on the spot. Measured are prefills and one decode step at several batch sizes behind
 prompts of 512 tokens: our ops and stock (static batch, its own cache) take turns, so that whatever else the machine
 does hits all alike. Figures are medians in milliseconds; ``of roof`` is our share of what the machine can do, measured
-right before and after ours in every round: of its matrix product in a prefill (GF/s; in the model's dtype, or in float32
-where that is faster), of its read bandwidth in a decode step (GB/s). Weights count 16 bits each there, also where ours
-take 12: a step can be above all of it. ``of best``: of the best rate of the whole run, which may have lasted 50 ms.
+right before and after ours in every round: of its matrix product in a prefill (GF/s; in float32 where
+that is faster), of its read bandwidth in a decode step (GB/s). Weights count 16 bits each there, also where ours take
+12: a step can be above all of it. ``of best``: of the best rate of the whole run, which may have lasted 50 ms.
 """
 
 from __future__ import annotations
