@@ -70,6 +70,16 @@ def test_linear_when_rows_are_added_then_gives_each_row_the_same_bits(
 
 
 @DTYPES
+def test_linear_when_the_rows_are_those_of_a_prompt_then_each_has_the_bits_it_has_alone(
+    ops: LinearOps, dtype: torch.dtype
+) -> None:
+    """More rows than pass a weight together."""
+    weight, x = pack(ops, rand(100, 515, seed=1, dtype=dtype)), rand(419, 515, seed=3, dtype=dtype)
+    alone = torch.cat([ops.linear(row[None], weight) for row in x])
+    assert torch.equal(ops.linear(x, weight), alone)
+
+
+@DTYPES
 def test_linear_when_run_on_two_threads_then_gives_the_same_bits(ops: LinearOps, dtype: torch.dtype) -> None:
     weight = pack(ops, rand(300, 700, seed=1, dtype=dtype))
     x = rand(NUM_ROWS, 700, seed=3, dtype=dtype)
