@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.demo_model.products import product_dtype
+
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by the nearest semi-orthogonal matrix (Jordan et al. 2024)."""
@@ -29,7 +31,7 @@ def orthogonalise(gradient: Tensor) -> Tensor:
     """``U V^T`` of the singular value decomposition of ``gradient``, roughly: five Newton-Schulz steps."""
     is_tall = gradient.shape[0] > gradient.shape[1]
     x = gradient.T if is_tall else gradient
-    x = (x / (x.norm() + 1e-7)).bfloat16()
+    x = (x / (x.norm() + 1e-7)).to(product_dtype())
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * (square @ square)) @ x

@@ -28,6 +28,7 @@ from common.demo_model.architecture import TRAINING_CHUNK, build_config, trainin
 from common.demo_model.batches import SequenceSource
 from common.demo_model.corpus import Item, digest, documentation
 from common.demo_model.optimizer import build_optimizers
+from common.demo_model.products import product_dtype
 from common.demo_model.starting_weights import build_model
 from common.demo_model.tokens import Encoder, train_tokenizer
 from common.models.quiet import quiet_transformers
@@ -86,7 +87,7 @@ class Training:
         length = self._rng.choices(list(lengths), list(lengths.values()))[0]
         length = min(length, self._batch_tokens // TRAINING_CHUNK * TRAINING_CHUNK)
         tokens, weights = self._source.batch(max(1, self._batch_tokens // length), length, text_share)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=product_dtype() == torch.bfloat16):
             loss, text_loss, answer_loss = training_loss(self.model, tokens, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
