@@ -38,7 +38,7 @@ class NodeConnections:
         self._addresses: list[Any] = []
         self._resolved_s = float("-inf")
         self._open: set[NodeConnection] = set()
-        self._idle: dict[NodeConnection, float] = {}  # since when; the last one longest ago
+        self._idle: dict[NodeConnection, float] = {}  # since when; the first one longest ago
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
 
