@@ -4,22 +4,24 @@
 // Here on vectors, in linear_tiles.cpp on tiles.
 //
 // Rows are taken in pieces of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
-// [step][row of the piece] first. One or two pieces: the weight comes from memory as they pass. More: each block of a
-// panel goes to the L1 cache and meets all pieces of a batch there, whose rows stay in the L2 cache.
+// [step][row of the piece] first. A panel meets all pieces of a batch, whose rows stay in the L2 cache; where words are
+// float32, which is twice as much to load, and pieces are many, block by block in the L1 cache.
 #include "linear.h"
+
+#include <type_traits>
 
 namespace tandem {
 namespace {
 
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // 24 of 32 registers hold sums, or 12 of 16
-constexpr int kWideRows = 4;                     // up to here two panels pass side by side: more sums to work on
 // Sums of so many words are added up: one long sum loses digits. A panel's block of them takes 16 KiB.
 constexpr int64_t kBlockWords = 4096 / kPanel;
-constexpr int kStreamPieces = 2;  // up to here from memory
+constexpr int kStreamPieces = 2;  // more are taken block by block, where they are
 constexpr int kMaxPieces = 16, kMinPieces = 8;
 constexpr int64_t kBatchWords = 1 << 16;  // of the rows of a batch
 // How far ahead a panel is fetched, in words; best of 0 to 16384 on a Zen 4 (25 to 41 GB/s, where a plain read gives 32).
 constexpr int64_t kNearWords = 256, kFarWords = 2048;
+constexpr int kLineVectors = std::min(kVectors, 16 / kLanes);  // of a panel in one cache line
 
 inline vu load_words(const uint32_t* p) {
     vu v;
@@ -27,47 +29,36 @@ inline vu load_words(const uint32_t* p) {
     return v;
 }
 
-// How one step of k is added: x holds kWords words for each step and row, [step][word][row].
+// How one step of k is added: x holds kWords words for each step and row, [step][word][row], which meet as many of w.
+// Up to kWideRows two panels pass side by side: more sums to work on.
 struct Float32 {
-    static constexpr int64_t kWords = 1;
-    template <int kRows>
+    static constexpr int64_t kWords = 1, kWideRows = 4;
+    static vu word(vu w, int) { return w; }
     static vf add(vf sum, const uint32_t* x, vu w) {
         float value;
         std::memcpy(&value, x, 4);
-        return fma(splat(value), (vf)w, sum);
+        const vf factor = splat(value);
+#if defined(__FMA__) && !defined(__AVX512F__)  // gcc 12 would load w again for each row, and move sums about
+        asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(factor), "x"(w));
+        return sum;
+#else
+        return fma(factor, (vf)w, sum);
+#endif
     }
-    using InBlocks = Float32;
-    static const uint32_t* block(const uint32_t* w, int64_t, uint32_t*) { return w; }
 };
 #if defined(__AVX512BF16__)
 struct BFloat16 {
-    static constexpr int64_t kWords = 1;
-    template <int kRows>
+    static constexpr int64_t kWords = 1, kWideRows = 4;
+    static vu word(vu w, int) { return w; }
     static vf add(vf sum, const uint32_t* x, vu w) {
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*x)), (__m512bh)w);
     }
-    using InBlocks = BFloat16;
-    static const uint32_t* block(const uint32_t* w, int64_t, uint32_t*) { return w; }
 };
 #else
 struct BFloat16 {  // x in float32
-    static constexpr int64_t kWords = 2;
-    template <int kRows>
-    static vf add(vf sum, const uint32_t* x, vu w) {
-        return Float32::add<kRows>(Float32::add<kRows>(sum, x, w << 16), x + kRows, w & 0xffff0000u);
-    }
-    using InBlocks = Float32;
-    // The weight of so many steps in float32: the same products, which more than a few pieces share.
-    static const uint32_t* block(const uint32_t* w, int64_t steps, uint32_t* wide) {
-        for (int64_t i = 0; i < steps * kPanel; i += kPanel) {
-            for (int64_t v = 0; v < kPanel; v += kLanes) {
-                const vu words = load_words(w + i + v), even = words << 16, odd = words & 0xffff0000u;
-                std::memcpy(wide + 2 * i + v, &even, sizeof even);
-                std::memcpy(wide + 2 * i + kPanel + v, &odd, sizeof odd);
-            }
-        }
-        return wide;
-    }
+    static constexpr int64_t kWords = 2, kWideRows = kLanes == 16 ? 4 : 2;
+    static vu word(vu w, int i) { return i == 0 ? w << 16 : w & 0xffff0000u; }
+    static vf add(vf sum, const uint32_t* x, vu w) { return Float32::add(sum, x, w); }
 };
 #endif
 
@@ -80,18 +71,26 @@ struct Rows {  // rows [first, first + count) of x, repacked at x
 template <class Type, int kRows, int kSums>
 [[gnu::always_inline]] inline void add_steps(vf (&sums)[kRows][kSums], const uint32_t* x, const uint32_t* w,
                                              int64_t panel_words, int64_t steps, int64_t ahead) {
+    const auto place = [&](int v) { return v / kVectors * panel_words + v % kVectors * kLanes; };
     for (int64_t s = 0; s < steps; s++, w += kPanel, x += kRows * Type::kWords) {
-        vu words[kSums];
+        if (ahead != 0) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kSums; v++) {
-            const uint32_t* at = w + v / kVectors * panel_words + v % kVectors * kLanes;
-            words[v] = load_words(at);
-            if (ahead != 0) __builtin_prefetch(at + ahead, 0, 2);
+            for (int v = 0; v < kSums; v += kLineVectors) __builtin_prefetch(w + place(v) + ahead, 0, 2);
         }
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) {
+        // All sums take one word before the first takes the next: it would have to wait for itself.
+#pragma GCC unroll 2
+        for (int i = 0; i < Type::kWords; i++) {
+            const uint32_t* from = w;
+            // Read again: kept in registers, words would push sums out of them.
+            if constexpr (Type::kWords > 1) asm volatile("" : "+r"(from));
+            vu words[kSums];
 #pragma GCC unroll 4
-            for (int v = 0; v < kSums; v++) sums[r][v] = Type::template add<kRows>(sums[r][v], x + r, words[v]);
+            for (int v = 0; v < kSums; v++) words[v] = Type::word(load_words(from + place(v)), i);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kSums; v++) sums[r][v] = Type::add(sums[r][v], x + i * kRows + r, words[v]);
+            }
         }
     }
 }
@@ -132,7 +131,7 @@ void multiply(const Tile& tile) {
 
 template <class Type, int kRows>
 void multiply_panels(const Tile& tile, int64_t panels) {
-    if constexpr (kRows <= kWideRows) {
+    if constexpr (kRows <= Type::kWideRows) {
         if (panels == 2) return multiply<Type, kRows, 2>(tile);
     }
     for (int64_t p = 0; p < panels; p++) {
@@ -166,21 +165,18 @@ void dispatch_block(int64_t num_rows, const Args&... args) {
     if constexpr (kRows > 1) dispatch_block<Type, kRows - 1>(num_rows, args...);
 }
 
-// One panel for a batch of pieces [begin, end).
+// One panel for a batch of pieces [begin, end), a step being a word.
 template <class Type>
-void multiply_batch(const Linear& args, const Layout& layout, const uint32_t* weight, int64_t channel,
-                    const Rows* begin, const Rows* end) {
-    constexpr int64_t kBlock = kBlockWords / Type::kWords;
-    alignas(64) uint32_t wide[Type::kWords == 1 ? 1 : kBlockWords * kPanel];
+void multiply_blocks(const Linear& args, const Layout& layout, const uint32_t* weight, int64_t channel,
+                     const Rows* begin, const Rows* end) {
     vf totals[kMaxPieces][kMaxRows * kVectors];
-    for (int64_t step = 0; step < layout.steps; step += kBlock) {
-        const int64_t steps = std::min(kBlock, layout.steps - step), words = steps * Type::kWords;
-        const uint32_t* w = Type::block(weight + step * kPanel, steps, wide);
+    for (int64_t step = 0; step < layout.steps; step += kBlockWords) {
+        const int64_t steps = std::min(kBlockWords, layout.steps - step);
         for (const Rows* rows = begin; rows < end; rows++) {
-            const uint32_t* x = rows->x + step * rows->count * Type::kWords;
-            // The last piece fetches the block that comes next, where it is read as it lies.
-            const int64_t ahead = Type::kWords == 1 && rows + 1 == end ? kBlock * kPanel : 0;
-            dispatch_block<typename Type::InBlocks>(rows->count, x, w, words, ahead, step == 0, &totals[rows - begin][0]);
+            // The last piece fetches the block that comes next.
+            const int64_t ahead = rows + 1 == end ? kBlockWords * kPanel : 0;
+            dispatch_block<Type>(rows->count, rows->x + step * rows->count, weight + step * kPanel, steps, ahead,
+                                 step == 0, &totals[rows - begin][0]);
         }
     }
     for (const Rows* rows = begin; rows < end; rows++) {
@@ -246,9 +242,10 @@ void run(const Linear& args) {
         const int64_t step = num_pieces == 1 ? end - begin : 1;  // one piece: its panels may go side by side
         for (int64_t panel = begin; panel < end; panel += step) {
             const uint32_t* weight = args.weight + batch.weight * layout.words() + panel * panel_words;
-            if (num_pieces > kStreamPieces) {
+            if (std::is_same_v<Type, Float32> && num_pieces > kStreamPieces) {
                 const Rows* pieces = all.data();
-                multiply_batch<Type>(args, layout, weight, panel * kPanel, pieces + batch.first, pieces + batch.last);
+                multiply_blocks<Float32>(args, layout, weight, panel * kPanel, pieces + batch.first,
+                                         pieces + batch.last);
                 continue;
             }
             for (int64_t i = batch.first; i < batch.last; i++) {
