@@ -7,57 +7,16 @@
 //
 // Pairs are multiplied on AMX tiles where the CPU has them, for one row as for many: tiles round in another order than
 // vectors do.
-#include <algorithm>
+#include "attention.h"
+
 #include <optional>
 
 #include "amx.h"
-#include "step.h"
-#include "tiles.h"
 
 namespace tandem {
 namespace {
 
 constexpr int64_t kQueryRows = 96;  // (token, head) rows of one task, about
-constexpr int kBlockRows = kLanes == 8 ? 3 : 6;  // rows of one product
-
-struct AttentionArgs {
-    const void* query;
-    int64_t query_dtype, query_stride, query_head_stride;  // [num_rows, heads, head_size]
-    const char* key;
-    int64_t key_stride, key_head_stride;  // [num_rows, kv_heads, head_size]; K/V and pools have one dtype
-    const char* value;
-    int64_t value_stride, value_head_stride;
-    const char* k_pool;
-    int64_t k_block_stride, k_row_stride, k_head_stride;  // [num_blocks, block_size, kv_heads, head_size]
-    const char* v_pool;
-    int64_t v_block_stride, v_row_stride, v_head_stride;
-    int64_t kv_dtype;
-    void* out;  // [num_rows, heads, head_size_v] in the query's dtype
-    const float* scale;
-    int64_t heads, kv_heads, head_size, head_size_v, window, num_threads;  // window 0: none
-};
-
-// Where the keys (or values) of one segment are, of the first K/V head.
-struct Source {
-    const char* pool;
-    const char* packed;  // of position `start`
-    const int64_t* table;
-    int64_t block_bytes, row_bytes, packed_bytes, block_size, start;
-
-    // Addresses of positions [first, first + count).
-    void addresses(int64_t first, int64_t count, const char** out) const {
-        int64_t i = 0;
-        const int64_t pooled = start - first < count ? start - first : count;
-        while (i < pooled) {
-            const int64_t position = first + i, offset = position % block_size;
-            const char* row = pool + table[position / block_size] * block_bytes + offset * row_bytes;
-            const int64_t run = pooled - i < block_size - offset ? pooled - i : block_size - offset;
-            for (int64_t j = 0; j < run; j++) out[i + j] = row + j * row_bytes;
-            i += run;
-        }
-        for (; i < count; i++) out[i] = packed + (first + i - start) * packed_bytes;
-    }
-};
 
 // The queries of one K/V head in one task and what they have seen so far. Row r is token first + r / group and head
 // kv_head * group + r % group.
@@ -67,87 +26,6 @@ struct Rows {
     float *maxima, *sums;
     int64_t words, dims_v;
 };
-
-// Keys [low, high) of a tile that a row may see; none when high <= low.
-struct Range {
-    int64_t low, high;
-};
-
-template <Kind kKind>
-struct Scores {
-    const float *query, *keys;
-    int64_t words;
-    float* out;  // [kBlockRows, kTile]
-
-    template <int Rows, int Vectors>
-    void run(int64_t column) const {
-        vf sums[Rows][Vectors] = {};
-        multiply<kKind>(query, words, keys + column, kTile, words, sums);
-        for (int r = 0; r < Rows; r++)
-            for (int j = 0; j < Vectors; j++) store(out + r * kTile + column + j * kLanes, sums[r][j]);
-    }
-};
-
-// out = out * shrink + weights x values
-template <Kind kKind>
-struct Gather {
-    const float *weights, *values, *shrink;
-    int64_t steps, dims_v;
-    float* out;
-
-    template <int Rows, int Vectors>
-    void run(int64_t column) const {
-        vf sums[Rows][Vectors];
-        for (int r = 0; r < Rows; r++)
-            for (int j = 0; j < Vectors; j++)
-                sums[r][j] = load(out + r * dims_v + column + j * kLanes) * splat(shrink[r]);
-        multiply<kKind>(weights, kTile / (kKind == Kind::kPairs ? 2 : 1), values + column, dims_v, steps, sums);
-        for (int r = 0; r < Rows; r++)
-            for (int j = 0; j < Vectors; j++) store(out + r * dims_v + column + j * kLanes, sums[r][j]);
-    }
-};
-
-// Scores -> weights of one row, its maximum and sum brought up to date. `factor` turns scores into exponents of 2.
-// Weights of `whole`, a range of whole vectors, are written, those outside of `seen` as 0. Returns what shrinks the
-// output so far.
-template <Kind kKind>
-inline float weigh(float* scores, Range seen, Range whole, float factor, float& maximum, float& sum, float* weights) {
-    vi lane;
-    for (int i = 0; i < kLanes; i++) lane[i] = i;
-    const vf nothing = splat(-__builtin_inff());
-    const int64_t first = seen.low / kLanes * kLanes, last = padded(seen.high);
-    vf most = nothing;
-    for (int64_t k = first; k < last; k += kLanes) {
-        vf x = load(scores + k);
-        if (k < seen.low || k + kLanes > seen.high) {
-            const vi place = lane + int32_t(k);
-            x = select((place >= int32_t(seen.low)) & (place < int32_t(seen.high)), x, nothing);
-            store(scores + k, x);
-        }
-        most = larger(x, most);
-    }
-    const float top = max_lane(most), best = top > maximum ? top : maximum;
-    const float shrink = exp2_negative(splat((maximum - best) * factor))[0];
-    const vf offset = splat(-best * factor), scale = splat(factor);
-    const auto put = [&](int64_t k, vf w) {  // gives back what the product will see, so that weights sum up to 1
-        if (kKind == Kind::kFloats) {
-            store(weights + k, w);
-            return w;
-        }
-        uint16_t* place = reinterpret_cast<uint16_t*>(weights) + k;
-        store_bf16(place, w);
-        return load_bf16(place);
-    };
-    vf total = vf{};
-    for (int64_t k = whole.low; k < first; k += kLanes) put(k, vf{});
-    for (int64_t k = first; k < last; k += kLanes) {
-        total += put(k, exp2_negative(fma(load(scores + k), scale, offset)));
-    }
-    for (int64_t k = last; k < whole.high; k += kLanes) put(k, vf{});
-    sum = sum * shrink + tandem::sum(total);
-    maximum = best;
-    return shrink;
-}
 
 // Count rows from `row` on against a packed tile; seen(r) is the range of row r.
 template <Kind kKind, int Count, class Seen>
@@ -162,24 +40,24 @@ void attend_block(const Rows& rows, int64_t row, const float* keys, const float*
     }
     if (whole.high <= whole.low) return;
     whole = {whole.low / kLanes * kLanes, padded(whole.high)};
-    in_pieces<Count>(whole.high - whole.low,
-                     Scores<kKind>{rows.query + row * rows.words, keys + whole.low, rows.words, scores + whole.low});
-    constexpr int64_t kPerWord = kKind == Kind::kPairs ? 2 : 1;
+    in_pieces<Count>(whole.high - whole.low, Scores<kKind, kTile>{rows.query + row * rows.words, keys + whole.low,
+                                                                  rows.words, scores + whole.low});
+    constexpr int64_t kWords = kPerWord<kKind>;
     float shrink[Count];
     for (int r = 0; r < Count; r++) {
-        float* w = weights + r * (kTile / kPerWord);
+        float* w = weights + r * (kTile / kWords);
         if (each[r].high <= each[r].low) {
             shrink[r] = 1.0f;
-            std::memset(w + whole.low / kPerWord, 0, (whole.high - whole.low) / kPerWord * 4);
+            std::memset(w + whole.low / kWords, 0, (whole.high - whole.low) / kWords * 4);
         } else {
             shrink[r] = weigh<kKind>(scores + r * kTile, each[r], whole, factor, rows.maxima[row + r],
                                      rows.sums[row + r], w);
         }
     }
-    in_pieces<Count>(rows.dims_v, Gather<kKind>{weights + whole.low / kPerWord,
-                                                values + whole.low / kPerWord * rows.dims_v, shrink,
-                                                (whole.high - whole.low) / kPerWord, rows.dims_v,
-                                                rows.out + row * rows.dims_v});
+    const auto packed = [&](int64_t step, int64_t d) { return load(values + step * rows.dims_v + d); };
+    in_pieces<Count>(rows.dims_v, Gather<kKind, decltype(packed)>{weights, packed, shrink, whole.low / kWords,
+                                                                  whole.high / kWords, rows.dims_v,
+                                                                  rows.out + row * rows.dims_v});
 }
 
 #if defined(TANDEM_AMX)
@@ -230,14 +108,11 @@ template <Kind kKind, bool kOnTiles>
 void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t head, int64_t last_head, int64_t first,
             int64_t count) {
     const int64_t group = a.heads / a.kv_heads, num_rows = count * group, num_heads = last_head - head;
-    const int64_t own_words = kKind == Kind::kPairs ? (a.head_size + 1) / 2 : a.head_size;
+    const int64_t own_words = a.own_words(kKind == Kind::kPairs);
     const int64_t words = kOnTiles ? padded(own_words) : own_words, dims_v = padded(a.head_size_v);
     constexpr int64_t kRows = kOnTiles ? kGroupRows : kBlockRows;
     const int64_t bytes = item_bytes(a.kv_dtype), begin = step.begin[segment], start = step.start[segment];
     const int64_t end = start + first + count;  // after the last row's own position
-    const auto earliest = [&](int64_t position) {
-        return a.window && position >= a.window ? position - a.window + 1 : 0;
-    };
 
     float* keys = scratch(kTile * (padded(words) + dims_v + 2 * kRows) +
                           num_heads * num_rows * (words + dims_v + 2) + kLanes);
@@ -302,12 +177,12 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         std::memset(keys + own_words * kTile, 0, (words - own_words) * kTile * 4);
     }
 #endif
-    int64_t tile = earliest(start + first) / kTile * kTile, size = find(tile, 0);
+    int64_t tile = a.earliest(start + first) / kTile * kTile, size = find(tile, 0);
     ask_for(tile, 0, 0, size);
     for (int side = 0; tile < end; tile += kTile, side ^= 1) {
         const int64_t next = find(tile + kTile, side ^ 1);
         const auto seen = [&](int64_t r) {
-            const int64_t position = start + first + r / group, low = earliest(position) - tile;
+            const int64_t position = start + first + r / group, low = a.earliest(position) - tile;
             const int64_t high = position + 1 - tile;
             return Range{low > 0 ? low : 0, high < size ? high : size};
         };
@@ -327,7 +202,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
 #if defined(TANDEM_AMX)
             if constexpr (kOnTiles) {
                 // Spans reach beyond what is packed, and what is still held: what has no weight must be a number.
-                const int64_t lowest = earliest(start + first) - tile, packed = padded(size) / 2;
+                const int64_t lowest = a.earliest(start + first) - tile, packed = padded(size) / 2;
                 if (lowest >= kLanes) std::memset(values, 0, lowest / kLanes * kLanes / 2 * dims_v * 4);
                 const int64_t spanned = (size + kSpan - 1) / kSpan * kSpan / 2;
                 std::memset(values + packed * dims_v, 0, (spanned - packed) * dims_v * 4);
@@ -341,14 +216,9 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
                 continue;
             }
 #endif
-            for (; r + kBlockRows <= num_rows; r += kBlockRows)
-                attend_block<kKind, kBlockRows>(rows, r, keys, values, factor, scores, weights, seen);
-            for (; kBlockRows > 4 && r + 4 <= num_rows; r += 4)
-                attend_block<kKind, 4>(rows, r, keys, values, factor, scores, weights, seen);
-            for (; r + 2 <= num_rows; r += 2)
-                attend_block<kKind, 2>(rows, r, keys, values, factor, scores, weights, seen);
-            for (; r < num_rows; r++)
-                attend_block<kKind, 1>(rows, r, keys, values, factor, scores, weights, seen);
+            in_blocks(r, num_rows, [&](auto rows_of_block, int64_t row) {
+                attend_block<kKind, rows_of_block>(rows, row, keys, values, factor, scores, weights, seen);
+            });
         }
         size = next;
     }
@@ -393,10 +263,15 @@ extern "C" void tandem_attention(const int64_t* words, const int64_t* step_words
     const auto on_pairs = attend<kBest, false>;
 #endif
     const auto run = pairs ? on_pairs : attend<Kind::kFloats, false>;
+    const bool is_on_tiles = pairs && has_amx(), is_whole = a.head_size_v % kLanes == 0;
     const int64_t count = int64_t(tasks.size());
     parallel(count, a.num_threads, work, [&](int64_t i) {
         const Task& task = tasks[count - 1 - i];  // the later rows of a chunk have more to do: first
         const int64_t left = step.rows(task.segment) - task.first;
+        if (step.rows(task.segment) == 1 && is_whole && !is_on_tiles) {
+            const Kind kind = pairs ? Kind::kPairs : Kind::kFloats;
+            return attend_token(a, step, kind, task.segment, task.head, task.last_head);
+        }
         run(a, step, task.segment, task.head, task.last_head, task.first, left < tokens ? left : tokens);
     });
 }

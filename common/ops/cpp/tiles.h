@@ -9,6 +9,8 @@
 namespace tandem {
 
 enum class Kind { kFloats, kPairs };
+template <Kind kKind>
+constexpr int64_t kPerWord = kKind == Kind::kPairs ? 2 : 1;
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
@@ -26,8 +28,8 @@ inline vf multiply_add(vf a, vf b, vf sum) {
 
 inline constexpr int64_t kTile = 128;  // keys
 
-// Words [0, words) of `count` keys -> to [words, kTile], column i for key i, zeros up to a whole vector of keys.
-template <Kind kKind>
+// Words [0, words) of `count` keys -> to [words, kStride], column i for key i, zeros up to a whole vector of keys.
+template <Kind kKind, int64_t kStride = kTile>
 inline void pack_keys(const char* const* keys, int64_t count, int64_t dtype, int64_t head_size, float* to) {
     const bool widened = kKind == Kind::kFloats && dtype == kBFloat16;
     const int64_t words = kKind == Kind::kPairs ? (head_size + 1) / 2 : head_size;
@@ -54,9 +56,9 @@ inline void pack_keys(const char* const* keys, int64_t count, int64_t dtype, int
             const int64_t kept = words - word < kLanes ? words - word : kLanes;
             if (kept == kLanes) {
 #pragma GCC unroll 16
-                for (int j = 0; j < kLanes; j++) store(to + (word + j) * kTile + first, square[j]);
+                for (int j = 0; j < kLanes; j++) store(to + (word + j) * kStride + first, square[j]);
             } else {
-                for (int64_t j = 0; j < kept; j++) store(to + (word + j) * kTile + first, square[j]);
+                for (int64_t j = 0; j < kept; j++) store(to + (word + j) * kStride + first, square[j]);
             }
         }
     }
@@ -89,13 +91,13 @@ inline void pack_values(const char* const* values, int64_t count, int64_t dtype,
     }
 }
 
-// sums [Rows, Vectors] += a [Rows, depth] x b [depth, Vectors * kLanes], all words.
-template <Kind kKind, int Rows, int Vectors>
-[[gnu::always_inline]] inline void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                                            int64_t depth, vf (&sums)[Rows][Vectors]) {
-    for (int64_t i = 0; i < depth; i++) {
+// sums [Rows, Vectors] += a [Rows, steps] x b [steps, Vectors * kLanes], all words; b(step, j) is vector j of a step.
+template <Kind kKind, int Rows, int Vectors, class Matrix>
+[[gnu::always_inline]] inline void multiply(const float* a, int64_t a_stride, int64_t first, int64_t last,
+                                            const Matrix& b, vf (&sums)[Rows][Vectors]) {
+    for (int64_t i = first; i < last; i++) {
         vf row[Vectors];
-        for (int j = 0; j < Vectors; j++) row[j] = load(b + i * b_stride + j * kLanes);
+        for (int j = 0; j < Vectors; j++) row[j] = b(i, j);
         for (int r = 0; r < Rows; r++) {
             const vf x = splat(a[r * a_stride + i]);
             for (int j = 0; j < Vectors; j++) sums[r][j] = multiply_add<kKind>(x, row[j], sums[r][j]);

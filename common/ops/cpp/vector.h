@@ -263,6 +263,8 @@ inline vf silu(vf x) { return x * sigmoid(x); }
 inline vu widen(const uint16_t* p) {
 #if defined(__AVX512F__)  // gcc 12 makes four instructions of the general form
     return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
     vh h;
     std::memcpy(&h, p, sizeof h);

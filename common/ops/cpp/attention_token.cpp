@@ -1,0 +1,138 @@
+// Attention of one token: few rows meet a key, which is not worth packing for a whole tile.
+//
+// Keys and values come from memory in the order in which they lie, a few rows with all their heads at a time, and head
+// by head from the caches then. One head's rows lie too far apart for a processor to fetch them by itself, and it may
+// drop what it is asked for: a Zen 3 that misses a page or has no place for another line does.
+#include "attention.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kPiece = 32;   // keys of one head that are packed at a time: 8 KiB at a head size of 64
+constexpr int64_t kValues = 16;  // values of one head that are multiplied at a time
+
+// Reads a byte of each cache line of rows [first, last).
+void touch(const char* const* rows, int64_t first, int64_t last, int64_t row_bytes) {
+    for (int64_t i = first; i < last; i++)
+        for (int64_t j = 0; j < row_bytes; j += 64) static_cast<void>(*static_cast<const volatile char*>(rows[i] + j));
+}
+
+template <Kind kKind, bool kNarrow>
+vf value_words(const char* const* rows, int64_t size, int64_t step, int64_t d) {
+    if constexpr (kKind == Kind::kPairs) {
+        const auto read = [&](int64_t key) { return widen(reinterpret_cast<const uint16_t*>(rows[key]) + d); };
+        const vu low = read(2 * step);
+        return (vf)(2 * step + 1 < size ? low | (read(2 * step + 1) << 16) : low);
+    } else if constexpr (kNarrow) {
+        return load_bf16(reinterpret_cast<const uint16_t*>(rows[step]) + d);
+    } else {
+        return load(reinterpret_cast<const float*>(rows[step]) + d);
+    }
+}
+
+// kNarrow: keys and values are bfloat16.
+template <Kind kKind, bool kNarrow>
+void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t head, int64_t last_head) {
+    const int64_t group = a.heads / a.kv_heads, num_heads = last_head - head, num_rows = num_heads * group;
+    const int64_t words = a.own_words(kKind == Kind::kPairs), dims_v = a.head_size_v;
+    const int64_t bytes = item_bytes(a.kv_dtype), row = step.begin[segment], position = step.start[segment];
+    constexpr int64_t kWeights = kTile / kPerWord<kKind>;
+
+    float* piece = scratch(kPiece * padded(words) + num_rows * (words + dims_v + kTile + kWeights + 3) + kLanes);
+    float* scores = piece + kPiece * padded(words);
+    float* weights = scores + num_rows * kTile;
+    float* out = weights + num_rows * kWeights;
+    float* query = out + num_rows * dims_v;
+    float* maxima = query + num_rows * words + kLanes;  // load_row may fill up its last vector
+    float *sums = maxima + num_rows, *shrink = sums + num_rows;
+    std::memset(out, 0, num_rows * dims_v * 4);
+    for (int64_t r = 0; r < num_rows; r++) {
+        const int64_t place = row * a.query_stride + (head * group + r) * a.query_head_stride;
+        float* to = query + r * words;
+        if (kKind == Kind::kPairs) {
+            to[words - 1] = 0.0f;
+            std::memcpy(to, static_cast<const uint16_t*>(a.query) + place, a.head_size * 2);
+        } else {
+            load_row(to, a.query, a.query_dtype, place, a.head_size);
+        }
+        maxima[r] = -__builtin_inff();
+        sums[r] = 0.0f;
+    }
+    const int64_t* table = step.table + step.table_begin[segment];
+    const Source k_source = {a.k_pool + head * a.k_head_stride * bytes,
+                             a.key + (row * a.key_stride + head * a.key_head_stride) * bytes,
+                             table, a.k_block_stride * bytes, a.k_row_stride * bytes, a.key_stride * bytes,
+                             step.block_size, position};
+    const Source v_source = {a.v_pool + head * a.v_head_stride * bytes,
+                             a.value + (row * a.value_stride + head * a.value_head_stride) * bytes,
+                             table, a.v_block_stride * bytes, a.v_row_stride * bytes, a.value_stride * bytes,
+                             step.block_size, position};
+    const float factor = *a.scale * 1.44269504088896341f;
+    const int64_t lowest = a.earliest(position);
+    // Bytes of a row, in a pool as in the step.
+    const auto all_heads = [&](int64_t pool_stride, int64_t stride, int64_t size) {
+        return ((num_heads - 1) * std::min(pool_stride, stride) + size) * bytes;
+    };
+    const char *keys[kTile], *values[kTile];  // rows of the tile, of one head after the other
+    for (int64_t tile = lowest / kTile * kTile; tile <= position; tile += kTile) {
+        const int64_t size = std::min(kTile, position + 1 - tile);
+        const Range seen = {std::max<int64_t>(lowest - tile, 0), size};
+        const Range whole = {seen.low / kLanes * kLanes, padded(size)};
+        k_source.addresses(tile, size, keys);
+        v_source.addresses(tile, size, values);
+        const auto next_head = [&](const char** rows, Range part, int64_t pool_stride, int64_t stride) {
+            for (int64_t i = part.low; i < part.high; i++) {
+                rows[i] += (tile + i < position ? pool_stride : stride) * bytes;
+            }
+        };
+        for (int64_t low = whole.low; low < size; low += kPiece) {
+            const int64_t count = std::min(size - low, kPiece);
+            touch(keys, low, low + count, all_heads(a.k_head_stride, a.key_head_stride, a.head_size));
+            for (int64_t h = 0; h < num_heads; h++) {
+                pack_keys<kKind, kPiece>(keys + low, count, a.kv_dtype, a.head_size, piece);
+                next_head(keys, {low, low + count}, a.k_head_stride, a.key_head_stride);
+                in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
+                    const Scores<kKind, kPiece> part = {query + r * words, piece, words, scores + r * kTile + low};
+                    in_pieces<rows>(padded(count), part);
+                });
+            }
+        }
+        for (int64_t r = 0; r < num_rows; r++) {
+            float* mine = weights + r * kWeights;
+            shrink[r] = weigh<kKind>(scores + r * kTile, seen, whole, factor, maxima[r], sums[r], mine);
+        }
+        const auto value = [&](int64_t s, int64_t d) { return value_words<kKind, kNarrow>(values, size, s, d); };
+        for (int64_t low = whole.low; low < size; low += kValues) {
+            const int64_t high = std::min(size, low + kValues);
+            constexpr int64_t kWords = kPerWord<kKind>;
+            touch(values, low, high, all_heads(a.v_head_stride, a.value_head_stride, a.head_size_v));
+            for (int64_t h = 0; h < num_heads; h++) {
+                in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
+                    in_pieces<rows>(dims_v, Gather<kKind, decltype(value)>{
+                                                weights + r * kWeights, value, shrink + r, low / kWords,
+                                                (high + kWords - 1) / kWords, dims_v, out + r * dims_v});
+                });
+                next_head(values, {low, high}, a.v_head_stride, a.value_head_stride);
+            }
+            std::fill(shrink, shrink + num_rows, 1.0f);
+        }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+        float* mine = out + r * dims_v;
+        const vf share = splat(1.0f / sums[r]);
+        for (int64_t d = 0; d < dims_v; d += kLanes) store(mine + d, load(mine + d) * share);
+        store_row(a.out, a.query_dtype, (row * a.heads + head * group + r) * dims_v, mine, dims_v);
+    }
+}
+
+}  // namespace
+
+void attend_token(const AttentionArgs& a, const Step& step, Kind kind, int64_t segment, int64_t head,
+                  int64_t last_head) {
+    constexpr Kind kBest = kHasPairs ? Kind::kPairs : Kind::kFloats;
+    const auto on_floats = a.kv_dtype == kBFloat16 ? attend<Kind::kFloats, true> : attend<Kind::kFloats, false>;
+    const auto run = kind == Kind::kPairs ? attend<kBest, true> : on_floats;
+    run(a, step, segment, head, last_head);
+}
+
+}  // namespace tandem
