@@ -3,10 +3,9 @@
 A prefill and a decode node of one model (size M, random weights), each on a core of its own, and a proxy. A stream runs
 on the decode node, first alone, then while prompts go through the proxy to the prefill node and their states come back
 to the decode node for one token each; where it reaches the model's length before they are done, another one follows.
-The figure is the 99th percentile of the time between two tokens of the stream,
-while the prompts are under way, over the same while nothing is. The proxy and who sends the prompts share the prefill
-node's core, the stream's reader the decode node's: on the other it would wait for its turn beside a busy node, and
-report that.
+The figure is the 99th percentile of the time between two tokens of a stream, while the prompts are under way, over the
+same while nothing is. The proxy and who sends the prompts share the prefill node's core, the streams' reader the decode
+node's: on the other it would wait for its turn beside a busy node, and report that.
 """
 
 from __future__ import annotations
