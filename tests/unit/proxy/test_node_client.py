@@ -396,6 +396,8 @@ def test_stream_when_nobody_reads_it_then_the_node_cannot_write_without_end(run:
             await writer.drain()
             written.append(1)
         writer.write(b"0\r\n\r\n")
+        writer.close()  # what is still in its buffer goes out first
+        await writer.wait_closed()
 
     async def scenario() -> None:
         async with streaming(handle, LONG_S) as stream:
