@@ -10,6 +10,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,9 @@ from tests.support.service import Node, Service
 
 ROUTE = "/v1/completions"
 CHECK_PROMPT = random_tokens(100, seed=351)
+POSTED_S = 0.5
+"""A running sequence's read goes out within some turns of the event loop: before that an abort has nothing to wait for,
+and frees the blocks at once."""
 SHAPES = ("whole", "stream", "n", "list")
 SHORT_TIER_SHAPES = {
     "queued for prefill": ("stream",),
@@ -115,6 +119,7 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
         with stopped(prefill):
             with OpenRequest(decode.url, ROUTE, {**body, "kv_transfer_params": params}) as request:
                 wait_until(lambda: is_running(decode, len(prompts)), "the pulls to start")
+                time.sleep(POSTED_S)
                 assert not request.has_answer
             wait_until(lambda: num_aborted(decode) == aborted + 1, "the decode node to see it")
             state: Any = decode.check_cache()
