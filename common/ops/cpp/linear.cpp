@@ -5,7 +5,8 @@
 //
 // Rows are taken in pieces of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
 // [step][row of the piece] first. A panel meets all pieces of a batch, whose rows stay in the L2 cache; where words are
-// float32, which is twice as much to load, and pieces are many, block by block in the L1 cache.
+// float32, which is twice as much to load, and pieces are many, block by block in the L1 cache. A last piece of few rows
+// takes two panels at once: with one it has too few sums to be busy while each waits for its last multiply-add.
 #include "linear.h"
 
 #include <type_traits>
@@ -30,7 +31,7 @@ inline vu load_words(const uint32_t* p) {
 }
 
 // How one step of k is added: x holds kWords words for each step and row, [step][word][row], which meet as many of w.
-// Up to kWideRows two panels pass side by side: more sums to work on.
+// Up to kWideRows two panels pass side by side.
 struct Float32 {
     static constexpr int64_t kWords = 1, kWideRows = 4;
     static vu word(vu w, int) { return w; }
@@ -110,11 +111,10 @@ void multiply(const Tile& tile) {
     constexpr int64_t kBlock = kBlockWords / Type::kWords;
     vf totals[kRows][kSums];
     const int64_t steps = tile.layout.steps, panel_words = steps * kPanel;
-    const int64_t ahead = kPanels > 1 ? kNearWords : tile.ahead;
     for (int64_t begin = 0; begin < steps; begin += kBlock) {
         vf sums[kRows][kSums] = {};
         const uint32_t *x = tile.rows.x + begin * kRows * Type::kWords, *w = tile.weight + begin * kPanel;
-        add_steps<Type>(sums, x, w, panel_words, std::min(kBlock, steps - begin), ahead);
+        add_steps<Type>(sums, x, w, panel_words, std::min(kBlock, steps - begin), tile.ahead);
         for (int r = 0; r < kRows; r++) {
             for (int v = 0; v < kSums; v++) totals[r][v] = begin == 0 ? sums[r][v] : totals[r][v] + sums[r][v];
         }
@@ -129,21 +129,10 @@ void multiply(const Tile& tile) {
     }
 }
 
-template <class Type, int kRows>
-void multiply_panels(const Tile& tile, int64_t panels) {
-    if constexpr (kRows <= Type::kWideRows) {
-        if (panels == 2) return multiply<Type, kRows, 2>(tile);
-    }
-    for (int64_t p = 0; p < panels; p++) {
-        const uint32_t* weight = tile.weight + p * tile.layout.steps * kPanel;
-        multiply<Type, kRows, 1>({tile.args, tile.layout, weight, tile.rows, tile.channel + p * kPanel, tile.ahead});
-    }
-}
-
-template <class Type, int kRows = kMaxRows>
-void dispatch(const Tile& tile, int64_t panels) {
-    if (tile.rows.count == kRows) return multiply_panels<Type, kRows>(tile, panels);
-    if constexpr (kRows > 1) dispatch<Type, kRows - 1>(tile, panels);
+template <class Type, int kPanels, int kRows = (kPanels > 1 ? Type::kWideRows : kMaxRows)>
+void dispatch(const Tile& tile) {
+    if (tile.rows.count == kRows) return multiply<Type, kRows, kPanels>(tile);
+    if constexpr (kRows > 1) dispatch<Type, kPanels, kRows - 1>(tile);
 }
 
 // One block of a panel for one piece. totals [kRows, kPanel], written when the block is the first, else added to.
@@ -190,17 +179,18 @@ void multiply_blocks(const Linear& args, const Layout& layout, const uint32_t* w
 template <class Type>
 void repack(const Linear& args, int64_t row, uint32_t* out, int64_t count) {
     const int64_t in = args.in_features, from = row * args.x_stride;
-    const bool is_pair = args.dtype == kBFloat16 && Type::kWords == 1;
-    if (is_pair) {
-        const uint16_t* x = static_cast<const uint16_t*>(args.x) + from;
-        for (int64_t s = 0; s < in / 2; s++) std::memcpy(out + s * count, x + 2 * s, 4);
-        if (in % 2) out[in / 2 * count] = x[in - 1];
+    if constexpr (std::is_same_v<Type, Float32>) {
+        const float* x = static_cast<const float*>(args.x) + from;
+        for (int64_t k = 0; k < in; k++) std::memcpy(out + k * count, x + k, 4);
         return;
     }
-    constexpr int64_t words = Type::kWords;
-    for (int64_t k = 0; k < (in + words - 1) / words * words; k++) {
-        const float value = k < in ? load_one(args.x, args.dtype, from + k) : 0.0f;
-        std::memcpy(out + k * count, &value, 4);
+    const uint16_t* x = static_cast<const uint16_t*>(args.x) + from;
+    if constexpr (Type::kWords == 1) {  // pairs
+        for (int64_t s = 0; s < in / 2; s++) std::memcpy(out + s * count, x + 2 * s, 4);
+        if (in % 2) out[in / 2 * count] = x[in - 1];
+    } else {
+        for (int64_t k = 0; k < in; k++) out[k * count] = uint32_t(x[k]) << 16;
+        if (in % 2) out[in * count] = 0;
     }
 }
 
@@ -214,14 +204,21 @@ void run(const Linear& args) {
     const int64_t row_words = layout.steps * Type::kWords, num_rows = args.begin[args.num_groups];
     uint32_t* packed = reinterpret_cast<uint32_t*>(scratch(num_rows * row_words));
     const int64_t most = std::clamp<int64_t>(kBatchWords / (kMaxRows * row_words), kMinPieces, kMaxPieces);
+    const auto in_blocks = [](int64_t pieces) { return std::is_same_v<Type, Float32> && pieces > kStreamPieces; };
     std::vector<Rows> all;
     std::vector<Batch> batches;
     for (int64_t g = 0; g < args.num_groups; g++) {
         const int64_t begin = args.begin[g], count = args.begin[g + 1] - begin;
         const int64_t pieces = (count + kMaxRows - 1) / kMaxRows, old = int64_t(all.size());
+        // All of a size, or full ones and a rest that is few enough to go wide. Eight rows as 6 + 2 instead of 4 + 4:
+        // 85 GF/s instead of 78 on a Zen 3. (Not measured with 32 registers.)
+        const int64_t rest = count % kMaxRows;
+        const bool has_rest = kLanes == 8 && 0 < rest && rest <= Type::kWideRows && !in_blocks(pieces);
+        const auto bound = [&](int64_t i) {
+            return begin + (has_rest ? std::min(i * kMaxRows, count) : count * i / pieces);
+        };
         for (int64_t i = 0; i < pieces; i++) {
-            const int64_t first = begin + count * i / pieces, last = begin + count * (i + 1) / pieces;
-            all.push_back({first, last - first, packed + first * row_words});
+            all.push_back({bound(i), bound(i + 1) - bound(i), packed + bound(i) * row_words});
         }
         const int64_t num = (pieces + most - 1) / most;
         for (int64_t i = 0; i < num; i++) {
@@ -239,20 +236,29 @@ void run(const Linear& args) {
         const Batch& batch = batches[task / pairs];
         const int64_t num_pieces = batch.last - batch.first, panel_words = layout.steps * kPanel;
         const int64_t begin = task % pairs * 2, end = std::min(begin + 2, layout.panels);
-        const int64_t step = num_pieces == 1 ? end - begin : 1;  // one piece: its panels may go side by side
-        for (int64_t panel = begin; panel < end; panel += step) {
-            const uint32_t* weight = args.weight + batch.weight * layout.words() + panel * panel_words;
-            if (std::is_same_v<Type, Float32> && num_pieces > kStreamPieces) {
-                const Rows* pieces = all.data();
-                multiply_blocks<Float32>(args, layout, weight, panel * kPanel, pieces + batch.first,
-                                         pieces + batch.last);
-                continue;
+        const Rows *first = &all[batch.first], *last = &all[batch.last - 1];
+        const auto weight = [&](int64_t panel) {
+            return args.weight + batch.weight * layout.words() + panel * panel_words;
+        };
+        if (in_blocks(num_pieces)) {
+            for (int64_t panel = begin; panel < end; panel++) {
+                multiply_blocks<Float32>(args, layout, weight(panel), panel * kPanel, first, last + 1);
             }
-            for (int64_t i = batch.first; i < batch.last; i++) {
-                // The last piece fetches the panel that the next one begins with.
-                const int64_t ahead = num_pieces == 1 ? kFarWords : i + 1 == batch.last ? panel_words : 0;
-                dispatch<Type>({args, layout, weight, all[i], panel * kPanel, ahead}, step);
+            return;
+        }
+        const bool is_wide = end - begin == 2 && last->count <= Type::kWideRows;
+        // Fetched is what comes soon, or by the last of several pieces the panel that the first goes on with.
+        const Rows* fetcher = is_wide ? first : last;
+        const int64_t distance = is_wide || num_pieces == 1 ? kFarWords : panel_words;
+        for (int64_t panel = begin; panel < end; panel++) {
+            for (const Rows* rows = first; rows <= last - is_wide; rows++) {
+                const int64_t ahead = rows == fetcher ? distance : 0;
+                dispatch<Type, 1>({args, layout, weight(panel), *rows, panel * kPanel, ahead});
             }
+        }
+        if (is_wide) {
+            const int64_t ahead = num_pieces == 1 ? kNearWords : 0;
+            dispatch<Type, 2>({args, layout, weight(begin), *last, begin * kPanel, ahead});
         }
     });
 }
