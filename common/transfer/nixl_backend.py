@@ -15,7 +15,8 @@ taken for this one's. NIXL facts this file is built on (1.5.1):
   reader made itself a new agent (2 of 3 runs), a healthy one whose reader is killed in mid-read (4 of 26 kills within
   reads of 96 MiB) or makes itself a new agent (1 of 12). No setting of UCX was found that avoids it; a supervisor has
   to start the node again. Over shared memory nothing is answered, so nothing breaks.
-- Over shared memory the copy happens inside the post, with the GIL released.
+- Over shared memory the copy happens inside the post, with the GIL released and the lock of UCX's worker held, for
+  which the progress thread spins: what else a copy would have to wait for is done before (``FreshPages``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
+from common.transfer.fresh_pages import FreshPages
 from common.transfer.nixl_bindings import load_bindings
 from common.transfer.nixl_descriptors import by_memory, descriptor_rows, memory_kind
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
@@ -100,6 +102,7 @@ class NixlBackend(TransferBackend):
         self._name = self._new_name()
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
+        self._fresh: dict[str, FreshPages] = {}
         self._remotes: dict[str, _Remote] = {}
         self._handles: set[_NixlHandle] = set()
         self._closed = False
@@ -153,6 +156,7 @@ class NixlBackend(TransferBackend):
                 raise TransferError(f"regions {taken} registered twice", code=TransferCode.REGISTRATION_FAILED)
             self._register_with(agent, regions)
             self._regions.update({region.name: region for region in regions})
+            self._fresh.update({region.name: FreshPages(region) for region in regions if region.device == "cpu"})
             self._announced = None
 
     def metadata(self) -> bytes:
@@ -225,6 +229,9 @@ class NixlBackend(TransferBackend):
                     f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
                 )
             checked = self._checked(remote.peer, reads)
+            for read in checked:
+                if read.local.name in self._fresh:
+                    self._fresh[read.local.name].touch(read.runs)
             handle = _NixlHandle(remote, checked)
             # All transfers are created before the first is posted, so that an error raised from here means: nothing
             # moves.
