@@ -11,6 +11,7 @@ import types
 import pytest
 
 from common.errors import TransferError
+from common.transfer import fresh_pages
 from common.transfer.codes import TransferCode
 from common.transfer.nixl_backend import NixlBackend
 from common.transfer.nixl_bindings import load_bindings
@@ -87,5 +88,26 @@ def test_add_peer_when_the_blob_is_not_nixls_then_refused(memory: EndpointMemory
         peer = backend.add_peer(json.dumps(good).encode())
         assert isinstance(peer, Peer)
         assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 2)])])) is ReadStatus.DONE
+    finally:
+        site.close()
+
+
+def test_post_read_when_its_destination_is_fresh_then_touched_before_anything_is_copied(
+    memory: EndpointMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, old = memory.regions[BLOCKS], memory.read(BLOCKS, 3)
+    touched: list[tuple[int, int, bytes]] = []
+    monkeypatch.setattr(
+        fresh_pages, "_populate", lambda begin, end: touched.append((begin, end, memory.read(BLOCKS, 3)))
+    )
+    site = Site("nixl")
+    try:
+        backend = site.backend(memory)
+        peer = backend.add_peer(site.backend(EndpointMemory(epoch=2, seed=2), engine_id="holder").metadata())
+        for _ in range(2):
+            assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(3, 2)])])) is ReadStatus.DONE
+        [(begin, end, content)] = touched
+        assert begin <= region.address + 3 * region.unit_bytes < region.address + 4 * region.unit_bytes <= end
+        assert content == old != memory.read(BLOCKS, 3)
     finally:
         site.close()
