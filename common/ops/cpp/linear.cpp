@@ -182,15 +182,15 @@ void repack(const Linear& args, int64_t row, uint32_t* out, int64_t count) {
     if constexpr (std::is_same_v<Type, Float32>) {
         const float* x = static_cast<const float*>(args.x) + from;
         for (int64_t k = 0; k < in; k++) std::memcpy(out + k * count, x + k, 4);
-        return;
-    }
-    const uint16_t* x = static_cast<const uint16_t*>(args.x) + from;
-    if constexpr (Type::kWords == 1) {  // pairs
-        for (int64_t s = 0; s < in / 2; s++) std::memcpy(out + s * count, x + 2 * s, 4);
-        if (in % 2) out[in / 2 * count] = x[in - 1];
     } else {
-        for (int64_t k = 0; k < in; k++) out[k * count] = uint32_t(x[k]) << 16;
-        if (in % 2) out[in * count] = 0;
+        const uint16_t* x = static_cast<const uint16_t*>(args.x) + from;
+        if constexpr (Type::kWords == 1) {  // pairs
+            for (int64_t s = 0; s < in / 2; s++) std::memcpy(out + s * count, x + 2 * s, 4);
+            if (in % 2) out[in / 2 * count] = x[in - 1];
+        } else {
+            for (int64_t k = 0; k < in; k++) out[k * count] = uint32_t(x[k]) << 16;
+            if (in % 2) out[in * count] = 0;
+        }
     }
 }
 
