@@ -20,13 +20,14 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.api.connection import BoundedProtocol
 from common.api.drain import Drain
@@ -89,6 +90,28 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+class _Startable:
+    """The app, and the error of this project that it refused to start with: uvicorn would only print where that was
+    raised."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.error: TandemError | None = None
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] != "lifespan":
+            return self._app(scope, receive, send)
+
+        async def send_outcome(message: Message) -> None:
+            reason = sys.exc_info()[1]  # Starlette reports from where it caught it
+            if message["type"] == "lifespan.startup.failed" and isinstance(reason, TandemError):
+                self.error = reason
+                message = {"type": message["type"]}
+            await send(message)
+
+        return self._app(scope, receive, send_outcome)
+
+
 def bind_socket(host: str, port: int) -> socket.socket:
     """A TCP socket bound to ``host``:``port`` (0: any free port), not yet listening. Raises ConfigError."""
     sock: socket.socket | None = None
@@ -147,9 +170,14 @@ def run_app(
     """Serve ``app`` on a bound socket until a signal; returns the process's exit status. Main thread only.
 
     ``max_connections``: further ones are refused with 503.
+
+    Raises:
+        TandemError: what the app's lifespan raised instead of starting.
     """
+    startable = _Startable(app)
     config = uvicorn.Config(
-        app,
+        startable,
+        interface="asgi3",
         http=functools.partial(BoundedProtocol, max_connections=max_connections),  # type: ignore[arg-type]
         ssl_certfile=tls.certfile if tls else None,
         ssl_keyfile=tls.keyfile if tls else None,
@@ -167,6 +195,10 @@ def run_app(
     server = _Server(config, getattr(app.state, "drain", None))
     try:
         server.run(sockets=[sock])
+    except SystemExit:  # the app did not start
+        if startable.error is None:
+            raise
+        raise startable.error from None
     finally:
         sock.close()
     return 0 if server.started else 1

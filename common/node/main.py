@@ -1,8 +1,9 @@
-"""From a command line to a serving node: 1 flags, 2 the port, 3 the model, 4 serve until a signal.
+"""From a command line to a serving node: 1 flags, 2 the port, 3 NIXL's plugins, 4 the model, 5 serve until a signal.
 
 The port is taken before the model is loaded: a port in use is an error at once, not after minutes. For the same reason
-torch and transformers are imported only after the flags were checked. What start and load leave behind, some 400,000
-objects, is kept from the garbage collector: looking through them takes it 0.24 s, in which nobody is answered.
+NIXL is asked for its plugins then, and torch and transformers are imported only after the flags were checked. What
+start and load leave behind, some 400,000 objects, is kept from the garbage collector: looking through them takes it
+0.24 s, in which nobody is answered.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         gc.disable()
         try:
+            from common.transfer.nixl_backend import check_plugins
+
+            check_plugins(config.nixl_backends)
             create_app = import_app()
             from common.node.runtime import load_node_model
 

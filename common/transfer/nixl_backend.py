@@ -69,6 +69,23 @@ class _Remote:
     num_handles: int = 0
 
 
+def check_plugins(names: Sequence[str]) -> None:
+    """That a ``NixlBackend`` of these ``backends`` can be made, before anything slow. Raises as it does."""
+    nixl = load_bindings()
+    _check_plugins(nixl.nixlAgent("check", nixl.nixlAgentConfig()), names)
+
+
+def _check_plugins(agent: Any, names: Sequence[str]) -> None:
+    available = agent.getAvailPlugins()
+    missing = [name for name in names if name not in available]
+    if missing or not names:
+        raise TransferError(
+            f"--nixl-backends {' '.join(names)}: NIXL has no {missing}, only {sorted(available)}",
+            param="nixl_backends",
+            code=TransferCode.BACKEND_UNAVAILABLE,
+        )
+
+
 class NixlBackend(TransferBackend):
     """See ``TransferBackend``. ``backends``: NIXL plugin names (``--nixl-backends``); NIXL uses what both sides
     have."""
@@ -125,14 +142,7 @@ class NixlBackend(TransferBackend):
             # Peers are added and removed from other threads than the one that posts and polls.
             config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
             agent = nixl.nixlAgent(self._name, config)
-            available = agent.getAvailPlugins()
-            missing = [name for name in backends if name not in available]
-            if missing or not backends:
-                raise TransferError(
-                    f"--nixl-backends {','.join(backends)}: NIXL has no {missing}, only {sorted(available)}",
-                    param="nixl_backends",
-                    code=TransferCode.BACKEND_UNAVAILABLE,
-                )
+            _check_plugins(agent, backends)
             for name in backends:
                 agent.createBackend(name, {})
         except TransferError:

@@ -10,13 +10,15 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
-from common.api.serve import Tls, raise_file_limit
+from common.api.serve import Tls, bind_socket, raise_file_limit, run_app
 from common.errors import ConfigError
 from tests.support.http_server import wait_for
 from tests.support.service import Process, free_port
@@ -81,6 +83,23 @@ def test_certificate_when_unusable_then_the_flag_and_the_reason_are_named(tmp_pa
         with pytest.raises(ConfigError, match="--ssl-certfile"):
             bad.check()
     certificate.check()
+
+
+@pytest.mark.parametrize("error", [ConfigError("--x 1: at most 0"), ValueError("a mistake of ours")])
+def test_app_when_its_start_fails_then_an_error_of_ours_is_raised_and_any_other_printed_with_its_place(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        raise error
+        yield
+
+    is_ours = isinstance(error, ConfigError)
+    with pytest.raises(ConfigError if is_ours else SystemExit) as caught:
+        run_app(Starlette(lifespan=lifespan), bind_socket("127.0.0.1", 0))
+    assert (caught.value is error) == is_ours
+    assert ("Traceback" in caplog.text) == (not is_ours)
+    assert ("a mistake of ours" in caplog.text) == (not is_ours)
 
 
 def test_file_limit_when_the_system_allows_more_then_is_raised(file_limit: int) -> None:
