@@ -1,8 +1,8 @@
 // Attention of one token: few rows meet a key, which is not worth packing for a whole tile.
 //
 // Keys and values come from memory in the order in which they lie, a few rows with all their heads at a time, and head
-// by head from the caches then. One head's rows lie too far apart for a processor to fetch them by itself, and it may
-// drop what it is asked for: a Zen 3 that misses a page or has no place for another line does.
+// by head from the caches then. One head's rows lie too far apart for a processor to fetch them by itself; a byte of
+// each line is read, because asking for the lines (prefetch) did less on a Zen 3.
 #include "attention.h"
 
 namespace tandem {
