@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.metrics.table import Role
 from common.node.app import create_node_app
 from common.node.runtime import NodeModel

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from common.api.drain import require_cluster_key
 from common.api.fields import Fields, shown
 from common.api.http import read_json_object
-from common.config import parse_url
+from common.config.values import parse_url
 from common.errors import InvalidRequestError, NodeNotFoundError
 from proxy.node import Node, NodeRole
 from proxy.node_pool import NodePool

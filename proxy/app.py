@@ -19,7 +19,8 @@ from common.api import drain as draining
 from common.api.errors import install_error_handlers
 from common.api.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.api.versions import installed_versions
-from common.config import ProxyConfig, read_key_file
+from common.config.key_file import read_key_file
+from common.config.proxy import ProxyConfig
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
 from proxy.admin import add_node_routes
 from proxy.admission import Admission

@@ -16,7 +16,7 @@ import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.config import DNS_PREFIX
+from common.config.values import DNS_PREFIX
 from common.errors import InvalidRequestError
 from proxy.node import NodeRole
 from proxy.node_pool import NodePool

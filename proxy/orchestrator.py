@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.api.resume import RESUME_KEY
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from proxy.decode_leg import DecodeLegs, Job, TransferFailedError
 from proxy.leases import LeaseGuard, LeaseReleaser

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.decode_leg import Job
 from proxy.node import Node, NodeRole

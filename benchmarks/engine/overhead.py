@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine.models import make_checkpoint
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.model_runner import ModelRunner
 from common.node.runtime import create_core, load_node_model

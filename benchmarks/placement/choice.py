@@ -8,7 +8,7 @@ import time
 from typing import Any, cast
 
 from common.api.cache_events import CHECKPOINT, CacheChange, hint
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from proxy.cache_view import NodeCache
 from proxy.decode_leg import Job
 from proxy.node import NodeInfo

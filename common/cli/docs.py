@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 from common.cli.flags import UpConfig
-from common.config import NodeConfig, ProxyConfig, flag_table
+from common.config.command_line import flag_table
+from common.config.node import NodeConfig
+from common.config.proxy import ProxyConfig
 from common.metrics.labels import LABEL_VALUES, LabelValues
 from common.metrics.table import METRICS, NODES, PREFIX, MetricSpec, Role
 

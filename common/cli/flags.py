@@ -11,18 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import (
-    Flag,
-    NodeConfig,
-    ProxyConfig,
-    add_flags,
-    check_fields,
-    flag,
-    flags_of,
-    int_flag,
-    read_values,
-    seconds_flag,
-)
+from common.config.command_line import add_flags, read_values
+from common.config.flag import Flag, check_fields, flag, flags_of, int_flag, seconds_flag
+from common.config.node import NodeConfig
+from common.config.proxy import ProxyConfig
 from common.errors import ConfigError
 
 NODE_HOST = "127.0.0.1"

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from common import demo_model
 from common.cli.flags import UpConfig, parse_up
 from common.cli.supervisor import ChildSpec, Supervisor, check_port_free
-from common.config import NodeConfig, ProxyConfig, to_argv
+from common.config.command_line import to_argv
+from common.config.node import NodeConfig
+from common.config.proxy import ProxyConfig
 
 ENVIRONMENT_PREFIX = "TANDEM_"
 STOP_MARGIN_S = 5.0

@@ -24,7 +24,8 @@ from common.api.http import install_middleware, read_json_object
 from common.api.protocol import check_model, parse_chat
 from common.api.tokenizer import TextCodec
 from common.api.versions import build_labels, installed_versions
-from common.config import NodeConfig, read_key_file
+from common.config.key_file import read_key_file
+from common.config.node import NodeConfig
 from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.kv_cache.planner import CapacityReport
 from common.kv_cache.spec import KVCacheConfig
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from common.api.serve import bind_socket, run_app, run_main
-from common.config import NodeConfig, parse_node_config
+from common.config.node import NodeConfig, parse_node_config
 from common.telemetry.logs import configure_logging
 from common.telemetry.tracing import check_tracing
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from common.api.drain import Drain
 from common.api.versions import installed_versions
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import NodeConfig, read_key_file
+from common.config.key_file import read_key_file
+from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.model_runner import ModelRunner
 from common.engine.sampler import Sampler

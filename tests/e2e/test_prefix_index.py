@@ -11,7 +11,7 @@ import pytest
 
 from common.api.cache_events import CHECKPOINT, EVENTS_ROUTE, CacheNews
 from common.api.tokenizer_document import TOKENIZER_ROUTE, TokenizerDocument
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from proxy.app import Service as ProxyService
 from proxy.app import create_app
 from proxy.prefix_index import Coverage

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.plan import StepPlan
 from common.errors import InvalidRequestError, TandemError, TransferError

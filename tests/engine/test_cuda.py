@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.node.runtime import create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.engine.harness import random_tokens, stock_greedy, tolerance

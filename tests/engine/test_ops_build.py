@@ -200,7 +200,7 @@ def test_process_when_its_ops_were_prebuilt_and_its_cache_is_an_empty_volume_the
     script = (
         "import logging\n"
         "logging.basicConfig(level=logging.INFO)\n"
-        "from common.config import NodeConfig\n"
+        "from common.config.node import NodeConfig\n"
         "from common.node.runtime import load_node_model\n"
         f"config = NodeConfig(model={str(checkpoint('granitemoehybrid'))!r}, device='cpu', kv_cache_memory=8 << 20,\n"
         f"                    max_model_len=256, max_num_seqs=2, prebuilt_ops={str(user_cache_dir())!r})\n"
@@ -219,7 +219,7 @@ def test_process_when_path_has_no_compiler_then_runs_the_model_with_one_warning(
     script = (
         "import logging\n"
         "logging.basicConfig(level=logging.WARNING, format='%(levelname)s %(message)s')\n"
-        "from common.config import NodeConfig\n"
+        "from common.config.node import NodeConfig\n"
         "from common.node.runtime import create_core, load_node_model\n"
         "from common.request import Request, SamplingParams\n"
         f"config = NodeConfig(model={str(checkpoint('granitemoehybrid'))!r}, device='cpu', kv_cache_memory=8 << 20,\n"

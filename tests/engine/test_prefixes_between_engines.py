@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.engine import core
 from common.engine.core import EngineCore
 from common.errors import InvalidRequestError, TransferError

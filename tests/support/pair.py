@@ -17,7 +17,7 @@ from unittest.mock import patch
 from common.api.handoff import Rendezvous
 from common.api.manifest import Manifest
 from common.api.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.kv_cache.results import PullPlan
 from common.node import runtime
 from common.node.conversation import FinishedPull, RemotePrefix

@@ -9,7 +9,10 @@ import pytest
 
 from common.cli.docs import COMMAND, documents, metrics_document
 from common.cli.flags import UpConfig
-from common.config import NodeConfig, ProxyConfig, flag_table, flags_of
+from common.config.command_line import flag_table
+from common.config.flag import flags_of
+from common.config.node import NodeConfig
+from common.config.proxy import ProxyConfig
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.metrics import Metrics
 from common.metrics.table import METRICS, PREFIX, Role

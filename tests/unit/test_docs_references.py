@@ -9,7 +9,9 @@ import pytest
 
 from common.cli.bench.settings import _parser
 from common.cli.flags import UpConfig
-from common.config import NodeConfig, ProxyConfig, flags_of
+from common.config.flag import flags_of
+from common.config.node import NodeConfig
+from common.config.proxy import ProxyConfig
 from common.errors import TandemError
 from common.metrics.table import METRICS, PREFIX
 

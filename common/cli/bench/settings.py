@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import parse_url, read_key_file
+from common.config.key_file import read_key_file
+from common.config.values import parse_url
 from common.errors import ConfigError
 
 FIRST_TOKEN_ID = 3  # below are usually special tokens

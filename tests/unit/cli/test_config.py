@@ -10,18 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli.flags import parse_up
-from common.config import (
-    NodeConfig,
-    ProxyConfig,
-    flag_table,
-    flags_of,
-    format_size,
-    parse_config,
-    parse_node_config,
-    parse_size,
-    read_key_file,
-    to_argv,
-)
+from common.config.command_line import flag_table, parse_config, to_argv
+from common.config.flag import flags_of
+from common.config.key_file import read_key_file
+from common.config.node import NodeConfig, parse_node_config
+from common.config.proxy import ProxyConfig
+from common.config.values import format_size, parse_size
 from common.errors import ConfigError
 from common.kv_cache.eviction import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import parse_node_url
+from common.config.values import parse_node_url
 from common.metrics.table import METRICS, PREFIX, Kind
 
 ROOT = Path(__file__).resolve().parents[3]

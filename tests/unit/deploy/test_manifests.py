@@ -21,7 +21,9 @@ import yaml
 
 from common.api.http import OPEN_PATHS
 from common.cli.main import _commands
-from common.config import NodeConfig, ProxyConfig, parse_config, parse_node_config
+from common.config.command_line import parse_config
+from common.config.node import NodeConfig, parse_node_config
+from common.config.proxy import ProxyConfig
 from proxy.app import create_app
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.kv_cache.planner import plan_cache
 from common.node.cache_warnings import cache_warnings
 from tests.unit.kv_cache.world import make_geometry

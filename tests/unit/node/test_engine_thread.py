@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.errors import InvalidRequestError, NodeUnavailableError, TandemError
 from common.node.engine_thread import EngineThread
 from common.node.runtime import NodeModel, create_core, load_node_model

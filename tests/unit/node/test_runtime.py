@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from common.config import NodeConfig
+from common.config.node import NodeConfig
 from common.errors import ConfigError
 from common.node.runtime import load_node_model
 from tests.support.service import ROOT, child_environment

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from common.errors import ConfigError
 from proxy.app import create_app
 from tests.support.http_server import AppServer, serving, wait_for
@@ -225,7 +225,7 @@ def test_dns_when_an_address_is_a_node_of_the_other_role_then_the_rest_joins_and
 
 @pytest.mark.parametrize("url", ["dns+https://name:8200", "dns+http://name:8200/path", "dns+http://", "dns+name:8200"])
 def test_dns_flag_when_malformed_then_config_error_names_it(url: str) -> None:
-    from common.config import parse_config
+    from common.config.command_line import parse_config
 
     with pytest.raises(ConfigError, match="--decode"):
         parse_config(ProxyConfig, ["--decode", url], {}, prog="tandem proxy")

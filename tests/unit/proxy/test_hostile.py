@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from common.api import connection
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from proxy.app import create_app
 from tests.support.http_server import AppServer, wait_for
 from tests.unit.proxy.fake_node import FakeNode

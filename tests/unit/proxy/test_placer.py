@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.config import ProxyConfig
+from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.cache_view import NodeCache
 from proxy.node import Node, NodeRole

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.config import PLACEMENT_POLICIES
+from common.config.proxy import PLACEMENT_POLICIES
 from common.errors import ConfigError
 from proxy.node import Node, NodeRole
 from proxy.node_load import Charge

@@ -190,7 +190,7 @@ def test_tracer_when_there_is_no_endpoint_then_it_does_nothing() -> None:
 def test_process_when_tracing_is_off_then_neither_sdk_nor_exporter_is_imported() -> None:
     code = (
         "import sys\n"
-        "from common.config import ProxyConfig\n"
+        "from common.config.proxy import ProxyConfig\n"
         "from proxy.app import create_app\n"
         "import proxy.__main__, common.node.node_metrics, common.cli.main, common.telemetry.tracing as tracing\n"
         "from fastapi.testclient import TestClient\n"

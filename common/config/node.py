@@ -1,0 +1,135 @@
+"""What a prefill or decode node is told at its start."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common.config.command_line import parse_config
+from common.config.flag import (
+    bool_flag,
+    check_fields,
+    choice_flag,
+    flag,
+    int_flag,
+    seconds_flag,
+    share_flag,
+    size_flag,
+    urls_flag,
+)
+from common.config.shared import DRAIN_HELP, LOG_FORMATS, LOG_LEVELS, OTLP_HELP
+from common.config.values import GIB, MIB, parse_url
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """One prefill or decode node. Both kinds take the same flags."""
+
+    model: str = flag("", "model folder or Hugging Face hub id", metavar="DIR|HUB_ID")
+    revision: str | None = flag(None, "revision of a hub model", metavar="REV")
+    trust_remote_code: bool = bool_flag(False, "run code that comes with the model")
+    served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
+    host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
+    port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)
+    advertise_host: str | None = flag(
+        None, "address at which other nodes reach this one (default: --host)", metavar="ADDR"
+    )
+    node_name: str | None = flag(None, "name in traces and metrics (default: role and port)")
+    dtype: str = choice_flag(
+        "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
+    )
+    device: str = choice_flag("auto", "where the model runs; auto: cuda when there is one", "auto", "cpu", "cuda")
+    ops_backend: str = choice_flag(
+        "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
+    )
+    enforce_eager: bool = bool_flag(
+        False, "run every decode step through the model's own code, instead of replaying recorded ones (slower)"
+    )
+    prebuilt_ops: str | None = flag(
+        None,
+        "folder that python -m common.models.prebuild FOLDER has filled: ops for this CPU are taken from there instead "
+        "of being compiled",
+        metavar="FOLDER",
+    )
+    num_threads: int = int_flag(1, "torch threads of this process", 1, 1024)
+    seed: int = int_flag(0, "seed of requests that bring none", 0, (1 << 63) - 1)
+    max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)
+    max_num_seqs: int = int_flag(64, "sequences computed at once", 1, 65_536)
+    max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
+    max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
+    max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
+    kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
+    enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
+    state_memory_share: float | None = share_flag(
+        "part of --kv-cache-memory for recurrent states (default: the planner's)", 0.01, 0.99
+    )
+    mamba_cache_mode: str = choice_flag("auto", "where recurrent states are kept", "auto", "align", "all", "none")
+    prefix_cache_retention_interval: int | None = int_flag(
+        None,
+        "all, align and windows: keep the states of every N-th token only (and the last); auto: keep them besides; "
+        "a multiple of --block-size",
+        1,
+    )
+    eviction_policy: str = choice_flag(
+        "value",
+        "what is evicted first: what saves least computing per byte, or what was not used for longest",
+        "value",
+        "lru",
+    )
+    kv_load_failure_policy: str = choice_flag(
+        "recompute", "when a prefix could not be pulled: compute it here, or fail the request", "recompute", "fail"
+    )
+    local_prefill_limit: int | None = int_flag(
+        None,
+        "recompute: fail the request instead when more tokens than this would have to be computed here (default: "
+        "no limit)",
+        0,
+    )
+    kv_lease_seconds: float = seconds_flag(30.0, "how long a finished prompt is held for its reader", 0.05)
+    kv_transfer_timeout_seconds: float = seconds_flag(
+        30.0, "longest time without progress of a pull that was begun", 0.05
+    )
+    kv_transfer_verify: str = choice_flag(
+        "off",
+        "digests of the content, made by its holder and compared by its reader: of a sixteenth of the blocks and the "
+        "state, or of all",
+        "off",
+        "sample",
+        "all",
+    )
+    transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
+    nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
+    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
+    peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
+    api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
+    cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
+    log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
+    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
+    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.model:
+            raise ConfigError("--model is required: a model folder or a hub id", param="--model")
+        interval = self.prefix_cache_retention_interval
+        if interval is not None and interval % self.block_size:
+            option = "--prefix-cache-retention-interval"
+            raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
+        if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
+            option = "--local-prefill-limit"
+            raise ConfigError(
+                f"{option} {self.local_prefill_limit} bounds what is computed here, but --kv-load-failure-policy is "
+                f"{self.kv_load_failure_policy}",
+                param=option,
+            )
+
+
+def parse_node_config(argv: Sequence[str], environ: Mapping[str, str], *, role: str, default_port: int) -> NodeConfig:
+    """``NodeConfig`` of a prefill or decode node; a node without a name is called after its role and port."""
+    config = parse_config(NodeConfig, argv, environ, prog=f"tandem {role}", defaults={"port": default_port})
+    if config.node_name is None:
+        config = dataclasses.replace(config, node_name=f"{role}-{config.port}")
+    return config
