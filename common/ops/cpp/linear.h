@@ -1,8 +1,8 @@
 // Linear layers on packed weights: what a call says, how a weight lies in memory, how sums become outputs.
 //
 // A weight is packed once: panels of kPanel output channels, in each one machine word per channel and step of k (two
-// bfloat16 or one float32). So a kernel reads one stream from front to back, for one row as for a thousand. Where a Book
-// says so, a panel's tiles are compact instead (compact.h).
+// bfloat16 or one float32). So a kernel reads one stream from front to back, for one row as for a thousand. It may read
+// kLead words before the first one. Where a Book says so, a panel's tiles are compact instead (compact.h).
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,7 @@ namespace tandem {
 
 constexpr int kVectors = 2;
 constexpr int64_t kPanel = kVectors * kLanes;
+constexpr int64_t kLead = 16;  // a cache line: panels stay where lines begin
 
 struct Linear {
     const void* x;  // [num_rows, in]

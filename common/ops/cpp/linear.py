@@ -23,7 +23,8 @@ from common.ops.cpp.launch import DTYPES, find_kernel, launch, refuse_tape
 class PackedWeight:
     """One matrix [out_features, in_features] or ``num_groups`` of them, in the order in which the kernel reads it.
 
-    ``words``: int32, flat; what is in it belongs to the machine's vector width and never leaves the process.
+    ``words``: int32, flat; what is in it belongs to the machine's vector width and never leaves the process. It begins
+    behind a few words of the same memory, which kernels may read.
     ``books``: int32 [num_groups, words of a book], how each matrix is written; None: all of them plain. ``nbytes``: of
     ``words``, in use.
     """
@@ -47,6 +48,7 @@ class LinearOps:
         self._forget.argtypes, self._forget.restype = (ctypes.c_void_p, ctypes.c_int64), None
         self._packed_words = library.tandem_packed_words
         self._packed_words.argtypes, self._packed_words.restype = (ctypes.c_int64,) * 3, ctypes.c_int64
+        self._lead_words = int(library.tandem_lead_words())
         self._book_words = int(library.tandem_book_words())
         self._used_bytes = library.tandem_used_bytes
         self._used_bytes.argtypes = (*(ctypes.c_void_p,) * 2, *(ctypes.c_int64,) * 3)
@@ -55,14 +57,14 @@ class LinearOps:
     def num_words(self, weight: Tensor) -> int:
         """32-bit words that ``weight`` [(groups,) out, in] takes at most when packed."""
         groups = weight.shape[0] if weight.ndim == 3 else 1
-        return int(groups * self._packed_words(DTYPES[weight.dtype], weight.shape[-1], weight.shape[-2]))
+        return int(self._lead_words + groups * self._packed_words(DTYPES[weight.dtype], *reversed(weight.shape[-2:])))
 
     def pack(self, weight: Tensor, words: Tensor, *, is_compact: bool = False) -> PackedWeight:
         """Copy ``weight`` [(groups,) out, in] to ``words``, int32 [num_words(weight)]. ``is_compact``: in 12 bits where
         that can be and loses nothing; what is left of ``words`` is not touched."""
         if words.dtype != torch.int32 or words.numel() != self.num_words(weight) or not words.is_contiguous():
             raise RuntimeError(f"pack: {words.dtype} {tuple(words.shape)} does not fit {tuple(weight.shape)}")
-        weight = weight.detach().contiguous()
+        words, weight = words[self._lead_words :], weight.detach().contiguous()
         groups, (out_features, in_features) = (weight.shape[0] if weight.ndim == 3 else 1), weight.shape[-2:]
         books = torch.zeros(groups, self._book_words, dtype=torch.int32) if is_compact else None
         shape = [DTYPES[weight.dtype], in_features, out_features]

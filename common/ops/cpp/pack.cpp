@@ -196,6 +196,9 @@ extern "C" {
 // 32-bit words of one packed weight, which a compact one uses in part.
 int64_t tandem_packed_words(int64_t dtype, int64_t in, int64_t out) { return Layout(dtype, in, out).words(); }
 
+// 32-bit words that must be there before all of it.
+int64_t tandem_lead_words() { return kLead; }
+
 // 32-bit words of a Book.
 int64_t tandem_book_words() { return sizeof(Book) / 4; }
 
