@@ -3,7 +3,9 @@ model and what is left alone."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Sequence
 
 import pytest
@@ -22,6 +24,7 @@ SHAPES = pytest.mark.parametrize(
     ("in_features", "out_features"), [(1, 1), (64, 32), (65, 33), (515, 100), (1024, 96), (3000, 7)]
 )
 NUM_ROWS = 40
+PROT_NONE = 0
 
 
 @pytest.fixture
@@ -114,6 +117,32 @@ def test_linear_when_the_input_does_not_fit_then_says_so_before_memory_is_read(o
         ops.rows(weight, torch.tensor([48]))
     with pytest.raises(RuntimeError, match="does not fit"):
         ops.pack(torch.zeros(48, 40), large_pages(10))
+
+
+def guarded(num_words: int, *, at_the_end: bool) -> Tensor:
+    """int32 [num_words] at one end of some pages between two that nobody may read."""
+    page = mmap.PAGESIZE
+    inside = -(-4 * num_words // page) * page
+    memory = mmap.mmap(-1, inside + 2 * page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for address in (begin, begin + page + inside):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), PROT_NONE) == 0
+    offset = page + (inside - 4 * num_words if at_the_end else 0)
+    return torch.frombuffer(memory, dtype=torch.int32, count=num_words, offset=offset)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@SHAPES
+@DTYPES
+def test_linear_when_around_the_weight_nobody_may_read_then_nobody_does(
+    ops: LinearOps, dtype: torch.dtype, in_features: int, out_features: int, at_the_end: bool
+) -> None:
+    weight, x = rand(out_features, in_features, seed=1, dtype=dtype), rand(NUM_ROWS, in_features, seed=3, dtype=dtype)
+    packed = ops.pack(weight, guarded(ops.num_words(weight), at_the_end=at_the_end))
+    elsewhere = pack(ops, weight)
+    for count in (1, 2, 6, 8, NUM_ROWS):
+        assert torch.equal(ops.linear(x[:count], packed), ops.linear(x[:count], elsewhere))
+    assert torch.equal(ops.rows(packed, torch.arange(out_features)), weight)
 
 
 @SHAPES

@@ -17,6 +17,7 @@ namespace tandem {
 constexpr int kVectors = 2;
 constexpr int64_t kPanel = kVectors * kLanes;
 constexpr int64_t kLead = 16;  // a cache line: panels stay where lines begin
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "of two values in a word the first is the low half");
 
 struct Linear {
     const void* x;  // [num_rows, in]
