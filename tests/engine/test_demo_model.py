@@ -139,6 +139,7 @@ def train(out: Path, *flags: str) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2500)  # of two trainings, of which each has its own
 def test_training_when_run_for_50_steps_and_resumed_then_lowers_the_loss_and_writes_a_loadable_checkpoint(
     tmp_path: Path,
 ) -> None:
