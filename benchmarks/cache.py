@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.kv_cache.eviction import EVICTION_POLICIES
-from common.kv_cache.geometry import model_geometry
+from common.geometry.geometry import model_geometry
+from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import plan_cache
 

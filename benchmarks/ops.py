@@ -31,10 +31,10 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from common.engine.plan import Segment
-from common.models.fingerprint import user_cache_dir
-from common.ops.index import StepIndex
+from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops, StepSize
 from common.ops.select import create_ops
+from common.ops.step.attention_metadata import StepIndex
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512

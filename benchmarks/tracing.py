@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 
 from common import demo_model
-from common.node.node_metrics import trace_phases
+from common.node.serving.metrics import trace_phases
 from common.request import PhaseSeconds
 from common.telemetry.tracing import create_tracer
 from tests.support.collector import collecting

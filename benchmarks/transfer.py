@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
-from common.kv_cache.storage import KVStorage
-from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
+from common.node.lend.digests import VERIFY_ALL, find_mismatch, make_digests
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
-from common.transfer.nixl_backend import PROGRESS_TIMEOUT_US, NixlBackend
-from common.transfer.nixl_bindings import load_bindings
+from common.transfer.nixl.backend import PROGRESS_TIMEOUT_US, NixlBackend
+from common.transfer.nixl.bindings import load_bindings
 from common.transfer.puller import Puller
 from common.transfer.reads import Read
 from common.transfer.regions import Peer, PeerMetadata, Region

@@ -1,5 +1,5 @@
-"""One error tree for every process. Each class has a stable ``code`` and an HTTP status; ``common.api`` turns them into
-OpenAI-shaped bodies in one place, the command line prints ``ConfigError`` and exits non-zero.
+"""One error tree for every process. Each class has a stable ``code`` and an HTTP status; ``common.openai.errors`` turns
+them into OpenAI-shaped bodies in one place, the command line prints ``ConfigError`` and exits non-zero.
 
 Errors carry numbers and names: the field or flag, the value, the bound.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.serve import end_process
 from common.node.main import run_node
+from common.server.serve import end_process
 
 DEFAULT_PORT = 8200
 

@@ -16,23 +16,23 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from common.api.handoff import Rendezvous
-from common.api.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
 from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
 from common.kv_cache.keys import PrefixKeys
-from common.node.conversation import RemotePrefix
-from common.node.handover import Handover, Taken
 from common.node.node import Node
-from common.node.node_metrics import failure_label
-from common.node.offers import OWN_ABORT_WAIT_S, ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
+from common.node.pull.handoff import Handover, Taken
+from common.node.pull.manifest_stream import OWN_ABORT_WAIT_S, ROW_PARAM, FixedOffers, Offer, Offers, RendezvousOffers
+from common.node.pull.pull_task import RemotePrefix
+from common.node.serving.metrics import failure_label
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
+from common.wire.handoff import Rendezvous
+from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
 
 logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """``common.node.handover.Intake`` of a decode node."""
+    """``common.node.pull.handoff.Intake`` of a decode node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -11,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import time
 
-from common.api.manifest import Manifest, PartialManifest, PrefillReport
 from common.errors import RequestAbortedError, TandemError
 from common.kv_cache.results import PrefixProgress
-from common.node.conversation import RemotePrefix
-from common.node.manifests import leased_manifest
+from common.node.lend.manifests import leased_manifest
 from common.node.node import Node
-from common.node.prompt_jobs import EncodedPrompt
+from common.node.pull.pull_task import RemotePrefix
+from common.node.serving.prompt_jobs import EncodedPrompt
 from common.request import Request, RequestOutput
+from common.wire.manifest import Manifest, PartialManifest, PrefillReport
 
 
 class PrefillLeg:
-    """``common.node.serving.PrefillLeg`` of a prefill node."""
+    """``common.node.serving.serving.PrefillLeg`` of a prefill node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

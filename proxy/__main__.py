@@ -7,9 +7,9 @@ import gc
 import os
 import sys
 
-from common.api.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
 from common.config.command_line import parse_config
 from common.config.proxy import ProxyConfig
+from common.server.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
 from common.telemetry.logs import configure_logging
 from common.telemetry.tracing import check_tracing
 from proxy.app import create_app

@@ -15,33 +15,33 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from common.api import drain as draining
-from common.api.errors import install_error_handlers
-from common.api.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
-from common.api.versions import installed_versions
 from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
+from common.openai.errors import install_error_handlers
+from common.server import drain as draining
+from common.server.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
+from common.server.versions import installed_versions
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
-from proxy.admin import add_node_routes
-from proxy.admission import Admission
-from proxy.breaker import Breaker
-from proxy.discovery import Discovery, Resolver, split_urls
-from proxy.event_feed import EventFeeds
-from proxy.forward import forward
-from proxy.front import Front, ProxyApp
-from proxy.generate import GenerateService, forwarded_headers
-from proxy.key_limits import KeyLimits, read_key_limits
-from proxy.leases import LeaseReleaser
-from proxy.node import NodeRole
-from proxy.node_client import NodeClient
-from proxy.node_pool import NodePool
-from proxy.observe import ProxyMetrics
-from proxy.orchestrator import Orchestrator
-from proxy.placer import Placer
-from proxy.prefix_index import PrefixIndex
-from proxy.recent import RecentRequests
+from proxy.admission.key_limits import KeyLimits, read_key_limits
+from proxy.admission.queue import Admission
+from proxy.http.admin import add_node_routes
+from proxy.http.forward import forward
+from proxy.http.front import Front, ProxyApp
+from proxy.http.generate import GenerateService, forwarded_headers
+from proxy.http.tokenizer import Tokenisation
+from proxy.legs.leases import LeaseReleaser
+from proxy.legs.orchestrator import Orchestrator
+from proxy.node_http.client import NodeClient
+from proxy.nodes.breaker import Breaker
+from proxy.nodes.discovery import Discovery, Resolver, split_urls
+from proxy.nodes.node import NodeRole
+from proxy.nodes.pool import NodePool
+from proxy.placement.placer import Placer
+from proxy.prefix_index.event_feed import EventFeeds
+from proxy.prefix_index.index import PrefixIndex
+from proxy.status.metrics import ProxyMetrics
+from proxy.status.recent import RecentRequests
 from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
-from proxy.tokenise import Tokenisation
 
 
 @dataclass(frozen=True, slots=True)

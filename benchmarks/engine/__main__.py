@@ -32,8 +32,8 @@ from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.engine.overhead import print_overhead
 from benchmarks.engine.roofline import Machine, decode_bytes, prefill_flops
 from common.kv_cache.spec import ModelGeometry
-from common.models.loader import load_model
-from common.models.quiet import quiet_transformers
+from common.models.loading.loader import load_model
+from common.models.loading.quiet import quiet_transformers
 
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 from benchmarks.engine.models import MAX_TOKENS
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Segment, StepPlan
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.storage import KVStorage
-from common.models.loader import LoadedModel
+from common.models.loading.loader import LoadedModel
 
 BLOCK_SIZE = 16
 STEP_TOKENS = 2048

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.models.quiet import quiet_transformers
+from common.models.loading.quiet import quiet_transformers
 
 MAX_TOKENS = 2048
 FAMILIES = ("granitemoehybrid", "qwen3_5", "lfm2")

@@ -22,7 +22,7 @@ from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.model_runner import ModelRunner
 from common.node.runtime import create_core, load_node_model
-from common.ops.cpp.backend import CppOps
+from common.ops.cpu.backend import CppOps
 from common.request import Request, SamplingParams
 
 _PROMPT_TOKENS = 64

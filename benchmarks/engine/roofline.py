@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks.engine.contestants import PROMPT_TOKENS
 from common.kv_cache.spec import ModelGeometry
-from common.ops.cpp.linear import large_pages
+from common.ops.cpu.linear import large_pages
 
 _GEMM_SIZE = 2048
 _READ_BYTES = 256 << 20

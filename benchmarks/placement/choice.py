@@ -7,16 +7,16 @@ import statistics
 import time
 from typing import Any, cast
 
-from common.api.cache_events import CHECKPOINT, CacheChange, hint
 from common.config.proxy import ProxyConfig
-from proxy.cache_view import NodeCache
-from proxy.decode_leg import Job
-from proxy.node import NodeInfo
-from proxy.node_load import LoadReport, Measured
-from proxy.node_pool import NodePool
-from proxy.placer import Avoided, Placer
-from proxy.prefix_index import PrefixIndex
-from proxy.prompt_keys import PromptKeys
+from common.wire.cache_events import CHECKPOINT, CacheChange, hint
+from proxy.legs.decode_leg import Job
+from proxy.nodes.load import LoadReport, Measured
+from proxy.nodes.node import NodeInfo
+from proxy.nodes.pool import NodePool
+from proxy.placement.placer import Avoided, Placer
+from proxy.prefix_index.index import PrefixIndex
+from proxy.prefix_index.node_cache import NodeCache
+from proxy.prefix_index.prompt_keys import PromptKeys
 
 BLOCK_SIZE = 16
 

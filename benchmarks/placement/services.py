@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.placement.sessions import Traffic
-from common.kv_cache.geometry import model_geometry
+from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout
 from tests.support.service import Service
 

@@ -78,7 +78,7 @@ def _up(argv: Sequence[str]) -> int:
 
 
 def _simulate(argv: Sequence[str]) -> int:
-    simulate = importlib.import_module("common.kv_cache.simulate")
+    simulate = importlib.import_module("common.simulate.simulate")
     parser = argparse.ArgumentParser(prog="tandem simulate", allow_abbrev=False)
     simulate.add_arguments(parser)
     status: int | None = simulate.run(parser.parse_args(argv))

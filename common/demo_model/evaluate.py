@@ -23,7 +23,7 @@ from common.demo_model.corpus import Item, documentation
 from common.demo_model.exercises import ANSWER
 from common.demo_model.tokens import END_ID, Encoder
 from common.demo_model.words import PLACES, draw_pair
-from common.models.quiet import quiet_transformers
+from common.models.loading.quiet import quiet_transformers
 
 DISTANCES = (100, 500, 1000, 2000)
 NUM_PLACES = 4

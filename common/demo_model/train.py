@@ -31,7 +31,7 @@ from common.demo_model.optimizer import build_optimizers
 from common.demo_model.products import product_dtype
 from common.demo_model.starting_weights import build_model
 from common.demo_model.tokens import Encoder, train_tokenizer
-from common.models.quiet import quiet_transformers
+from common.models.loading.quiet import quiet_transformers
 from common.models.synthetic import special_ids
 
 BATCH_TOKENS = 4096

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Rows, StepPlan
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.storage import KVStorage
-from common.models.arguments import step_arguments
-from common.models.loader import LoadedModel
-from common.models.replay import Replay
-from common.models.seam import EngineCache
-from common.models.step import ActiveStep, PoolViews, run_step
+from common.models.adapter.arguments import step_arguments
+from common.models.adapter.forward_context import ActiveStep, PoolViews, run_step
+from common.models.adapter.patching import EngineCache
+from common.models.cpu.replay import Replay
+from common.models.loading.loader import LoadedModel
 
 
 class ModelRunner:

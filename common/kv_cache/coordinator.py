@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.kv_cache.block_group import BlockGroupManager
-from common.kv_cache.checkpoint import Checkpoint
-from common.kv_cache.events import CacheEvent, CacheSnapshot, EventKind, EventLog
-from common.kv_cache.full_attention import FullAttentionManager
-from common.kv_cache.generations import GenerationTables
+from common.kv_cache.checkpoints.checkpoint import Checkpoint
+from common.kv_cache.eviction.create import create_policy
+from common.kv_cache.groups.full_attention import FullAttentionManager
+from common.kv_cache.groups.recurrent_state import STATE_LABEL, StateManager
+from common.kv_cache.groups.single_type import BlockGroupManager
+from common.kv_cache.groups.sliding_window import SlidingWindowManager
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.lookup import PrefixLookup
-from common.kv_cache.policies import create_policy
-from common.kv_cache.sliding_window import SlidingWindowManager
+from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
+from common.kv_cache.observe.stats import CacheCounters
+from common.kv_cache.pools.generations import GenerationTables
+from common.kv_cache.pools.unit_pool import UnitPool
+from common.kv_cache.prefix.lookup import PrefixLookup
 from common.kv_cache.spec import GroupKind, KVCacheConfig
-from common.kv_cache.state import STATE_LABEL, StateManager
-from common.kv_cache.stats import CacheCounters
-from common.kv_cache.unit_pool import UnitPool
 
 _MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[SlidingWindowManager]] = {
     GroupKind.FULL_ATTENTION: FullAttentionManager,

@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from common.kv_cache import invariants
-from common.kv_cache.checkpoint_saver import CheckpointSaver
+from common.kv_cache.checkpoints.save_policy import SavePolicy
 from common.kv_cache.coordinator import Coordinator
-from common.kv_cache.events import CacheSnapshot, EventLog
-from common.kv_cache.generations import GenerationTables
 from common.kv_cache.keys import PrefixKeys, chain_root
-from common.kv_cache.leases import LeaseTable
-from common.kv_cache.lender import PrefixLender
-from common.kv_cache.prompt_ends import PromptEnds
-from common.kv_cache.remote import RemoteIntake
+from common.kv_cache.observe import invariants
+from common.kv_cache.observe.events import CacheSnapshot, EventLog
+from common.kv_cache.observe.stats import CacheCounters, CacheStats
+from common.kv_cache.pools.generations import GenerationTables
 from common.kv_cache.results import (
     LeasedPrefix,
     PrefixHit,
@@ -34,10 +31,13 @@ from common.kv_cache.results import (
     RemoteHit,
     SequenceView,
 )
-from common.kv_cache.saves import SavePolicy
-from common.kv_cache.sequence_table import SequenceTable
+from common.kv_cache.sequences.checkpoint_saver import CheckpointSaver
+from common.kv_cache.sequences.prompt_ends import PromptEnds
+from common.kv_cache.sequences.sequence_table import SequenceTable
+from common.kv_cache.sharing.lease_manager import PrefixLender
+from common.kv_cache.sharing.leases import LeaseTable
+from common.kv_cache.sharing.remote_prefix import RemoteIntake
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.stats import CacheCounters, CacheStats
 
 
 class KVCacheManager:

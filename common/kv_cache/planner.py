@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.layout import Layout, make_layout
 from common.kv_cache.spec import GroupKind, KVCacheConfig, KVCacheGroup, ModelGeometry
 

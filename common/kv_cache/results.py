@@ -12,9 +12,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from common.kv_cache.checkpoint import Checkpoint
+    from common.kv_cache.checkpoints.checkpoint import Checkpoint
     from common.kv_cache.keys import PrefixKeys
-    from common.kv_cache.sequence import BlockTable
+    from common.kv_cache.sequences.allocation import BlockTable
 
 Tables = tuple[tuple[int, ...], ...]
 """Per attention group, one entry per block."""

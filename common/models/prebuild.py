@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.models.fingerprint import user_cache_dir
-from common.ops.cpp.build import BuildError, load_library
+from common.models.loading.fingerprint import user_cache_dir
+from common.ops.cpu.build import BuildError, load_library
 
 USAGE = "usage: python -m common.models.prebuild [FOLDER]\n"
 

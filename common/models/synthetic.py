@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.models.quiet import quiet_transformers
+from common.models.loading.quiet import quiet_transformers
 
 ROLES = ("system", "user", "assistant", "tool")
 PAD_TOKEN, END_TOKEN = "<|pad|>", "<|end|>"

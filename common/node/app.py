@@ -16,29 +16,30 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from common.api import drain, responses
-from common.api.errors import install_error_handlers
-from common.api.fields import Fields
-from common.api.handoff import FIELD, prefill_leg_params
-from common.api.http import install_middleware, read_json_object
-from common.api.protocol import check_model, parse_chat
-from common.api.tokenizer import TextCodec
-from common.api.versions import build_labels, installed_versions
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
-from common.node.event_route import add_event_route
-from common.node.handover import Intake
-from common.node.load import load_report
 from common.node.node import Node
-from common.node.pull_routes import add_pull_routes
+from common.node.pull.handoff import Intake
+from common.node.routes.event_route import add_event_route
+from common.node.routes.load import load_report
+from common.node.routes.pull_routes import add_pull_routes
+from common.node.routes.test_hooks import add_test_hooks
+from common.node.routes.tokenizer_route import add_tokenizer_route
 from common.node.runtime import NodeModel, has_test_hooks
-from common.node.serving import PrefillLeg, Serving
-from common.node.test_hooks import add_test_hooks
-from common.node.tokenizer_route import add_tokenizer_route
+from common.node.serving.serving import PrefillLeg, Serving
+from common.openai import responses
+from common.openai.errors import install_error_handlers
+from common.openai.protocol import check_model, parse_chat
+from common.server import drain
+from common.server.http import install_middleware, read_json_object
+from common.server.versions import build_labels, installed_versions
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
+from common.text.tokenizer import TextCodec
+from common.wire.fields import Fields
+from common.wire.handoff import FIELD, prefill_leg_params
 
 
 def create_node_app(

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from common.api.serve import bind_socket, run_app, run_main
 from common.config.node import NodeConfig, parse_node_config
+from common.server.serve import bind_socket, run_app, run_main
 from common.telemetry.logs import configure_logging
 from common.telemetry.tracing import check_tracing
 
@@ -37,7 +37,7 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         gc.disable()
         try:
-            from common.transfer.nixl_backend import check_plugins
+            from common.transfer.nixl.backend import check_plugins
 
             check_plugins(config.nixl_backends)
             create_app = import_app()

@@ -11,27 +11,27 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from common.api.drain import Drain
-from common.api.versions import installed_versions
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError
+from common.kv_cache.observe.stats import CacheStats
 from common.kv_cache.results import PullPlan
-from common.kv_cache.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
-from common.node.conversation import FinishedPull, RemotePrefix
-from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
-from common.node.node_metrics import cache_samples, failure_label, record_pull
-from common.node.offers import Offer
-from common.node.peers import PeerDirectory
-from common.node.pulling import PullSource
-from common.node.quarantine import QuarantineKeeper
-from common.node.remote_leases import RemoteLeases
-from common.node.rendezvous import RendezvousTable
+from common.node.lend.digests import VERIFY_OFF, find_mismatch
+from common.node.lend.rendezvous import RendezvousTable
+from common.node.peers.peers import PeerDirectory
+from common.node.pull.engine_bridge import PullSource
+from common.node.pull.manifest_stream import Offer
+from common.node.pull.pull_task import FinishedPull, RemotePrefix
+from common.node.pull.quarantine import QuarantineKeeper
+from common.node.pull.remote_leases import RemoteLeases
+from common.node.pull.sources import PrefixSources
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id, read_cluster_key
-from common.node.sources import PrefixSources
+from common.node.serving.metrics import cache_samples, failure_label, record_pull
+from common.server.drain import Drain
+from common.server.versions import installed_versions
 from common.telemetry.tracing import Tracer, create_tracer
 from common.transfer.backend import TransferBackend
 from common.transfer.jobs import PullReason
@@ -178,7 +178,7 @@ class Node:
             self._end_intake(limit)
         self.engine.interrupt_all(error)
 
-    # --- common.node.pulling.PullListener
+    # --- common.node.pull.engine_bridge.PullListener
 
     def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))

@@ -22,19 +22,19 @@ from common.engine.model_runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.errors import ConfigError
-from common.kv_cache.generations import ENTRY_BYTES
 from common.kv_cache.layout import LAYOUT_VERSION
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import plan_cache
+from common.kv_cache.pools.generations import ENTRY_BYTES
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.storage import KVStorage
-from common.models.loader import LoadedModel, load_model
+from common.models.loading.loader import LoadedModel, load_model
 from common.node.cache_warnings import cache_warnings
-from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
+from common.node.pull.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.backend import TransferBackend
-from common.transfer.faulty_backend import FaultyBackend
-from common.transfer.nixl_backend import NixlBackend
+from common.transfer.nixl.backend import NixlBackend
 from common.transfer.regions import Region
+from common.transfer.testing.faulty import FaultyBackend
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def layout_fingerprint(config: KVCacheConfig) -> str:
 
 
 def has_test_hooks() -> bool:
-    """Whether this process lets tests damage what it transfers (``common.node.test_hooks``)."""
+    """Whether this process lets tests damage what it transfers (``common.node.routes.test_hooks``)."""
     return os.environ.get(TEST_HOOKS_VARIABLE) == "1"
 
 

@@ -1,10 +1,10 @@
 """The ops that the models need, and what every backend of them promises.
 
-All take the packed rows of one step, the :class:`~common.ops.index.StepIndex` that says which rows belong to which
-segment, and the pool views of one layer, which are read and written in place: the state before a segment comes from its
-source slot (slot 0 is the zero state), the state after it goes to its destination slot, states inside it to its save
-slots; K/V go to their blocks. Pools have one layout for every backend, so backends may follow each other on one pool,
-or work on two nodes that read each other's.
+All take the packed rows of one step, the :class:`~common.ops.step.attention_metadata.StepIndex` that says which rows
+belong to which segment, and the pool views of one layer, which are read and written in place: the state before a
+segment comes from its source slot (slot 0 is the zero state), the state after it goes to its destination slot, states
+inside it to its save slots; K/V go to their blocks. Pools have one layout for every backend, so backends may follow
+each other on one pool, or work on two nodes that read each other's.
 
 States are float32, as is the arithmetic. An op keeps nothing between calls and runs on the caller's thread and torch's
 own number of threads.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.ops.index import StepIndex
+from common.ops.step.attention_metadata import StepIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.build import BuildError, load_library
-from common.ops.cpp.launch import DTYPES
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.build import BuildError, load_library
+from common.ops.cpu.launch import DTYPES
 from common.ops.interface import Ops
-from common.ops.torch_backend import TorchOps
+from common.ops.torch.backend import TorchOps
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from proxy.node import Node
-from proxy.node_load import Charge
+from proxy.nodes.load import Charge
+from proxy.nodes.node import Node
 from proxy.placement.estimate import MAX_SOURCES, MIN_GAIN_TOKENS, OVERLAP, Estimator, Fill, Prompt
 from proxy.placement.least_loaded import LeastLoaded
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from proxy.node import Node
-from proxy.node_rates import Rates
-from proxy.placement.underway import NOTHING_EXPECTED
-from proxy.prefix_index import Coverage
+from proxy.nodes.node import Node
+from proxy.nodes.rates import Rates
+from proxy.placement.in_progress import NOTHING_EXPECTED
+from proxy.prefix_index.index import Coverage
 
 NOTHING = Coverage(0, 0)
 MIN_GAIN_TOKENS = 32
-"""Nodes do not ask each other for less than two blocks (``common.node.sources``)."""
+"""Nodes do not ask each other for less than two blocks (``common.node.pull.sources``)."""
 ASK_S = 0.003
 """A node's question to another one, and the lease it gets with the answer."""
 HANDOFF_S = 0.005

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from proxy.node import Node
+from proxy.nodes.node import Node
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy, least_loaded
 from proxy.placement.round_robin import RoundRobin
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
-from proxy.node import Node
+from proxy.nodes.node import Node
 
 NOTHING_KNOWN: Mapping[str, int] = {}
 

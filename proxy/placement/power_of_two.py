@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from proxy.node import Node
+from proxy.nodes.node import Node
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy, num_open
 
 

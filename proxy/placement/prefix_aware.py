@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from proxy.node import Node
+from proxy.nodes.node import Node
 from proxy.placement.least_loaded import LeastLoaded
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy, num_open
 

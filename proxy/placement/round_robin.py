@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from proxy.node import Node
+from proxy.nodes.node import Node
 from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy
 
 

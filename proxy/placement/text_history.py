@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from proxy.prefix_index import Coverage
+from proxy.prefix_index.index import Coverage
 
 PIECE_BYTES = 512
 BYTES_PER_TOKEN = 4

@@ -14,13 +14,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from common.api.drain import STATUS, Drain
-from common.api.versions import installed_versions
-from proxy.admission import Admission
-from proxy.node import Node, NodeState
-from proxy.node_pool import NodePool
-from proxy.recent import RecentRequests
+from common.server.drain import STATUS, Drain
+from common.server.versions import installed_versions
+from proxy.admission.queue import Admission
+from proxy.nodes.node import Node, NodeState
+from proxy.nodes.pool import NodePool
 from proxy.status.figures import Fetch, NodeFigures
+from proxy.status.recent import RecentRequests
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

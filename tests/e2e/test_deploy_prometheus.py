@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.table import PREFIX
-from proxy.placement.hint import HINT_HEADER
+from proxy.placement.hints import HINT_HEADER
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import completion_body, together
 from tests.support.hangup import wait_until

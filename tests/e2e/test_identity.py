@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.api.handoff import prefill_leg_params
+from common.wire.handoff import prefill_leg_params
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import Answer, complete, completion_body, info, payload_bytes, post, together, wait_settled
 from tests.support.models import ATTENTION_FAMILIES, DEMO, RECURRENT_FAMILIES, checkpoint

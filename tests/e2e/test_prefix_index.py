@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from common.api.cache_events import CHECKPOINT, EVENTS_ROUTE, CacheNews
-from common.api.tokenizer_document import TOKENIZER_ROUTE, TokenizerDocument
 from common.config.proxy import ProxyConfig
+from common.text.tokenizer_document import TOKENIZER_ROUTE, TokenizerDocument
+from common.wire.cache_events import CHECKPOINT, EVENTS_ROUTE, CacheNews
 from proxy.app import Service as ProxyService
 from proxy.app import create_app
-from proxy.prefix_index import Coverage
-from proxy.prompt_keys import PromptKeys
+from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.e2e.conftest import NODE_FLAGS
 from tests.support.client import complete
 from tests.support.http_server import serving, wait_for

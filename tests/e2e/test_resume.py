@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.api.resume import RESUME_KEY, STATE_PREFIX, STREAM_STATE_KEY, read_state_line
+from common.wire.resume import RESUME_KEY, STATE_PREFIX, STREAM_STATE_KEY, read_state_line
 from tests.support import foreign
 from tests.support.client import metric, wait_settled
 from tests.support.reference import random_tokens

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import GroupTable, Rows, Segment, StepPlan
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.storage import KVStorage
-from common.models.arguments import step_arguments, stock_cache
-from common.models.loader import LoadedModel, load_model
+from common.models.adapter.arguments import step_arguments, stock_cache
+from common.models.loading.loader import LoadedModel, load_model
 from tests.support.models import VOCAB_SIZE, auto_class, checkpoint
 from tests.support.ops import make_ops
 from tests.support.reference import tolerance as tolerance

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError
-from common.models.arguments import stock_cache
-from common.models.loader import load_model
-from common.models.quiet import quiet_transformers
+from common.models.adapter.arguments import stock_cache
+from common.models.loading.loader import load_model
+from common.models.loading.quiet import quiet_transformers
 from tests.engine.harness import Harness, Work, random_tokens, stock_greedy, stock_logits, stock_model, tolerance
 from tests.support.models import checkpoint
 
@@ -78,7 +78,7 @@ def test_load_model_when_the_geometry_differs_from_the_weights_then_refuses_nami
     monkeypatch: pytest.MonkeyPatch, family: str, misread: dict[str, Any], message: str
 ) -> None:
     raw = json.loads((checkpoint(family) / "config.json").read_text())
-    monkeypatch.setattr("common.models.loader.read_config", lambda folder: raw | misread)
+    monkeypatch.setattr("common.models.loading.loader.read_config", lambda folder: raw | misread)
     with pytest.raises(ConfigError, match=message):
         load_model(str(checkpoint(family)))
 
@@ -91,7 +91,7 @@ def test_load_model_when_the_model_attends_in_a_window_then_refuses_to_serve_it_
     raw = json.loads((folder / "config.json").read_text())
     edit_config(folder, layer_types=["sliding_attention"] * 4, use_sliding_window=True, sliding_window=256)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.models.loader.read_config", lambda folder: raw)
+        patch.setattr("common.models.loading.loader.read_config", lambda folder: raw)
         with pytest.raises(ConfigError, match=r"layer 0 .*plans K/V of .*, the model has K/V of .* in a window of 256"):
             load_model(str(folder))
 

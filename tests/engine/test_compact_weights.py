@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.linear import LinearOps, PackedWeight, large_pages
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.linear import LinearOps, PackedWeight, large_pages
 from tests.engine.harness import Harness, Work, random_tokens
 from tests.support.ops import make_ops
 

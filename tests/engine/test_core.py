@@ -20,7 +20,7 @@ from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.plan import StepPlan
 from common.errors import InvalidRequestError, TandemError, TransferError
-from common.node.pulling import FinishedPull
+from common.node.pull.engine_bridge import FinishedPull
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import FinishReason, Request, RequestOutput, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint

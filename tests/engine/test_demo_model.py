@@ -21,7 +21,7 @@ from common.demo_model.evaluate import held_out_text, recall_items, recall_rate,
 from common.demo_model.starting_weights import build_model
 from common.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
 from common.demo_model.words import draw_pair, is_held_out
-from common.models.loader import load_model
+from common.models.loading.loader import load_model
 from common.models.synthetic import ROLES, missing, special_ids
 from tests.support.service import ROOT, child_environment
 

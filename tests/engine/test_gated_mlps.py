@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.activations import fuse_activations
-from common.models.gated_mlps import FusedGatedMLP, fuse_gated_mlps
-from common.models.linears import pack_linears
-from common.ops.cpp.backend import CppOps
+from common.models.cpu.activations import fuse_activations
+from common.models.cpu.gated_mlps import FusedGatedMLP, fuse_gated_mlps
+from common.models.cpu.linears import pack_linears
+from common.ops.cpu.backend import CppOps
 from tests.engine.harness import engine_model
 from tests.support.models import FAMILIES, tiered
 from tests.support.ops import make_ops

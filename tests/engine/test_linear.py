@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.linears import PackedExperts, PackedLinear, pack_linears
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.linear import LinearOps, PackedWeight, large_pages
+from common.models.cpu.linears import PackedExperts, PackedLinear, pack_linears
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.linear import LinearOps, PackedWeight, large_pages
 from tests.engine.harness import Harness, Work, engine_model, random_tokens
 from tests.support.ops import make_ops
 

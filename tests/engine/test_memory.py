@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.kv_cache.storage import KVStorage
-from common.models.linears import pack_linears
-from common.ops.cpp.backend import CppOps
+from common.models.cpu.linears import pack_linears
+from common.ops.cpu.backend import CppOps
 from tests.engine.harness import BLOCK_SIZE, engine_model
 from tests.support.ops import make_ops
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.models.norms import FusedNorm, fuse_norms
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.norm import Gate, NormOps
+from common.models.cpu.norms import FusedNorm, fuse_norms
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.norm import Gate, NormOps
 from tests.engine.harness import engine_model
 from tests.support.models import FAMILIES, tiered
 from tests.support.ops import make_ops

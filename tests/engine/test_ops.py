@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.plan import Segment
-from common.ops.index import StepIndex
 from common.ops.interface import Ops
+from common.ops.step.attention_metadata import StepIndex
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 CPU = torch.device("cpu")

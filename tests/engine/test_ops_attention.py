@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Segment
-from common.ops.index import StepIndex
 from common.ops.interface import Ops
+from common.ops.step.attention_metadata import StepIndex
 from tests.engine.test_ops import BLOCK_SIZE, CPU, assert_close, rand
 from tests.support.ops import OPS_BACKENDS, make_ops
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.models.fingerprint import user_cache_dir
-from common.ops.cpp import build
-from common.ops.cpp.build import BuildError, load_library
+from common.models.loading.fingerprint import user_cache_dir
+from common.ops.cpu import build
+from common.ops.cpu.build import BuildError, load_library
 from common.ops.select import create_ops
 from tests.support.models import checkpoint
 from tests.support.ops import make_ops
@@ -135,7 +135,7 @@ def test_load_library_when_the_cached_file_is_cut_short_then_compiles_again(
 ) -> None:
     folder = tmp_path / "cache" / "ops"
     subprocess.run(
-        [sys.executable, "-c", f"from pathlib import Path\nfrom common.ops.cpp.build import load_library\n"
+        [sys.executable, "-c", f"from pathlib import Path\nfrom common.ops.cpu.build import load_library\n"
          f"load_library(Path({str(tmp_path / 'cache')!r}), Path({str(sources)!r}))"],
         cwd=ROOT, check=True,
     )  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Rows, Segment
-from common.ops.index import StepIndex
 from common.ops.interface import Ops, StepSize
-from common.ops.torch_backend import TorchOps
+from common.ops.step.attention_metadata import StepIndex
+from common.ops.torch.backend import TorchOps
 from tests.engine.harness import Harness, Work, random_tokens, stock_logits, tolerance
 from tests.support.models import FAMILIES, tiered
 from tests.support.ops import make_ops

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models.fingerprint import user_cache_dir
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.build import BuildError, load_library
-from common.ops.cpp.linear import large_pages
+from common.models.loading.fingerprint import user_cache_dir
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.build import BuildError, load_library
+from common.ops.cpu.linear import large_pages
 from common.ops.interface import Ops
 from tests.engine.test_ops_cpp import CUTS, DTYPES, HEADS, SCANS, Heads, attend_in_pieces, make_scan
 from tests.support.ops import make_ops

@@ -16,7 +16,7 @@ from common.config.node import NodeConfig
 from common.engine import core
 from common.engine.core import EngineCore
 from common.errors import InvalidRequestError, TransferError
-from common.kv_cache.generations import content_tag
+from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.results import LeasedPrefix, PrefixProgress, PullPlan
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, RequestOutput, SamplingParams

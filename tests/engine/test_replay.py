@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
-from common.models.recorder import Arena, Program, Recorder
-from common.models.replay import Replay
-from common.models.step import PoolViews, active_step
-from common.ops.cpp.backend import CppOps
-from common.ops.cpp.elementwise import Elementwise
-from common.ops.cpp.launch import launch
+from common.models.adapter.forward_context import PoolViews, active_step
+from common.models.cpu.recorder import Arena, Program, Recorder
+from common.models.cpu.replay import Replay
+from common.ops.cpu.backend import CppOps
+from common.ops.cpu.elementwise import Elementwise
+from common.ops.cpu.launch import launch
 from tests.engine.harness import Harness, Work, random_tokens
 from tests.support.models import tiered
 from tests.support.ops import make_ops

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 
-from common.api.connection import BoundedProtocol
+from common.server.connection import BoundedProtocol
 
 WAIT_S = 20.0
 T = TypeVar("T")

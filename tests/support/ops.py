@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.models.fingerprint import user_cache_dir
+from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops
 from common.ops.select import create_ops
 

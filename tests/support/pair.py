@@ -14,23 +14,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from common.api.handoff import Rendezvous
-from common.api.manifest import Manifest
-from common.api.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
 from common.config.node import NodeConfig
 from common.kv_cache.results import PullPlan
 from common.node import runtime
-from common.node.conversation import FinishedPull, RemotePrefix
-from common.node.handover import Handover
-from common.node.offers import Offer, Offers
-from common.node.prompt_jobs import EncodedPrompt
-from common.node.pulling import PullSource
-from common.node.rendezvous import RendezvousTable
+from common.node.lend.rendezvous import RendezvousTable
+from common.node.pull.engine_bridge import PullSource
+from common.node.pull.handoff import Handover
+from common.node.pull.manifest_stream import Offer, Offers
+from common.node.pull.pull_task import FinishedPull, RemotePrefix
+from common.node.serving.prompt_jobs import EncodedPrompt
 from common.request import Request, RequestOutput, SamplingParams
 from common.transfer.backend import TransferBackend
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
 from common.transfer.puller import Puller
 from common.transfer.regions import Peer
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
+from common.wire.handoff import Rendezvous
+from common.wire.manifest import Manifest
+from common.wire.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
 from decode_node.intake import Intake
 from prefill_node.handoff import PrefillLeg
 from tests.support.models import checkpoint
@@ -224,7 +224,7 @@ class Pair:
             side.backend.close()
         self._runner.close()
 
-    # --- common.node.pulling.PullListener
+    # --- common.node.pull.engine_bridge.PullListener
 
     def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
         remote.offers.close()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 
-from common.transfer.nixl_backend import NixlBackend
-from common.transfer.nixl_bindings import load_bindings
+from common.transfer.nixl.backend import NixlBackend
+from common.transfer.nixl.bindings import load_bindings
 from tests.support.transfer_memory import EndpointMemory
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from common.transfer.backend import TransferBackend
-from common.transfer.faulty_backend import FaultyBackend
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
-from common.transfer.nixl_backend import NixlBackend
-from common.transfer.nixl_bindings import load_bindings
+from common.transfer.nixl.backend import NixlBackend
+from common.transfer.nixl.bindings import load_bindings
 from common.transfer.reads import Handle, ReadStatus
+from common.transfer.testing.faulty import FaultyBackend
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.transfer_memory import EndpointMemory
 
 # The package without the meta package in front: importing the latter imports torch.

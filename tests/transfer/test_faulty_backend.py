@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from common.errors import InvalidRequestError
-from common.transfer.faulty_backend import FAULT_KINDS, Fault, FaultyBackend
 from common.transfer.jobs import PullOutcome, PullStatus
 from common.transfer.regions import Peer
+from common.transfer.testing.faulty import FAULT_KINDS, Fault, FaultyBackend
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, EndpointMemory
 from tests.support.transfer_rigs import EPOCH, SHORT_S, Rig, Rigs
 from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from common.transfer import fresh_pages
-from common.transfer.fresh_pages import CHUNK_BYTES, FreshPages
+from common.transfer.nixl import fresh_pages
+from common.transfer.nixl.fresh_pages import CHUNK_BYTES, FreshPages
 from common.transfer.reads import RunArray
 from common.transfer.regions import Region
 

@@ -11,10 +11,10 @@ import types
 import pytest
 
 from common.errors import TransferError
-from common.transfer import fresh_pages
 from common.transfer.codes import TransferCode
-from common.transfer.nixl_backend import NixlBackend
-from common.transfer.nixl_bindings import load_bindings
+from common.transfer.nixl import fresh_pages
+from common.transfer.nixl.backend import NixlBackend
+from common.transfer.nixl.bindings import load_bindings
 from common.transfer.reads import Read, ReadStatus
 from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCKS, EndpointMemory
@@ -23,7 +23,7 @@ from tests.support.transfer_sites import NIXL_PACKAGES, Site, finish
 
 def test_import_when_nothing_is_moved_then_neither_nixl_nor_torch_is_loaded() -> None:
     code = (
-        "import sys, json, common.transfer.nixl_backend, common.transfer.puller, common.transfer.inprocess_backend;"
+        "import sys, json, common.transfer.nixl.backend, common.transfer.puller, common.transfer.testing.inprocess;"
         "print(json.dumps([name for name in ('torch', 'nixl', 'nixl_cu12') if name in sys.modules]))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

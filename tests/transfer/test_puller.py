@@ -12,10 +12,10 @@ import pytest
 
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
-from common.transfer.faulty_backend import Fault, FaultyBackend
 from common.transfer.generation_check import SCRATCH_SEGMENTS, SEGMENT_ENTRIES
 from common.transfer.jobs import PullJob, PullOutcome, PullStatus
 from common.transfer.regions import Peer
+from common.transfer.testing.faulty import Fault, FaultyBackend
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 from tests.support.transfer_rigs import EPOCH, LONG_S, SHORT_S, Rig, Rigs, expected
 from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for

@@ -17,7 +17,7 @@ from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
 from common.config.values import format_size, parse_size
 from common.errors import ConfigError
-from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES
 
 

@@ -19,11 +19,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from common.api.http import OPEN_PATHS
 from common.cli.main import _commands
 from common.config.command_line import parse_config
 from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
+from common.server.http import OPEN_PATHS
 from proxy.app import create_app
 
 ROOT = Path(__file__).resolve().parents[3]

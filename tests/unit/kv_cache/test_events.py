@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from common.kv_cache.events import CacheEvent, EventKind, EventLog
 from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.observe.events import CacheEvent, EventKind, EventLog
 from tests.unit.kv_cache.test_random_interleavings import Driver
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import World, make_config

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from common.errors import ConfigError
-from common.kv_cache.block_tree import BlockTree, Record
-from common.kv_cache.eviction import EVICTION_POLICIES
+from common.kv_cache.eviction.base import EVICTION_POLICIES
+from common.kv_cache.eviction.block_tree import BlockTree, Record
+from common.kv_cache.eviction.create import create_policy
+from common.kv_cache.eviction.reuse import EDGES, NUM_BINS, ReuseStatistics, age_bin, gittins
+from common.kv_cache.eviction.value_policy import GHOSTS_PER_SLOT, MIN_GHOSTS, ValuePolicy
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.policies import create_policy
-from common.kv_cache.reuse import EDGES, NUM_BINS, ReuseStatistics, age_bin, gittins
-from common.kv_cache.value_policy import GHOSTS_PER_SLOT, MIN_GHOSTS, ValuePolicy
 from tests.unit.kv_cache.world import make_config
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.kv_cache.geometry import model_geometry
-from common.kv_cache.refused import REFUSED_FAMILIES
+from common.geometry.geometry import model_geometry
+from common.geometry.refused import REFUSED_FAMILIES
 from common.kv_cache.spec import GroupKind, ModelGeometry
 
 ATTENTION = {GroupKind.FULL_ATTENTION: "A", GroupKind.SLIDING_WINDOW: "W", GroupKind.MLA: "L"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.kv_cache.layout import make_layout
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import GroupKind, StateLayerSpec, StateTensorSpec
-from common.kv_cache.storage import KVStorage
 from tests.unit.kv_cache.world import World, make_config, make_geometry
 
 A = list(range(1000, 1200))

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from common.kv_cache.generations import ENTRY_BYTES, GenerationTables, content_tag
 from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.pools.generations import ENTRY_BYTES, GenerationTables, content_tag
 from common.kv_cache.results import LeasedPrefix
 from tests.unit.kv_cache.world import World, make_config
 

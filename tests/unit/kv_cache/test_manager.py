@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.seen_prefixes import SeenPrefixes
+from common.kv_cache.prefix.admitted_prefixes import SeenPrefixes
 from tests.unit.kv_cache.world import World, make_config
 
 A = list(range(100, 140))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.kv_cache.geometry import model_geometry
+from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout
 from common.kv_cache.planner import SLOT_SHARE, CachePlan, plan_cache
 from tests.unit.kv_cache.world import make_geometry

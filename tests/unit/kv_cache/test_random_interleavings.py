@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.kv_cache.eviction import EVICTION_POLICIES
-from common.kv_cache.generations import content_tag
+from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES
+from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.results import LeasedPrefix, PullPlan
 from tests.unit.kv_cache.world import World, make_config
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.kv_cache.checkpoints.save_policy import MAX_SEMANTIC_SAVES, SavePolicy
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.results import PrefixHit
-from common.kv_cache.saves import MAX_SEMANTIC_SAVES, SavePolicy
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import World, make_config
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.kv_cache.geometry import model_geometry
+from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout
-from common.kv_cache.simulate import add_arguments, parse_bytes, run, simulate
-from common.kv_cache.trace import read_trace
+from common.simulate.simulate import add_arguments, parse_bytes, run, simulate
+from common.simulate.trace import read_trace
 
 HYBRID = {
     "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
@@ -213,5 +213,5 @@ def test_sizes_when_written_with_units_then_bytes() -> None:
 
 
 def test_import_when_simulating_then_torch_stays_out() -> None:
-    code = "import sys, common.kv_cache.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, common.simulate.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from common.kv_cache.storage import KVStorage
+from common.kv_cache.pools.storage import KVStorage
 from tests.unit.kv_cache.world import make_config
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from common.node.peers import PeerDirectory
-from common.node.remote_leases import RemoteLeases
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.node.peers.peers import PeerDirectory
+from common.node.pull.remote_leases import RemoteLeases
 from common.transfer.puller import Puller
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.http_server import AppServer
 from tests.support.transfer_memory import EndpointMemory
 from tests.unit.node.holder import SIZES, PeerHolder

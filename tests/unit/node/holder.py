@@ -11,11 +11,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from common.api.http import read_json_object
-from common.kv_cache.generations import content_tag
 from common.kv_cache.keys import PrefixKeys
-from common.node.offers import Offer
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.kv_cache.pools.generations import content_tag
+from common.node.pull.manifest_stream import Offer
+from common.server.http import read_json_object
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 
 ENGINE_ID = "holder"

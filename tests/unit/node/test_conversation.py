@@ -12,9 +12,9 @@ import pytest_asyncio
 from common.errors import PrefillLegAbortedError, TransferError
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.manager import PullPlan
-from common.node.conversation import Conversation, FinishedPull, RemotePrefix
-from common.node.offers import Offer, Offers
-from common.node.pulling import PullSource
+from common.node.pull.engine_bridge import PullSource
+from common.node.pull.manifest_stream import Offer, Offers
+from common.node.pull.pull_task import Conversation, FinishedPull, RemotePrefix
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from tests.unit.node.conftest import Reader, Served

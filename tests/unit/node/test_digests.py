@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.kv_cache.storage import KVStorage
-from common.node.digests import PrefixDigests, find_mismatch, make_digests
-from common.transfer.faulty_backend import Fault, FaultyBackend
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.kv_cache.pools.storage import KVStorage
+from common.node.lend.digests import PrefixDigests, find_mismatch, make_digests
 from common.transfer.reads import Read, ReadStatus
 from common.transfer.regions import Region
+from common.transfer.testing.faulty import Fault, FaultyBackend
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.unit.kv_cache.world import make_config
 
 BLOCK_SIZE = 4

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import TransferError
-from common.node import liveness
+from common.node.peers import liveness
 from tests.support.http_server import AppServer
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import PeerHolder

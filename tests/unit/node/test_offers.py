@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.api.manifest import Manifest, ManifestShape, PartialManifest
 from common.errors import PrefillLegFailedError, PrefillLegRejectedError, TransferError
-from common.node.offers import Offer, RendezvousOffers
+from common.node.pull.manifest_stream import Offer, RendezvousOffers
+from common.wire.manifest import Manifest, ManifestShape, PartialManifest
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import BLOCK_SIZE, ENGINE_ID
 

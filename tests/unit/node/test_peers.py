@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidRequestError, TransferError
-from common.node import peers as peers_module
-from common.node.peers import PeerDirectory
-from common.transfer.inprocess_backend import InProcessBackend, InProcessHub
+from common.node.peers import peers as peers_module
+from common.node.peers.peers import PeerDirectory
+from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.service import free_port
 
 ANYBODY: tuple[str, ...] = ()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.api.protocol import Prompt, parse_completion
-from common.node.prompt_jobs import THREAD_TOKENISE_CHARS, PromptReader
+from common.node.serving.prompt_jobs import THREAD_TOKENISE_CHARS, PromptReader
+from common.openai.protocol import Prompt, parse_completion
 
 LONG = "x" * (THREAD_TOKENISE_CHARS + 1)
 MANY = ["x" * (THREAD_TOKENISE_CHARS // 10)] * 11

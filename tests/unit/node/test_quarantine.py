@@ -10,12 +10,12 @@ import pytest
 
 from common.errors import TransferError
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.stats import CacheStats
-from common.node import quarantine
-from common.node.quarantine import QuarantineKeeper
+from common.kv_cache.observe.stats import CacheStats
+from common.node.pull import quarantine
+from common.node.pull.quarantine import QuarantineKeeper
 from common.transfer.codes import TransferCode
-from common.transfer.faulty_backend import Fault, FaultyBackend
 from common.transfer.regions import Peer
+from common.transfer.testing.faulty import Fault, FaultyBackend
 from tests.support.transfer_memory import EndpointMemory
 from tests.support.transfer_rigs import EPOCH, Rig, Rigs
 from tests.support.transfer_sites import PATIENCE_S, Site, wait_for

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import TransferError
-from common.node.remote_leases import RemoteLeases
+from common.node.pull.remote_leases import RemoteLeases
 
 GOOD, SILENT, BROKEN = "http://good", "http://silent", "http://broken"
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.api.handoff import prefill_leg_params
-from common.api.manifest import Manifest, PartialManifest
 from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError
-from common.node import rendezvous
-from common.node.rendezvous import RendezvousTable, UnknownPullError, refused_rendezvous
+from common.node.lend import rendezvous
+from common.node.lend.rendezvous import RendezvousTable, UnknownPullError, refused_rendezvous
+from common.wire.handoff import prefill_leg_params
+from common.wire.manifest import Manifest, PartialManifest
 
 pytestmark = pytest.mark.asyncio
 LONG_S = 30.0

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from common.api.manifest import Manifest
-from common.api.pull import ContentQuery, miss_answer, parse_query
-from common.api.source_hints import SourceHint
 from common.errors import FingerprintMismatchError, InvalidRequestError, TransferError
-from common.kv_cache.generations import content_tag
 from common.kv_cache.manager import KVCacheManager
-from common.node.sources import PrefixSources, answer_content
+from common.kv_cache.pools.generations import content_tag
+from common.node.pull.sources import PrefixSources, answer_content
+from common.wire.manifest import Manifest
+from common.wire.pull import ContentQuery, miss_answer, parse_query
+from common.wire.source_hints import SourceHint
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import make_config
 

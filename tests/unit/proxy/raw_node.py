@@ -6,7 +6,7 @@ import socket
 import threading
 from typing import Any
 
-from common.api.responses import SSE_DONE
+from common.openai.responses import SSE_DONE
 
 READY = b'{"status":"ready"}'
 INFO = b'{"node_name":"raw","served_model_name":"fake","max_model_len":128,"fingerprint":"f00d"}'

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError, NodeUnavailableError, RequestDroppedError
-from proxy.admission import Admission, Ask
-from proxy.key_limits import Bucket, KeyLimits, Limits
+from proxy.admission.key_limits import Bucket, KeyLimits, Limits
+from proxy.admission.queue import Admission, Ask
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.errors import ConfigError
-from proxy.key_limits import read_key_limits
+from proxy.admission.key_limits import read_key_limits
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy import body_encoder
-from proxy.body_encoder import BodyEncoder
+from proxy.legs import body_encoder
+from proxy.legs.body_encoder import BodyEncoder
 
 PROMPT = list(range(300))
 LEGS: tuple[dict[str, Any], ...] = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.breaker import Breaker, BreakerState
-from proxy.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from proxy.legs.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from proxy.nodes.breaker import Breaker, BreakerState
 
 
 class Clock:

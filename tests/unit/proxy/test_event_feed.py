@@ -16,16 +16,16 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from common.api.cache_events import EVENTS_ROUTE, MAX_KEYS, CacheNews
-from common.api.errors import install_error_handlers
 from common.kv_cache.manager import KVCacheManager
-from common.node.event_route import add_event_route
-from proxy import event_feed
-from proxy.event_feed import EventFeeds
-from proxy.node import Node, NodeInfo, NodeRole
-from proxy.node_client import NodeClient
-from proxy.prefix_index import Coverage, PrefixIndex
-from proxy.prompt_keys import PromptKeys
+from common.node.routes.event_route import add_event_route
+from common.openai.errors import install_error_handlers
+from common.wire.cache_events import EVENTS_ROUTE, MAX_KEYS, CacheNews
+from proxy.node_http.client import NodeClient
+from proxy.nodes.node import Node, NodeInfo, NodeRole
+from proxy.prefix_index import event_feed
+from proxy.prefix_index.event_feed import EventFeeds
+from proxy.prefix_index.index import Coverage, PrefixIndex
+from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.support.http_server import AppServer, serving
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import make_config

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from common.api import connection
 from common.config.proxy import ProxyConfig
+from common.server import connection
 from proxy.app import create_app
 from tests.support.http_server import AppServer, wait_for
 from tests.unit.proxy.fake_node import FakeNode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.api.handoff import prefill_leg_params
+from common.wire.handoff import prefill_leg_params
 from tests.unit.proxy.conftest import StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS
 

@@ -17,7 +17,7 @@ from benchmarks.ports import free_ports
 from benchmarks.proxy.__main__ import ROUTE, make_body
 from benchmarks.proxy.contestants import Process, running
 from benchmarks.proxy.load import User, make_leg
-from common.api.pacer import Pacer
+from common.server.pacer import Pacer
 
 NUM_STREAMS = 1000
 MAX_RESIDENT_MIB = 400.0

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from proxy import node_client, node_connections
-from proxy.node_client import NodeClient, NodeStream
-from proxy.node_errors import NodeBrokenError, NodeRefusedError, NodeTimeoutError
+from proxy.node_http import client as node_client
+from proxy.node_http import connections as node_connections
+from proxy.node_http.client import NodeClient, NodeStream
+from proxy.node_http.errors import NodeBrokenError, NodeRefusedError, NodeTimeoutError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Scenario = Callable[[], Awaitable[None]]

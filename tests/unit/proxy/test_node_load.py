@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from proxy.node import NodeRole
-from proxy.node_load import LoadReport
-from proxy.node_rates import Rates, RateTable
+from proxy.nodes.load import LoadReport
+from proxy.nodes.node import NodeRole
+from proxy.nodes.rates import Rates, RateTable
 from proxy.placement.text_history import TextHistory, TextKeys
 from tests.unit.proxy.placement_world import make_pool
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.errors import InvalidRequestError
-from proxy.node import Node, NodeRole, NodeState
-from proxy.node_client import NodeClient
-from proxy.node_pool import NodePool
+from proxy.node_http.client import NodeClient
+from proxy.nodes.node import Node, NodeRole, NodeState
+from proxy.nodes.pool import NodePool
 from tests.support.http_server import AppServer, serving
 from tests.unit.proxy.fake_node import FakeNode
 

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from common.api.handoff import prefill_leg_params
+from common.wire.handoff import prefill_leg_params
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import FakeNode, Fault

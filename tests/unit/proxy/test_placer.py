@@ -9,12 +9,12 @@ import pytest
 
 from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
-from proxy.cache_view import NodeCache
-from proxy.node import Node, NodeRole
-from proxy.node_pool import NodePool
-from proxy.placement.hint import PlacementHint
-from proxy.placer import Avoided, Placement, Placer
-from proxy.prefix_index import PrefixIndex
+from proxy.nodes.node import Node, NodeRole
+from proxy.nodes.pool import NodePool
+from proxy.placement.hints import PlacementHint
+from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.prefix_index.index import PrefixIndex
+from proxy.prefix_index.node_cache import NodeCache
 from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job, make_pool, report, store
 
 NOBODY = Avoided()

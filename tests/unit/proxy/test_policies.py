@@ -10,8 +10,8 @@ import pytest
 
 from common.config.proxy import PLACEMENT_POLICIES
 from common.errors import ConfigError
-from proxy.node import Node, NodeRole
-from proxy.node_load import Charge
+from proxy.nodes.load import Charge
+from proxy.nodes.node import Node, NodeRole
 from proxy.placement.create import create_policy
 from proxy.placement.least_loaded import LeastLoaded
 from proxy.placement.policy import pick

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.api.cache_events import HINT_BYTES, CacheChange, CacheNews
 from common.kv_cache.manager import KVCacheManager
-from common.node.event_route import changes_of, snapshot_changes
-from proxy.cache_view import NodeCache
-from proxy.prefix_index import Coverage, PrefixIndex
-from proxy.prompt_keys import PromptKeys
+from common.node.routes.event_route import changes_of, snapshot_changes
+from common.wire.cache_events import HINT_BYTES, CacheChange, CacheNews
+from proxy.prefix_index.index import Coverage, PrefixIndex
+from proxy.prefix_index.node_cache import NodeCache
+from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.unit.kv_cache.test_random_interleavings import Driver
 from tests.unit.kv_cache.world import World, make_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.prompt_keys import PromptKeys
+from proxy.prefix_index.prompt_keys import PromptKeys
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 40])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from proxy.retry_budget import FLOOR, WINDOW_S
+from proxy.legs.retry_budget import FLOOR, WINDOW_S
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault

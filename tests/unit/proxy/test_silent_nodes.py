@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy import node_look
-from proxy.node_client import NodeClient
-from proxy.node_look import look
+from proxy.node_http.client import NodeClient
+from proxy.nodes import health_probe as node_look
+from proxy.nodes.health_probe import look
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from common.api.protocol import parse_chat, parse_completion
-from common.api.tokenizer import TextCodec
-from common.api.tokenizer_document import TokenizerDocument
 from common.kv_cache.keys import PrefixKeys, chain_root
-from common.node.tokenizer_route import take_apart
-from proxy.tokenise import Tokenisation
+from common.node.routes.tokenizer_route import take_apart
+from common.openai.protocol import parse_chat, parse_completion
+from common.text.tokenizer import TextCodec
+from common.text.tokenizer_document import TokenizerDocument
+from proxy.http.tokenizer import Tokenisation
 from tests.support.http_server import wait_for
-from tests.unit.api.vocabulary import train_byte_level
 from tests.unit.proxy.conftest import Cluster, StartCluster
+from tests.unit.text.vocabulary import train_byte_level
 
 BLOCK_SIZE = 16
 CHAT = {

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from proxy.cache_view import NodeCache
-from proxy.placement.underway import GRACE_S, LIFETIME_S, STRIDE, Underway
-from proxy.placer import Avoided, Placement
-from proxy.prefix_index import Coverage
+from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, Underway
+from proxy.placement.placer import Avoided, Placement
+from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.node_cache import NodeCache
 from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job
 from tests.unit.proxy.test_placer import Rig, tokens
 

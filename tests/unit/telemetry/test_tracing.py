@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.node.node_metrics import trace_phases
+from common.node.serving.metrics import trace_phases
 from common.request import PhaseSeconds
 from common.telemetry.context import current_context, enter_request, leave_request
 from common.telemetry.tracing import NO_SPAN, Tracer, create_tracer, passed_on
@@ -192,7 +192,7 @@ def test_process_when_tracing_is_off_then_neither_sdk_nor_exporter_is_imported()
         "import sys\n"
         "from common.config.proxy import ProxyConfig\n"
         "from proxy.app import create_app\n"
-        "import proxy.__main__, common.node.node_metrics, common.cli.main, common.telemetry.tracing as tracing\n"
+        "import proxy.__main__, common.node.serving.metrics, common.cli.main, common.telemetry.tracing as tracing\n"
         "from fastapi.testclient import TestClient\n"
         "with TestClient(create_app(ProxyConfig(decode=('http://127.0.0.1:9',)))) as client:\n"
         "    assert client.post('/v1/completions', json={'prompt': 'a'}).status_code == 503\n"

@@ -1,0 +1,109 @@
+"""Which cached unit goes first when memory is short, behind one small interface.
+
+A *policy* gives each pool an *order* of its evictable units, worst first, and is told what happens (admissions,
+publications, removals) so that it can value them. The pools call the order; the coordinator evicts what it names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from common.kv_cache.checkpoints.checkpoint import Checkpoint
+from common.kv_cache.keys import PrefixKeys
+
+EVICTION_POLICIES = ("value", "lru")
+"""The first is the default."""
+
+
+class EvictionOrder(ABC):
+    """Evictable units of one pool: named content that nobody uses. Every method is O(1) or close to it."""
+
+    @abstractmethod
+    def add(self, unit_id: int) -> None:
+        """The unit became evictable. The units of one request come tail first."""
+
+    @abstractmethod
+    def discard(self, unit_id: int) -> None:
+        """The unit is used again, or was forgotten. It may be absent."""
+
+    def add_all(self, unit_ids: Iterable[int]) -> None:
+        for unit_id in unit_ids:
+            self.add(unit_id)
+
+    def discard_all(self, unit_ids: Iterable[int]) -> None:
+        for unit_id in unit_ids:
+            self.discard(unit_id)
+
+    @abstractmethod
+    def victim(self) -> int:
+        """The unit to evict next; it stays until ``discard``."""
+
+    def victims(self, num_units: int) -> Sequence[int]:
+        """The units to evict next, at least one, at most ``num_units``; they stay until ``discard``."""
+        return (self.victim(),)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Worst first."""
+
+    @abstractmethod
+    def __contains__(self, unit_id: object) -> bool: ...
+
+
+class EvictionPolicy:
+    """One per cache manager. Plain least recently used; others give other orders and listen."""
+
+    def order(self, pool_name: str) -> EvictionOrder:
+        """The order of one pool; called once for each."""
+        return LruOrder()
+
+    def admitted(
+        self, keys: PrefixKeys, num_tokens: int, block_ids: Sequence[int], checkpoint: Checkpoint | None
+    ) -> None:
+        """A request of ``num_tokens`` uses these cached blocks and this checkpoint; it has allocated nothing yet."""
+
+    def blocks_stored(self, pool_name: str, parent_id: int, block_ids: Sequence[int]) -> None:
+        """Consecutive blocks of one table were published; the first follows ``parent_id`` (0: none)."""
+
+    def blocks_removed(self, pool_name: str, block_ids: Sequence[int]) -> None:
+        """The blocks' keys find nothing from now on."""
+
+    def checkpoint_stored(self, checkpoint: Checkpoint, block_id: int) -> None:
+        """A checkpoint was published; it hangs on that full block (0: none)."""
+
+    def checkpoint_removed(self, checkpoint: Checkpoint) -> None:
+        """The checkpoint can no longer be found."""
+
+
+class LruOrder(EvictionOrder):
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        self._units: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, unit_id: int) -> None:
+        self._units[unit_id] = None
+
+    def discard(self, unit_id: int) -> None:
+        self._units.pop(unit_id, None)
+
+    def victim(self) -> int:
+        return next(iter(self._units))
+
+    def victims(self, num_units: int) -> Sequence[int]:
+        return list(islice(self._units, num_units))
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._units)
+
+    def __contains__(self, unit_id: object) -> bool:
+        return unit_id in self._units

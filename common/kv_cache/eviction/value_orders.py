@@ -1,0 +1,208 @@
+"""The evictable slots and blocks of ``value_policy``, worst first, in heaps whose superseded entries are dropped when
+they come up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Protocol
+
+from common.kv_cache.eviction.base import EvictionOrder
+from common.kv_cache.eviction.block_tree import BlockTree, Record
+
+
+class Valuer(Protocol):
+    slot_bytes: int
+    block_bytes: int
+    tree: BlockTree
+
+    def promise(self, record: Record) -> float: ...
+
+    def value(self, record: Record) -> float: ...
+
+    def resident(self) -> Iterator[Record]: ...
+
+
+class SlotOrder(EvictionOrder):
+    """Each slot belongs to a checkpoint; the least valuable one is first."""
+
+    def __init__(self, valuer: Valuer) -> None:
+        self._valuer = valuer
+        self._units: OrderedDict[int, None] = OrderedDict()
+        self._record_of: dict[int, Record] = {}
+        self._heap: list[tuple[float, int, int, Record]] = []
+        self._count = 0
+
+    def push(self, record: Record) -> None:
+        """The record's value has changed."""
+        assert record.checkpoint is not None
+        slot_id = record.checkpoint.slot_id
+        self._record_of[slot_id] = record
+        if slot_id in self._units:
+            self._enter(record)
+
+    def _enter(self, record: Record) -> None:
+        self._count += 1
+        heappush(self._heap, (self._valuer.value(record), self._count, record.version, record))
+
+    def rebuild(self) -> None:
+        value = self._valuer.value
+        records = (self._record_of[slot_id] for slot_id in self._units)
+        self._heap = [(value(record), number, record.version, record) for number, record in enumerate(records)]
+        self._count = len(self._heap)
+        heapify(self._heap)
+
+    def add(self, unit_id: int) -> None:
+        self._units[unit_id] = None
+        self._enter(self._record_of[unit_id])
+
+    def discard(self, unit_id: int) -> None:
+        self._units.pop(unit_id, None)
+
+    def victim(self) -> int:
+        heap = self._heap
+        while heap:
+            _, _, version, record = heap[0]
+            if version == record.version and record.checkpoint is not None:
+                slot_id = record.checkpoint.slot_id
+                if slot_id in self._units:
+                    return slot_id
+            heappop(heap)
+        return next(iter(self._units))
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __iter__(self) -> Iterator[int]:
+        value, record_of = self._valuer.value, self._record_of
+        return iter(sorted(self._units, key=lambda slot_id: value(record_of[slot_id])))
+
+    def __contains__(self, unit_id: object) -> bool:
+        return unit_id in self._units
+
+
+class BlockOrder(EvictionOrder):
+    """Cold blocks, oldest first, then the leaves of the least valuable branches."""
+
+    def __init__(self, valuer: Valuer) -> None:
+        self._valuer = valuer
+        self._tree = valuer.tree
+        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._warm: OrderedDict[int, None] = OrderedDict()
+        self._heap: list[tuple[float, int, int, Record]] = []
+        self._count = 0
+
+    def push(self, record: Record) -> None:
+        """The record's value has changed."""
+        if self._target(record):
+            self._count += 1
+            heappush(self._heap, (self._branch_value(record), self._count, record.version, record))
+
+    def rebuild(self) -> None:
+        records = (record for record in self._valuer.resident() if self._target(record))
+        self._heap = [
+            (self._branch_value(record), number, record.version, record) for number, record in enumerate(records)
+        ]
+        self._count = len(self._heap)
+        heapify(self._heap)
+
+    def warm_up(self, block_ids: Iterable[int]) -> None:
+        cold, warm = self._cold, self._warm
+        for block_id in block_ids:
+            if block_id in cold:
+                del cold[block_id]
+                warm[block_id] = None
+
+    def cool(self, block_ids: Iterable[int]) -> None:
+        """Nothing follows these, nothing hangs on them any more."""
+        cold, warm, tails = self._cold, self._warm, self._tree.tails
+        for block_id in block_ids:
+            if block_id in warm and block_id not in tails:
+                del warm[block_id]
+                cold[block_id] = None
+
+    def add(self, unit_id: int) -> None:
+        tree = self._tree
+        if not tree.is_warm(unit_id):
+            self._cold[unit_id] = None
+            return
+        self._warm[unit_id] = None
+        for records in (tree.hanging.get(unit_id), tree.tails.get(unit_id)):
+            for record in records or ():
+                self.push(record)
+
+    def add_all(self, unit_ids: Iterable[int]) -> None:
+        cold, warm, tree = self._cold, self._warm, self._tree
+        num_followers, hanging, tails = tree.num_followers, tree.hanging, tree.tails
+        for unit_id in unit_ids:
+            if unit_id in hanging or unit_id in tails:
+                self.add(unit_id)
+            elif num_followers[unit_id]:
+                warm[unit_id] = None
+            else:
+                cold[unit_id] = None
+
+    def discard(self, unit_id: int) -> None:
+        self.discard_all((unit_id,))
+
+    def discard_all(self, unit_ids: Iterable[int]) -> None:
+        cold, warm = self._cold, self._warm
+        for unit_id in unit_ids:
+            if unit_id in warm:
+                del warm[unit_id]
+            elif unit_id in cold:
+                del cold[unit_id]
+
+    def victims(self, num_units: int) -> Sequence[int]:
+        return list(islice(self._cold, num_units)) or (self.victim(),)
+
+    def victim(self) -> int:
+        if self._cold:
+            return next(iter(self._cold))
+        heap = self._heap
+        while heap:
+            _, _, version, record = heap[0]
+            target = self._target(record) if version == record.version else 0
+            if target:
+                return target
+            heappop(heap)
+        return next(iter(self._warm))
+
+    def _target(self, record: Record) -> int:
+        """The block to evict so that this leaf goes; 0 when it is no leaf, or in use."""
+        checkpoint = record.checkpoint
+        if checkpoint is None or checkpoint.num_pins or checkpoint.num_leases:
+            return 0
+        if record.block_id and self._tree.num_followers[record.block_id]:
+            return 0
+        target = checkpoint.tail_block_id or record.block_id
+        return target if target in self._warm else 0
+
+    def _branch_value(self, record: Record) -> float:
+        """The least value per byte of the stretches of the branch that end with this leaf."""
+        tree, valuer = self._tree, self._valuer
+        block_id = record.block_id
+        if not block_id:
+            return valuer.value(record)
+        promise, num_bytes, least = 0.0, 0, float("inf")
+        while block_id:
+            num_own, before = tree.own_stretch(block_id)
+            for other in tree.hanging.get(block_id, ()):
+                promise += valuer.promise(other)
+                num_bytes += valuer.slot_bytes
+            num_bytes += num_own * valuer.block_bytes
+            least = min(least, promise / num_bytes)
+            block_id = before if tree.num_followers[before] == 1 and num_own else 0
+        return least
+
+    def __len__(self) -> int:
+        return len(self._warm) + len(self._cold)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._cold
+        yield from self._warm
+
+    def __contains__(self, unit_id: object) -> bool:
+        return unit_id in self._warm or unit_id in self._cold

@@ -1,0 +1,236 @@
+"""Eviction by value: expected returns per byte and time, states and the blocks below them together, leaf first.
+
+The value of a checkpoint is what its class and age promise (``reuse``) times the tokens it saves, over the bytes it
+keeps: its slot, and the blocks that lead to no other checkpoint. A class is why it was kept, how often it was used, how
+often its line of prefixes was continued before, and how many new tokens it came with: a short addition to a known
+prefix is a conversation, a long one seldom is.
+
+When a slot is wanted, the least valuable checkpoint goes; blocks that lead nowhere any more turn cold. When a block is
+wanted, cold ones go first (oldest first), then a *leaf*: a block on which checkpoints hang and which nothing warm
+follows. Of the leaves that one goes whose branch is worth least: a cheap state at the end of a long worthless branch
+must not keep the branch, so a leaf counts as the worst stretch of its branch that could go with it.
+
+Life of a record: 1 stored with its checkpoint, 2 aged from bin to bin, 3 the checkpoint is evicted: a ghost, which
+still learns, 4 asked for again, by a prompt whose deepest known prefix it is: counted, and born anew in another class;
+or forgotten, the longest unused ghost first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+
+from common.kv_cache.checkpoints.checkpoint import Checkpoint
+from common.kv_cache.eviction.base import EvictionOrder, EvictionPolicy, LruOrder
+from common.kv_cache.eviction.block_tree import BlockTree, Record
+from common.kv_cache.eviction.reuse import EDGES, NUM_BINS, ReuseStatistics, age_bin
+from common.kv_cache.eviction.value_orders import BlockOrder, SlotOrder
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.layout import make_layout
+from common.kv_cache.spec import KVCacheConfig
+
+MIN_GHOSTS = 8192
+GHOSTS_PER_SLOT = 16
+REFRESH_INTERVAL = 64
+"""Admissions between two looks at the statistics (more when there are many checkpoints: each look values all anew)."""
+AGEING_INTERVAL = 4
+HALVING_INTERVAL = 8192
+MAX_DEPTH = 3
+MAX_USES = 2
+NEW_TOKENS_UNIT = 512
+MAX_NEW_BITS = 7
+
+
+class ValuePolicy(EvictionPolicy):
+    def __init__(self, config: KVCacheConfig) -> None:
+        layout = make_layout(config.geometry, config.block_size)
+        self.slot_bytes = max(1, layout.slot_bytes)
+        self.block_bytes = layout.block_bytes
+        self._block_size = config.block_size
+        self._max_ghosts = MIN_GHOSTS + GHOSTS_PER_SLOT * config.num_slots
+        self._statistics = ReuseStatistics()
+        self._records: OrderedDict[bytes, Record] = OrderedDict()  # longest unused first
+        self._by_boundary: dict[bytes, list[Record]] = {}
+        self._resident: dict[bytes, Record] = {}
+        self._ageing: list[deque[tuple[Record, int]]] = [deque() for _ in range(NUM_BINS)]
+        self._now = 0
+        self._next_refresh = 0
+        self.tree = BlockTree(config.num_blocks)
+        self._slots = SlotOrder(self)
+        self._blocks = BlockOrder(self)
+
+    @property
+    def num_ghosts(self) -> int:
+        return len(self._records) - len(self._resident)
+
+    def order(self, pool_name: str) -> EvictionOrder:
+        if pool_name == "slots":
+            return self._slots
+        return self._blocks if pool_name == "blocks" else LruOrder()
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def admitted(
+        self, keys: PrefixKeys, num_tokens: int, block_ids: Sequence[int], checkpoint: Checkpoint | None
+    ) -> None:
+        self._now += 1
+        if self._now % AGEING_INTERVAL == 0:
+            self._age()
+        if self._now >= self._next_refresh:
+            self._refresh()
+        known = self._deepest_known(keys, num_tokens)
+        if known is None:
+            keys.history = (0, 0)
+            return
+        keys.history = (known.position, known.depth + 1)
+        self._statistics.count_return(known.reuse_class, max(known.bin, age_bin(self._now - known.born)))
+        known.uses += 1
+        self._records.move_to_end(known.key)
+        self._bear(known)
+        if known.checkpoint is not None:
+            self._revalue(known)
+
+    def blocks_stored(self, pool_name: str, parent_id: int, block_ids: Sequence[int]) -> None:
+        if pool_name == "blocks":
+            self.tree.store(parent_id, block_ids)
+
+    def blocks_removed(self, pool_name: str, block_ids: Sequence[int]) -> None:
+        if pool_name != "blocks":
+            return
+        for block_id in self.tree.remove(block_ids):
+            for record in self.tree.hanging.get(block_id, ()):
+                record.block_id = 0
+            self._cool(*self.tree.remove_warm(block_id))
+
+    def checkpoint_stored(self, checkpoint: Checkpoint, block_id: int) -> None:
+        record = self._records.get(checkpoint.key)
+        if record is None:
+            record = self._make_record(checkpoint)
+        record.checkpoint = checkpoint
+        record.block_id = block_id
+        self._resident[record.key] = record
+        if checkpoint.tail_block_id:
+            self.tree.add_tail(checkpoint.tail_block_id, record)
+        if block_id:
+            warm, before = self.tree.hang(block_id, record)
+            self._blocks.warm_up(warm)
+            self._appraise(before)
+            self._appraise(block_id)
+        else:
+            self._revalue(record)
+
+    def checkpoint_removed(self, checkpoint: Checkpoint) -> None:
+        record = self._resident.pop(checkpoint.key)
+        block_id, record.block_id = record.block_id, 0
+        record.checkpoint = None
+        record.version += 1
+        if checkpoint.tail_block_id:
+            self.tree.remove_tail(checkpoint.tail_block_id, record)
+            if not self.tree.is_warm(checkpoint.tail_block_id):
+                self._blocks.cool((checkpoint.tail_block_id,))
+        if block_id:
+            self._cool(*self.tree.unhang(block_id, record))
+            self._appraise(block_id)
+
+    # -- value --------------------------------------------------------------------------------------------------------
+
+    def promise(self, record: Record) -> float:
+        """Tokens expected to be saved per request waited."""
+        return self._statistics.index(record.reuse_class)[record.bin] * record.position
+
+    def value(self, record: Record) -> float:
+        """Tokens expected to be saved per byte kept and request waited."""
+        return self.promise(record) / (self.slot_bytes + record.num_own_blocks * self.block_bytes)
+
+    def resident(self) -> Iterator[Record]:
+        return iter(self._resident.values())
+
+    def _appraise(self, block_id: int) -> None:
+        """What follows the block has changed: so has what its checkpoints keep."""
+        records = self.tree.hanging.get(block_id)
+        if records:
+            num_own = 0 if self.tree.num_followers[block_id] else self.tree.own_stretch(block_id)[0]
+            for record in records:
+                record.num_own_blocks = num_own
+                self._revalue(record)
+
+    def _revalue(self, record: Record) -> None:
+        record.version += 1
+        self._slots.push(record)
+        self._blocks.push(record)
+
+    def _cool(self, cold: list[int], leaf: int) -> None:
+        self._blocks.cool(cold)
+        self._appraise(leaf)
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _make_record(self, checkpoint: Checkpoint) -> Record:
+        num_known, depth = checkpoint.history
+        num_new = checkpoint.position - (num_known if num_known < checkpoint.position else 0)
+        record = Record(checkpoint.key, checkpoint.boundary_key, checkpoint.position, checkpoint.origin, depth, num_new)
+        self._records[record.key] = record
+        self._by_boundary.setdefault(record.boundary_key, []).append(record)
+        self._bear(record)
+        while self.num_ghosts > self._max_ghosts:
+            self._forget_oldest()
+        return record
+
+    def _forget_oldest(self) -> None:
+        oldest = next(iter(self._records.values()))
+        if oldest.checkpoint is not None:
+            self._records.move_to_end(oldest.key)
+            return
+        del self._records[oldest.key]
+        oldest.born = -1
+        bucket = self._by_boundary[oldest.boundary_key]
+        bucket.remove(oldest)
+        if not bucket:
+            del self._by_boundary[oldest.boundary_key]
+
+    def _bear(self, record: Record) -> None:
+        """Age 0 from now on, in the class that fits by now."""
+        new_bits = min(MAX_NEW_BITS, (record.num_new_tokens // NEW_TOKENS_UNIT).bit_length())
+        record.reuse_class = (record.origin, min(record.uses, MAX_USES), min(record.depth, MAX_DEPTH), new_bits)
+        record.reached = self._statistics.reached(record.reuse_class)
+        record.reached[0] += 1
+        record.born = self._now
+        record.bin = 0
+        self._ageing[0].append((record, self._now))
+
+    def _age(self) -> None:
+        """Move on the records that left their bin. A record passes each bin once, so this is O(bins) per record."""
+        now = self._now
+        for age, queue in enumerate(self._ageing):
+            limit = now - EDGES[age + 1]
+            while queue and queue[0][1] <= limit:
+                entry = queue.popleft()
+                record = entry[0]
+                if record.born != entry[1]:
+                    continue  # used again, or forgotten
+                record.bin = age + 1
+                record.reached[age + 1] += 1
+                if age + 1 < NUM_BINS:
+                    self._ageing[age + 1].append(entry)
+                if record.checkpoint is not None:
+                    self._revalue(record)
+
+    def _refresh(self) -> None:
+        self._next_refresh = self._now + max(REFRESH_INTERVAL, len(self._resident) // 8)
+        if self._next_refresh // HALVING_INTERVAL > self._now // HALVING_INTERVAL:
+            self._statistics.halve()
+        self._statistics.refresh()
+        self._slots.rebuild()
+        self._blocks.rebuild()
+
+    def _deepest_known(self, keys: PrefixKeys, num_tokens: int) -> Record | None:
+        num_blocks = num_tokens // self._block_size
+        chain, by_boundary = keys.boundary_keys(num_blocks), self._by_boundary
+        for index in range(num_blocks, -1, -1):
+            bucket = by_boundary.get(chain[index])
+            if bucket is None:
+                continue
+            for record in sorted(bucket, key=lambda record: -record.position):
+                if record.position <= num_tokens and keys.key_at(record.position) == record.key:
+                    return record
+        return None

@@ -1,0 +1,77 @@
+"""Prefixes pinned for remote readers, each until a deadline.
+
+Life cycle: 1 the engine thread adds, 2 HTTP threads renew, 3 the engine thread takes it out: on release, or between
+steps when its deadline has passed. Only deadlines are shared between threads; what is pinned is the engine's.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from common.kv_cache.checkpoints.checkpoint import Checkpoint
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.results import LeasedPrefix, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """
+    Attributes:
+        prefix: what the reader was told.
+        keys: of the leased prefix, and maybe more.
+        tables: per attention group the pinned blocks in table order (null where none was needed): the full blocks,
+            and the tail block when it is not the checkpoint's.
+        checkpoint: pins the state and its own tail blocks; None for a dense model's block boundary.
+    """
+
+    lease_id: str
+    prefix: LeasedPrefix
+    keys: PrefixKeys
+    tables: Tables
+    checkpoint: Checkpoint | None
+
+
+class LeaseTable:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._deadlines: dict[str, float] = {}
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def active(self) -> tuple[Lease, ...]:
+        """Engine thread only."""
+        return tuple(self._leases.values())
+
+    def add(self, lease: Lease, deadline_s: float) -> None:
+        with self._lock:
+            assert lease.lease_id not in self._leases, f"lease {lease.lease_id} exists"
+            self._leases[lease.lease_id] = lease
+            self._deadlines[lease.lease_id] = deadline_s
+
+    def renew(self, lease_id: str, deadline_s: float) -> bool:
+        """Move the deadline out, never in. Any thread. False: released or expired, the reader must not trust it."""
+        with self._lock:
+            current = self._deadlines.get(lease_id)
+            if current is None:
+                return False
+            self._deadlines[lease_id] = max(current, deadline_s)
+            return True
+
+    def take(self, lease_id: str) -> Lease | None:
+        with self._lock:
+            self._deadlines.pop(lease_id, None)
+            return self._leases.pop(lease_id, None)
+
+    def take_expired(self, now_s: float) -> list[Lease]:
+        with self._lock:
+            expired = [lease_id for lease_id, deadline in self._deadlines.items() if deadline <= now_s]
+            for lease_id in expired:
+                del self._deadlines[lease_id]
+            return [self._leases.pop(lease_id) for lease_id in expired]
+
+    def next_deadline(self) -> float | None:
+        with self._lock:
+            return min(self._deadlines.values(), default=None)

@@ -1,0 +1,152 @@
+"""The step that is running on this thread: what the replaced functions read instead of arguments.
+
+Model code calls a few functions without telling them which request a row belongs to, so the step's index and pools
+travel out of band, in a context variable. No step is active outside :func:`run_step`: then every replaced function is
+the stock one, and other models in the same process are not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.kv_cache.spec import GroupKind, ModelGeometry
+from common.ops.interface import Ops
+from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.packed import SegmentLike
+
+
+class GroupedSegment(SegmentLike, Protocol):
+    """A segment with a block table per attention group; ``common.engine.plan.Segment`` has this shape. Its own table
+    is the first group's."""
+
+    def in_group(self, group_id: int) -> SegmentLike: ...
+
+
+class LayerPools(Protocol):
+    """Views of the pools by layer; ``common.kv_cache.pools.storage.KVStorage`` has this shape."""
+
+    def attention_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+    def state_layer(self, layer_idx: int) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPool:
+    """One layer's part of the block pool of its group.
+
+    Attributes:
+        key: [num_blocks, block_size, num_kv_heads, head_size]; value: [.., head_size_v].
+        group_id: whose block tables lead there.
+        window: tokens that a query sees, 0 for all.
+        is_latent: keys are latent rows, from which values are made too (MLA).
+    """
+
+    key: Tensor
+    value: Tensor
+    group_id: int
+    window: int
+    is_latent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolViews:
+    """All layers' views, looked up once per model instead of once per layer and step. ``windows``: of each attention
+    group in order."""
+
+    attention: dict[int, AttentionPool]
+    state: dict[int, dict[str, Tensor]]
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pools: LayerPools, geometry: ModelGeometry) -> PoolViews:
+        groups = geometry.attention_groups
+        attention = {
+            layer.layer_idx: AttentionPool(
+                *pools.attention_layer(layer.layer_idx), group.group_id, group.window, group.kind is GroupKind.MLA
+            )
+            for group in groups
+            for layer in group.layers
+        }
+        state = {s.layer_idx: pools.state_layer(s.layer_idx) for s in geometry.state_layers}
+        return cls(attention, state, tuple(group.window for group in groups))
+
+
+@dataclass(slots=True)
+class ActiveStep:
+    """One forward under way.
+
+    Attributes:
+        indices: one per attention group (at least one); they differ in block tables and window alone.
+        layer_idx: the layer whose cache call came last, set by the cache object.
+        latents: the latent rows of that layer, [num_tokens, 1, width], if it keeps any.
+        num_scanned: channels of that layer which a scan has taken since (a layer may be scanned in several calls, each
+            for some channels).
+    """
+
+    indices: tuple[StepIndex, ...]
+    pools: PoolViews
+    ops: Ops
+    layer_idx: int = -1
+    latents: Tensor | None = None
+    num_scanned: int = 0
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[GroupedSegment], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
+    ) -> ActiveStep:
+        """The step that runs ``segments``, packed in this order."""
+        indices = [
+            StepIndex.build(
+                [segment.in_group(group_id) for segment in segments] if group_id else segments,
+                block_size=block_size,
+                device=device,
+                window=window,
+            )
+            for group_id, window in enumerate(pools.windows or (0,))
+        ]
+        return cls(tuple(indices), pools, ops)
+
+    @property
+    def index(self) -> StepIndex:
+        """Rows, slots and positions; for block tables see :meth:`attention_index`."""
+        return self.indices[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_tokens] position of each packed row in its sequence."""
+        return self.index.positions
+
+    def attention_pool(self) -> AttentionPool:
+        return self.pools.attention[self.layer_idx]
+
+    def attention_index(self) -> StepIndex:
+        """The index of the current layer's attention group."""
+        return self.indices[self.attention_pool().group_id]
+
+    def state_pool(self, name: str) -> Tensor:
+        return self.pools.state[self.layer_idx][name]
+
+
+_ACTIVE_STEP: ContextVar[ActiveStep | None] = ContextVar("active_step", default=None)
+
+
+def active_step() -> ActiveStep | None:
+    """The step running in this context, or None."""
+    return _ACTIVE_STEP.get()
+
+
+@contextmanager
+def run_step(step: ActiveStep) -> Iterator[ActiveStep]:
+    """Make ``step`` the active one for the body; steps do not nest."""
+    assert _ACTIVE_STEP.get() is None, "a step is already running in this context"
+    token = _ACTIVE_STEP.set(step)
+    try:
+        yield step
+    finally:
+        _ACTIVE_STEP.reset(token)

@@ -1,0 +1,251 @@
+"""Where transformers' model code meets our state: four cache calls, one attention function, five module-level
+functions.
+
+Mixers keep their own forward (projections, norms, gates). They are handed :class:`EngineCache`, which has no state to
+give, so they take their many-tokens branch for any number of rows; the functions which that branch calls are
+replaced, in the mixer's module, by wrappers that go to the varlen ops while a step is active and to the stock
+function otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.activations import ACT2FN
+
+from common.models.adapter import mla
+from common.models.adapter.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2
+from common.models.adapter.forward_context import active_step
+from common.models.adapter.lightning_attention import lightning_forward
+from common.models.adapter.short_conv import short_conv_forward
+from common.ops.interface import StepSize
+
+ATTENTION_NAME = "tandem_paged"
+_STOCK = "__tandem_stock__"
+_NO_STATE = torch.empty(0)
+"""Handed back as the state after a rule: some mixers convert it before they give it to the cache, which ignores it."""
+
+
+class EngineCache:
+    """Stands in for transformers' cache. Holds nothing: it notes which layer is speaking, and K/V go to their
+    blocks."""
+
+    is_compileable = False
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key, value: [1, num_kv_heads, num_tokens, head_size]; with MLA a latent and the shared part of its key.
+
+        Given back as they are (latents: cut short): attention reads the blocks itself."""
+        step = active_step()
+        assert step is not None, "the engine's cache was used outside a step"
+        step.layer_idx = layer_idx
+        pool = step.attention_pool()
+        if pool.is_latent:
+            return mla.store(step, key, value)
+        index = step.attention_index()
+        step.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool.key, pool.value, index)
+        return key, value
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        step = active_step()
+        assert step is not None, "the engine's cache was used outside a step"
+        step.layer_idx, step.num_scanned = layer_idx, 0
+        return x
+
+    def update_recurrent_state(self, state: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
+        return state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, *args: Any) -> int:
+        return 0
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention call: [1, heads, num_tokens, head_size] in, [1, num_tokens, heads, head_size_v] out."""
+    step = active_step()
+    assert step is not None, "a model prepared for the engine was called outside a step"
+    pool = step.attention_pool()
+    if (sliding_window or 0) != pool.window:
+        raise RuntimeError(f"layer {step.layer_idx} has a window of {sliding_window} tokens, planned is {pool.window}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if pool.is_latent:
+        return mla.attend(step, module, query, scale), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return step.ops.attention(q, k, v, pool.key, pool.value, step.attention_index(), scale)[None], None
+
+
+def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def conv(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        x, pool = hidden_states[0].T.to(weight.dtype), step.state_pool("conv")
+        silu = activation in ("silu", "swish")
+        out = step.ops.conv1d(x, weight, bias, step.index, pool, silu=silu)
+        if activation is not None and not silu:
+            out = ACT2FN[activation](out)
+        return out.to(hidden_states.dtype).T[None]
+
+    return conv
+
+
+def _mamba2(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, dt, A, B, C, *args, **kwargs)
+        assert kwargs.get("z") is None, "gating inside the Mamba-2 scan is not used by any listed family"
+        size = StepSize(
+            kwargs.get("dt_bias"), bool(kwargs.get("dt_softplus")), *(kwargs.get("dt_limit") or (0.0, float("inf")))
+        )
+        pool = step.state_pool("recurrent")
+        out = step.ops.mamba2(hidden_states[0], dt[0], A, B[0], C[0], kwargs.get("D"), step.index, pool, step_size=size)
+        return (out[None], None) if kwargs.get("return_final_states") else out[None]
+
+    return scan
+
+
+def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(hidden_states, dt, A, B, C, *args, **kwargs)
+        size = StepSize(kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
+        x, b, c = hidden_states[0].T, B[0].T, C[0].T
+        # zamba calls once per head, in order; each takes its channels of the layer's state.
+        begin, step.num_scanned = step.num_scanned, step.num_scanned + x.shape[1]
+        pool = step.state_pool("recurrent").flatten(1, -2)[:, begin : step.num_scanned]
+        out = step.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), step.index, pool, step_size=size).T[None]
+        if (gate := kwargs.get("z")) is not None:
+            out = out * F.silu(gate)
+        return (out, out.new_empty(0)) if kwargs.get("return_last_state") else out  # zamba stacks the heads' states
+
+    return scan
+
+
+def _delta_rule(op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``: which of the ops; they differ in the decay alone, one per head or one per head and key channel."""
+
+    @functools.wraps(stock)
+    def rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        step = active_step()
+        if step is None:
+            return stock(query, key, value, *args, **kwargs)
+        assert kwargs.get("use_qk_l2norm_in_kernel"), "every listed family normalises query and key inside the rule"
+        pool = step.state_pool("recurrent")
+        decay, beta = kwargs["g"][0], kwargs["beta"][0]
+        out = getattr(step.ops, op)(query[0], key[0], value[0], decay, beta, step.index, pool)
+        return out[None], _NO_STATE
+
+    return rule
+
+
+_WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
+    {
+        CONV: _conv,
+        MAMBA2: _mamba2,
+        MAMBA1: _mamba1,
+        GATED_DELTA: functools.partial(_delta_rule, "gated_delta"),
+        KIMI_DELTA: functools.partial(_delta_rule, "kimi_delta"),
+    }
+)
+
+
+_FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MappingProxyType(
+    {
+        "MiniMaxLightningAttention": lightning_forward,
+        "Lfm2ShortConv": short_conv_forward,
+        "Lfm2MoeShortConv": short_conv_forward,
+    }
+)
+"""Mixers whose whole forward is ours: what they call is not a function that could be replaced, or is less than what one
+kernel does."""
+
+
+def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that the mixer's module does not have."""
+    module = sys.modules[mixer_class.__module__]
+    return [name for name in names if not callable(getattr(module, name, None))]
+
+
+def install(mixer_class: type, names: tuple[str, ...]) -> None:
+    """Replace the functions in the mixer's module (or its forward), once per process; without an active step they stay
+    what they were."""
+    module = sys.modules[mixer_class.__module__]
+    for name in names:
+        current = getattr(module, name)
+        if not hasattr(current, _STOCK):
+            wrapped = _WRAPPERS[name](current)
+            setattr(wrapped, _STOCK, current)
+            setattr(module, name, wrapped)
+    forward = mixer_class.forward  # type: ignore[attr-defined]
+    if mixer_class.__name__ in _FORWARDS and not hasattr(forward, _STOCK):
+        replaced = _FORWARDS[mixer_class.__name__](forward)
+        setattr(replaced, _STOCK, forward)
+        mixer_class.forward = replaced  # type: ignore[attr-defined]
+
+
+def use_paged_attention(model: Any) -> None:
+    """Switch a loaded model to the engine's attention. The name is not a mask function, so no mask is ever built."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    model.set_attn_implementation(ATTENTION_NAME)

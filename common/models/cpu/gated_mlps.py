@@ -1,0 +1,99 @@
+"""Puts one compiled call between the matrix products of gated MLPs, ``down(silu(gate(x)) * up(x))``: what lies between
+them is as wide as a model gets, and torch passes over it twice (8 % of a prefill, lfm2 M).
+
+A module is replaced when its layers have known names and its own code gives the same numbers as ours: another
+activation, a factor or the halves in the other order do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from common.models.cpu.activations import FusedSilu
+from common.models.cpu.linears import PackedLinear
+from common.ops.cpu.elementwise import ElementwiseOps
+
+logger = logging.getLogger(__name__)
+
+_SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_TOGETHER = ("input_linear", "output_linear")
+"""The first one's rows are those of the gate, then those of the other half."""
+_TRIAL_ROWS = 3
+_TRIAL_GATE = 1.0
+"""Root mean square of the gate in a trial: SiLU and its likes are a tenth apart there, and level far from 0."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Root mean square of the difference over that of the result: bfloat16 rounds at 0.002, three times."""
+
+Split = Callable[[Tensor], tuple[Tensor, ...]]
+_Linear: TypeAlias = nn.Linear | PackedLinear
+
+
+class FusedGatedMLP(nn.Module):
+    """Stands in for a gated MLP. ``split``: x [..., hidden] -> gate and up, [..., intermediate] each."""
+
+    def __init__(self, ops: ElementwiseOps, split: Split, down: _Linear, mlp: nn.Module) -> None:
+        super().__init__()
+        self._ops, self._split, self._down = ops, split, down
+        self.replaced = mlp  # its layers stay where `modules()` finds them
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        gate, up = self._split(x)
+        return self._down(self._ops.silu_mul(gate, up))
+
+
+@torch.inference_mode()
+def fuse_gated_mlps(model: nn.Module, ops: ElementwiseOps) -> None:
+    """Replace the gated MLPs of ``model``. After the activations were fused."""
+    places = [(p, n, m) for p in model.modules() for n, m in p.named_children()]
+    fused = 0
+    for parent, name, mlp in places:
+        layers = _layers(mlp)
+        if layers is not None and _fits(mlp, *layers, ops):
+            setattr(parent, name, FusedGatedMLP(ops, *layers, mlp))
+            fused += 1
+    logger.info("gated MLPs fused=%d", fused)
+
+
+def _layers(mlp: nn.Module) -> tuple[Split, _Linear] | None:
+    """How ``mlp`` gets gate and up, and what comes last; None: it is no gated MLP."""
+    children = {name: child for name, child in mlp.named_children() if not isinstance(child, FusedSilu)}
+    linears = {name: child for name, child in children.items() if isinstance(child, _Linear)}
+    if len(linears) != len(children):
+        return None
+    for gate, up, down in _SEPARATE:
+        if linears.keys() == {gate, up, down}:
+            return _separate(linears[gate], linears[up]), linears[down]
+    first, last = _TOGETHER
+    if linears.keys() == {first, last}:
+        return _together(linears[first]), linears[last]
+    return None
+
+
+def _separate(gate: nn.Module, up: nn.Module) -> Split:
+    return lambda x: (gate(x), up(x))
+
+
+def _together(both: nn.Module) -> Split:
+    return lambda x: both(x).chunk(2, dim=-1)
+
+
+def _fits(mlp: nn.Module, split: Split, down: _Linear, ops: ElementwiseOps) -> bool:
+    dtype = down.weight.dtype
+    x = torch.randn(1, _TRIAL_ROWS, down.out_features, generator=torch.Generator().manual_seed(0))
+    try:
+        gate = split(x.to(dtype))[0].float()
+        x = (x * (_TRIAL_GATE / gate.square().mean().sqrt())).to(dtype)
+        gate, up = split(x)
+        expected, found = mlp(x).float(), down(ops.silu_mul(gate, up)).float()
+    except (RuntimeError, TypeError):  # other widths, or called in another way
+        return False
+    if found.shape != expected.shape:
+        return False
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    return bool(error <= _TOLERANCE[dtype])

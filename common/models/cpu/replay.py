@@ -1,0 +1,110 @@
+"""Steps of decode rows alone, without the model's Python code: recorded once per number of rows, then replayed.
+
+In a small batch most of a decode step of a small model goes by in module calls and tensor operations of a few
+microseconds each. The kernels that they lead to are the same in every step (:mod:`common.models.cpu.recorder`), and a
+replayed step gives the same bits as the forward that it was recorded from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.models.adapter.forward_context import ActiveStep, PoolViews, run_step
+from common.models.cpu.recorder import Arena, Program, Recorder
+from common.ops.cpu.backend import CppOps
+from common.ops.interface import Ops
+from common.ops.step.attention_metadata import StepIndex
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 64
+"""Larger batches spend their time in kernels."""
+_ARENA_BYTES = 256 << 20
+"""Of address space; what is resident is what the widest step holds at one time."""
+_SEEN_BEFORE = 1
+"""Steps of as many rows before one is recorded, which takes as long as several: as some ten of a small model."""
+
+
+class Replay:
+    """Programs of one model on one set of pools. Runs on the engine's thread, like the pools themselves."""
+
+    def __init__(self, ops: Ops, views: PoolViews) -> None:
+        assert isinstance(ops, CppOps), "torch's ops look at values"
+        self._ops = ops
+        self._arena = Arena(_ARENA_BYTES)
+        self._pools = [pool for layer in views.attention.values() for pool in (layer.key, layer.value)]
+        self._pools += [pool for tensors in views.state.values() for pool in tensors.values()]
+        self._constants: dict[Any, Any] = {}
+        self._programs: dict[tuple[str, int, int], Program | None] = {}
+        self._seen: dict[tuple[str, int, int], int] = {}
+
+    def forward(
+        self,
+        forward: Callable[[Tensor, Tensor], Tensor],
+        step: ActiveStep,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+    ) -> Tensor:
+        """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], while ``step`` is active."""
+        inputs = (torch.tensor(token_ids), torch.tensor(positions))
+
+        def call(*tensors: Tensor) -> Tensor:
+            with run_step(step):
+                return forward(*tensors)
+
+        return self._run("forward", call, inputs, step.indices)
+
+    def head(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """``head``(rows [num_rows, hidden]) -> [num_rows, vocab]."""
+        return self._run("head", head, (rows,), ())
+
+    def _run(
+        self, name: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], indices: Sequence[StepIndex]
+    ) -> Tensor:
+        """What is returned is the caller's own."""
+        num_rows = inputs[0].shape[0]
+        key = (name, num_rows, torch.get_num_threads())
+        if num_rows > MAX_ROWS:
+            return call(*inputs)
+        if key not in self._programs:
+            self._seen[key] = self._seen.get(key, -1) + 1
+            if self._seen[key] < _SEEN_BEFORE:
+                return call(*inputs)
+            return self._record(key, call, inputs, indices)
+        program = self._programs[key]
+        if program is None:
+            return call(*inputs)
+        for place, x in zip(program.inputs, inputs, strict=True):
+            place.copy_(x)
+        program.run([index.packed for index in indices])
+        return program.output.clone()
+
+    def _record(
+        self,
+        key: tuple[str, int, int],
+        call: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        indices: Sequence[StepIndex],
+    ) -> Tensor:
+        self._programs[key] = None  # a recording that raised is not tried again
+        steps = [index.packed for index in indices]
+        recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
+        try:
+            with recorder.recording():
+                output = call(*recorder.inputs)
+        except BaseException:
+            self._constants.clear()
+            raise
+        if any(index.has_tensors for index in indices):
+            recorder.refuse("an operation read the step's index as a tensor")
+        self._programs[key] = recorder.finish(output)
+        if recorder.reason:
+            # They are known by their arguments' addresses, which only a program keeps from being used again.
+            self._constants.clear()
+            logger.info("decode steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
+        return output.clone()

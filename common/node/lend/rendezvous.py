@@ -1,0 +1,233 @@
+"""Prompts that are computed here under an agreed name while their readers already wait.
+
+Life of a rendezvous: 1 *awaited*: its reader asked before its leg came, 2 *running*: the leg is here, its finished
+blocks become known step by step, 3 *final*: leased under the same name, or *failed*: with the leg's error. Leaves by:
+release (a leg that runs is called off), the end of its lease, or ``KEEP_S`` after it failed or nobody came; until then
+whoever asks late is told. An entry owns no memory: the running sequence does, then the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError, TransferError
+from common.wire.handoff import FIELD, rendezvous_id_of
+from common.wire.manifest import Manifest, PartialManifest
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN = 4096
+LEG_WAIT_S = 5.0
+KEEP_S = 10.0
+LEASE_LOOK_S = 5.0
+"""How often an entry whose prompt is leased looks whether the lease still is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    rendezvous_id: str
+    has_leg: bool = False
+    part: PartialManifest | None = None
+    manifest: Manifest | None = None
+    error: TandemError | None = None
+    is_released: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    timer: asyncio.TimerHandle | None = None
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class RendezvousTable:
+    """Lives on the event loop.
+
+    ``is_in_use(id)``: whether a lease or a running request has this id. ``call_off(id)``: ends the leg of this id.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_in_use: Callable[[str], bool],
+        call_off: Callable[[str], None],
+        leg_wait_s: float = LEG_WAIT_S,
+    ) -> None:
+        self._loop = loop
+        self._is_in_use = is_in_use
+        self._call_off = call_off
+        self._leg_wait_s = leg_wait_s
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # --- the leg's side
+
+    def open(self, rendezvous_id: str) -> None:
+        """The leg is here.
+
+        Raises:
+            InvalidRequestError: the id is in use, by a leg, a finished prompt or a lease.
+            RequestAbortedError: its reader has already given it up.
+            QueueFullError: too many are open.
+        """
+        entry = self._entries.get(rendezvous_id)
+        if (entry is not None and entry.has_leg) or self._is_in_use(rendezvous_id):
+            raise InvalidRequestError(
+                f"kv_transfer_params.tandem_rendezvous {rendezvous_id} is in use",
+                param="kv_transfer_params.tandem_rendezvous",
+            )
+        if entry is None:
+            entry = self._create(rendezvous_id)
+        entry.has_leg = True
+        self._stop_timer(entry)
+        if entry.is_released:
+            self._remove(entry)
+            raise RequestAbortedError("its reader does not want the prompt any more")
+
+    def advance(self, rendezvous_id: str, part: PartialManifest) -> None:
+        """More of the prompt is finished."""
+        entry = self._entries[rendezvous_id]
+        entry.part = part
+        entry.wake()
+
+    def finish(self, rendezvous_id: str, manifest: Manifest) -> bool:
+        """The prompt is finished and leased. False: its reader gave it up while it was; release the lease."""
+        entry = self._entries[rendezvous_id]
+        if entry.is_released:
+            self._remove(entry)
+            return False
+        entry.manifest = manifest
+        entry.wake()
+        self._look_later(entry)
+        return True
+
+    def fail(self, rendezvous_id: str, error: TandemError) -> None:
+        """The leg ended without a prompt. Waiting readers are told, and those that ask within ``KEEP_S``."""
+        entry = self._entries[rendezvous_id]
+        entry.error = error
+        entry.wake()
+        self._remove_later(entry, KEEP_S)
+
+    def refuse(self, rendezvous_id: str, error: TandemError) -> None:
+        """A leg was refused before it began: as ``fail``, unless the name is another leg's."""
+        entry = self._entries.get(rendezvous_id)
+        if entry is None:
+            if len(self._entries) >= MAX_OPEN or self._is_in_use(rendezvous_id):
+                return  # who asks later finds nothing, which is an error as well
+            entry = self._create(rendezvous_id)
+        if not entry.has_leg:
+            entry.has_leg = True
+            self.fail(rendezvous_id, error)
+
+    # --- the reader's side
+
+    async def wait(self, rendezvous_id: str, after: int, wait_seconds: float) -> Manifest | PartialManifest | None:
+        """What is finished beyond ``after`` tokens, as soon as anything is; None: nothing new within ``wait_seconds``.
+
+        Raises:
+            TransferError: ``unknown_pull``: no leg of this id has come within ``leg_wait_s``.
+            QueueFullError: too many are open.
+            TandemError: the leg's own.
+        """
+        entry = self._entries.get(rendezvous_id)
+        if entry is None:
+            entry = self._create(rendezvous_id)
+            self._remove_later(entry, self._leg_wait_s)
+        try:
+            async with asyncio.timeout(wait_seconds):
+                while True:
+                    if entry.error is not None:
+                        raise entry.error
+                    if entry.manifest is not None:
+                        return entry.manifest
+                    if entry.part is not None and entry.part.num_tokens > after:
+                        return entry.part
+                    if self._entries.get(rendezvous_id) is not entry:
+                        raise UnknownPullError(
+                            f"no leg of rendezvous {rendezvous_id} is here, or came within {self._leg_wait_s:g} s"
+                        )
+                    await entry.changed.wait()
+        except TimeoutError:
+            return None
+
+    def release(self, rendezvous_id: str, *, may_come: bool = False) -> bool:
+        """Nobody wants the prompt any more: its leg is called off. False: unknown. A lease is the caller's to end.
+
+        ``may_come``: a leg that is not here yet may be on its way, and is called off when it comes.
+        """
+        entry = self._entries.get(rendezvous_id)
+        if entry is None:
+            if may_come and len(self._entries) < MAX_OPEN and not self._is_in_use(rendezvous_id):
+                entry = self._create(rendezvous_id)
+                entry.is_released = True
+                self._remove_later(entry, self._leg_wait_s)
+            return False
+        entry.is_released = True
+        if entry.manifest is not None:
+            self._remove(entry)
+        elif entry.has_leg and entry.error is None:
+            logger.info("rendezvous called off id=%s", rendezvous_id)
+            self._call_off(rendezvous_id)
+        return True
+
+    def is_called_off(self, lease_id: str) -> bool:
+        """Whether a reader has given up what was not here yet under this id, a leg or the lease that a question asks
+        for: the word of it can overtake the question."""
+        entry = self._entries.get(lease_id)
+        return entry is not None and entry.is_released
+
+    # --- bookkeeping
+
+    def _create(self, rendezvous_id: str) -> _Entry:
+        if len(self._entries) >= MAX_OPEN:
+            raise QueueFullError(f"{len(self._entries)} rendezvous are open, the limit is {MAX_OPEN}")
+        entry = self._entries[rendezvous_id] = _Entry(rendezvous_id)
+        return entry
+
+    def _remove(self, entry: _Entry) -> None:
+        self._stop_timer(entry)
+        if self._entries.get(entry.rendezvous_id) is entry:
+            del self._entries[entry.rendezvous_id]
+        entry.wake()
+
+    def _remove_later(self, entry: _Entry, delay_s: float) -> None:
+        self._stop_timer(entry)
+        entry.timer = self._loop.call_later(delay_s, self._remove, entry)
+
+    def _look_later(self, entry: _Entry) -> None:
+        entry.timer = self._loop.call_later(LEASE_LOOK_S, self._look, entry)
+
+    def _look(self, entry: _Entry) -> None:
+        if self._is_in_use(entry.rendezvous_id):
+            self._look_later(entry)
+        else:
+            self._remove(entry)
+
+    @staticmethod
+    def _stop_timer(entry: _Entry) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+
+
+class UnknownPullError(TransferError):
+    status = 404
+    type = "not_found_error"
+    code = "unknown_pull"
+
+
+def refused_rendezvous(body: Mapping[str, Any]) -> str | None:
+    """The rendezvous of a prefill leg whose body may be wrong in any way; None when it names none."""
+    params = body.get(FIELD)
+    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
+        return None
+    try:
+        return rendezvous_id_of(params)
+    except InvalidRequestError:
+        return None

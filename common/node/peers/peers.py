@@ -1,0 +1,222 @@
+"""The nodes this one may pull from: who is allowed, how to reach them, what was shaken hands on.
+
+A peer is known by its base URL. Its transfer announcement is fetched once per life of the peer (its epoch) and again
+when the epoch differs or a read said that it is gone. Nothing of an announcement is used before fingerprints were
+compared. From the handshake on its liveness is watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from common.errors import (
+    InvalidRequestError,
+    PrefillLegAbortedError,
+    PrefillLegFailedError,
+    PrefillLegRejectedError,
+    RequestAbortedError,
+    TransferError,
+)
+from common.node.peers.liveness import Liveness
+from common.transfer.backend import TransferBackend
+from common.transfer.regions import Peer
+
+logger = logging.getLogger(__name__)
+
+CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
+HANDSHAKE_TIMEOUT_S = 1.5
+OWN_CODES = ("unknown_pull", "fingerprint_mismatch")
+"""Codes of the pull route itself that are worth telling apart."""
+
+LEG_HEADER = "X-Tandem-Leg"
+"""Says in an error that it is not about the question but about the leg that was asked for: ``failed``."""
+
+
+class PeerDirectory:
+    """Lives on the event loop. ``close`` ends its connections."""
+
+    def __init__(self, backend: TransferBackend, allowed: Sequence[str], cluster_key: str | None) -> None:
+        headers = {CLUSTER_KEY_HEADER: cluster_key} if cluster_key else {}
+        # No limit on connections: each long poll and each liveness stream keeps one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(headers=headers, timeout=HANDSHAKE_TIMEOUT_S, limits=limits, trust_env=False)
+        self.liveness = Liveness(self._http, self.forget)
+        self._backend = backend
+        self._allowed = frozenset(url.rstrip("/") for url in allowed)
+        self._peers: dict[str, Peer] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._failures: dict[str, TransferError] = {}  # of the last handshake that failed
+
+    async def close(self) -> None:
+        await self.liveness.close()
+        await self._http.aclose()
+
+    def check_allowed(self, url: str) -> None:
+        """Raises InvalidRequestError: the address comes from a request, and this node calls and reads only its peers.
+
+        Without configured peers only loopback addresses are accepted.
+        """
+        if self._allowed:
+            if url in self._allowed:
+                return
+            raise InvalidRequestError(
+                f"kv_transfer_params.remote_host/remote_port: {url} is not among the peers of this node (--peers)",
+                param="kv_transfer_params.remote_host",
+            )
+        if not _is_loopback(url):
+            raise InvalidRequestError(
+                f"kv_transfer_params.remote_host/remote_port: {url} is not a loopback address and there are no --peers",
+                param="kv_transfer_params.remote_host",
+            )
+
+    async def meet(self, url: str) -> Peer:
+        """The transfer peer behind ``url`` in whatever life it is; shakes hands when it is not known yet.
+
+        Raises:
+            TransferError: unreachable, silent, or of another model or layout.
+        """
+        self.liveness.check(url)
+        return await self._known_or_new(url, None)
+
+    async def connect(self, url: str, engine_id: str, epoch: int) -> Peer:
+        """The transfer peer behind ``url`` in the life that made a manifest; shakes hands when it is not known yet.
+
+        Raises:
+            TransferError: unreachable, silent, another life or engine than the manifest's, another model or layout.
+        """
+        self.liveness.check(url)
+        peer = self._peers.get(url)
+        if peer is None or (peer.engine_id, peer.epoch) != (engine_id, epoch):
+            peer = await self._known_or_new(url, (engine_id, epoch))
+        if (peer.engine_id, peer.epoch) != (engine_id, epoch):
+            raise TransferError(
+                f"{url} is engine {peer.engine_id} in epoch {peer.epoch}, the manifest names {engine_id} in {epoch}",
+                code="peer_restarted",
+            )
+        return peer
+
+    def forget(self, url: str) -> None:
+        """The next ``connect`` shakes hands again."""
+        self._peers.pop(url, None)
+
+    def forget_all(self) -> None:
+        """This node's agent is a new one: nobody is connected to it."""
+        self._peers.clear()
+
+    async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST to an internal route of a peer. Raises TransferError on anything but a JSON object with status 200."""
+        try:
+            response = await self._http.post(url + path, json=body, timeout=timeout_s)
+            response.raise_for_status()
+            answer = response.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
+            raise TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
+        return answer if isinstance(answer, dict) else {}
+
+    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST a question that may be answered late; once more when the connection broke under it.
+
+        Raises:
+            TransferError: no answer, or another one than a JSON object with status 200.
+            PrefillLegFailedError: the leg that was asked for has failed; PrefillLegRejectedError when its client should
+                hear why, PrefillLegAbortedError when its caller left.
+        """
+        for attempt in range(2):
+            try:
+                response = await self._http.post(url + path, json=body, timeout=httpx.Timeout(timeout_s, connect=1.5))
+                break
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
+                if attempt:
+                    raise _unreachable(url, path, exc) from exc
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+                raise _unreachable(url, path, exc) from exc
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if response.status_code == 200 and isinstance(answer, dict):
+            return answer
+        raise _failure(url + path, response, answer)
+
+    async def _known_or_new(self, url: str, life: tuple[str, int] | None) -> Peer:
+        """The peer as it is known in ``life`` (None: in any), else after a handshake; there is one at a time.
+
+        Whoever waited while one failed fails with it: if each tried in turn, the last would wait for a silent peer once
+        for everybody before it.
+        """
+        before = self._failures.get(url)
+        async with self._locks.setdefault(url, asyncio.Lock()):
+            peer = self._peers.get(url)
+            if peer is not None and life in (None, (peer.engine_id, peer.epoch)):
+                return peer
+            failure = self._failures.get(url)
+            if failure is not None and failure is not before:
+                raise TransferError(failure.message, code=failure.code)
+            try:
+                return await self._shake_hands(url)
+            except TransferError as exc:
+                self._failures[url] = TransferError(exc.message, code=exc.code)  # without what its traceback keeps
+                raise
+
+    async def _shake_hands(self, url: str) -> Peer:
+        try:
+            response = await self._http.get(url + "/internal/v1/transfer")
+            response.raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
+        peer = await asyncio.to_thread(self._backend.add_peer, response.content)
+        self._peers[url] = peer
+        self.liveness.watch(url, peer.engine_id, peer.epoch)
+        logger.info("peer connected url=%s engine_id=%s epoch=%d", url, peer.engine_id, peer.epoch)
+        return peer
+
+
+def _unreachable(url: str, path: str, exc: Exception) -> TransferError:
+    return TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable")
+
+
+def _failure(where: str, response: httpx.Response, answer: object) -> TransferError:
+    """What an answer with another status than 200 means."""
+    status = response.status_code
+    error = answer.get("error") if isinstance(answer, dict) else None
+    error = error if isinstance(error, dict) else {}
+    code, message = str(error.get("code") or ""), f"{where} answers {status} {error.get('message') or ''}".rstrip()
+    if response.headers.get(LEG_HEADER) != "failed":
+        return TransferError(message, code=code if code in OWN_CODES else "transfer_failed")
+    if status == RequestAbortedError.status:
+        return PrefillLegAbortedError(message)
+    if 400 <= status < 500:
+        param = error.get("param")
+        return PrefillLegRejectedError(
+            str(error.get("message") or message),
+            status=status,
+            type=str(error.get("type")),
+            code=code,
+            param=param if isinstance(param, str) else None,
+            retry_after_s=_retry_after_s(response),
+        )
+    return PrefillLegFailedError(message)
+
+
+def _retry_after_s(response: httpx.Response) -> int:
+    """What is no number of seconds, a date for one, counts as one second."""
+    given = response.headers.get("retry-after", "")
+    return int(given) if re.fullmatch(r"[0-9]{1,6}", given) else 1
+
+
+def _is_loopback(url: str) -> bool:
+    """False as well for what is no URL: the host comes from a request, and ``[`` or ``::1]`` break parsers."""
+    try:
+        httpx.URL(url)
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except (httpx.InvalidURL, ValueError):
+        return False

@@ -1,0 +1,233 @@
+"""What a holder has of one prompt, as its reader learns of it.
+
+An ``Offer`` says what can be read now. ``Offers`` is where they come from: a finished manifest is one offer; a
+rendezvous is a poll that goes on, from the moment the request arrives, until the prompt is finished, its leg has
+failed, its holder is lost or nobody wants it any more. ``close`` gives everything up at the holder, exactly once:
+a lease is released, a leg that still computes is called off.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.errors import InvalidRequestError, PrefillLegFailedError, TandemError, TransferError
+from common.models.loading.loader import LoadedModel
+from common.node.lend.digests import PrefixDigests
+from common.node.peers.peers import PeerDirectory
+from common.node.pull.remote_leases import RemoteLeases
+from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
+from common.wire.pull import MAX_WAIT_SECONDS, PULL_ROUTE, RendezvousQuery, read_answer
+
+logger = logging.getLogger(__name__)
+
+POLL_TIMEOUT_S = MAX_WAIT_SECONDS + 5.0
+NO_DIGESTS = PrefixDigests()
+ROW_PARAM = "kv_transfer_params.tandem_output_row"
+OWN_ABORT_WAIT_S = 0.25
+"""A prefill leg whose caller left: that ours has left too is heard within this time, or it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The first ``num_tokens`` tokens of a prompt, readable at engine ``engine_id`` in its life ``epoch``.
+
+    ``block_ids`` and ``block_generations`` are per block group, from block 0 on.
+    Only a final offer has the state (``slot_id`` above 0), the ``output_row`` ([hidden], on this node's device), the
+    report, and digests when its holder makes them. ``known_s``: when it came, on ``time.monotonic``.
+    """
+
+    engine_id: str
+    epoch: int
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    block_generations: tuple[tuple[int, ...], ...]
+    is_final: bool
+    known_s: float
+    slot_id: int = 0
+    slot_generation: int = 0
+    output_row: Any = None
+    digests: PrefixDigests = NO_DIGESTS
+    report: PrefillReport | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest | PartialManifest, loaded: LoadedModel) -> Offer:
+        """Raises InvalidRequestError when the output row is not one of this model."""
+        common: dict[str, Any] = {
+            "engine_id": manifest.engine_id,
+            "epoch": manifest.epoch,
+            "num_tokens": manifest.num_tokens,
+            "block_ids": manifest.block_ids,
+            "block_generations": manifest.generations,
+            "known_s": time.monotonic(),
+        }
+        if isinstance(manifest, PartialManifest):
+            return cls(is_final=False, **common)
+        return cls(
+            is_final=True,
+            slot_id=manifest.slot_id,
+            slot_generation=manifest.slot_generation,
+            output_row=_output_row(manifest, loaded),
+            digests=PrefixDigests(manifest.digests, manifest.slot_digest),
+            report=manifest.prefill,
+            **common,
+        )
+
+
+def _output_row(manifest: Manifest, loaded: LoadedModel) -> torch.Tensor | None:
+    """The prompt's last hidden row, [hidden], on this node's device; None when the manifest brings none."""
+    if manifest.output_row is None or manifest.output_row_dtype is None:
+        return None
+    dtype: torch.dtype = getattr(torch, manifest.output_row_dtype)
+    row = torch.frombuffer(bytearray(manifest.output_row), dtype=dtype)
+    if dtype != loaded.dtype or row.numel() != loaded.geometry.hidden_size:
+        raise InvalidRequestError(
+            f"{ROW_PARAM} has {row.numel()} values of {dtype}, this model's rows have {loaded.geometry.hidden_size} of "
+            f"{loaded.dtype}",
+            param=ROW_PARAM,
+        )
+    return row.to(loaded.device)
+
+
+class Offers(abc.ABC):
+    """The offers for one prompt. Lives on the event loop."""
+
+    @property
+    @abc.abstractmethod
+    def final(self) -> Offer | None:
+        """The final offer, once it is known."""
+
+    @abc.abstractmethod
+    async def beyond(self, num_tokens: int) -> Offer:
+        """The newest offer, as soon as it is final or has more than ``num_tokens`` tokens.
+
+        Raises:
+            TransferError: none will come any more.
+            TandemError: the holder refused to compute the prompt for a reason that its client should hear.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Nobody reads any more: the holder is told. Idempotent; does not wait."""
+
+
+class FixedOffers(Offers):
+    """A finished manifest. ``close`` releases its lease."""
+
+    def __init__(self, offer: Offer, leases: RemoteLeases, lease_id: str) -> None:
+        assert offer.is_final
+        self._offer = offer
+        self._leases = leases
+        self._lease_id = lease_id
+
+    @property
+    def final(self) -> Offer:
+        return self._offer
+
+    async def beyond(self, num_tokens: int) -> Offer:
+        return self._offer
+
+    def close(self) -> None:
+        self._leases.release(self._lease_id)
+
+
+ReadManifest = Callable[[Manifest | PartialManifest], Offer]
+"""Checks a manifest against this node and the prompt; raises TransferError or InvalidRequestError."""
+
+
+class RendezvousOffers(Offers):
+    """Follows a prompt that a peer computes. ``start`` begins to poll."""
+
+    def __init__(
+        self,
+        peers: PeerDirectory,
+        leases: RemoteLeases,
+        url: str,
+        rendezvous_id: str,
+        shape: ManifestShape,
+        read: ReadManifest,
+    ) -> None:
+        self._peers = peers
+        self._leases = leases
+        self._url = url
+        self._id = rendezvous_id
+        self._shape = shape
+        self._read = read
+        self._offer: Offer | None = None
+        self._error: TandemError | None = None
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._unsubscribe = self._peers.liveness.subscribe(self._url, self._lose)
+        self._task = asyncio.create_task(self._poll(), name=f"rendezvous {self._id}")
+
+    @property
+    def final(self) -> Offer | None:
+        return self._offer if self._offer is not None and self._offer.is_final else None
+
+    async def beyond(self, num_tokens: int) -> Offer:
+        while True:
+            offer = self._offer
+            if offer is not None and (offer.is_final or offer.num_tokens > num_tokens):
+                return offer
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._unsubscribe()
+        if self._task is not None:
+            self._task.cancel()
+        if not self._leases.release(self._id) and not isinstance(self._error, PrefillLegFailedError):
+            self._leases.call_off(self._id, self._url)
+        self._end(TransferError("nobody waits for the prompt any more", code="cancelled"))
+
+    async def _poll(self) -> None:
+        try:
+            while self.final is None:
+                after = self._offer.num_tokens if self._offer is not None else 0
+                query = RendezvousQuery(self._id, after, MAX_WAIT_SECONDS)
+                answer = await self._peers.ask(self._url, PULL_ROUTE, query.to_body(), POLL_TIMEOUT_S)
+                manifest = read_answer(answer, after=after, shape=self._shape)
+                if manifest is None:
+                    continue
+                if isinstance(manifest, Manifest):
+                    # From here on the prompt is ours to release, even if what it says is not usable.
+                    self._leases.hold(self._id, self._url, manifest.lease_seconds)
+                self._offer = self._read(manifest)
+                self._wake()
+        except InvalidRequestError as exc:
+            self._end(TransferError(f"{self._url} answers a pull with what is no manifest: {exc}", code="bad_manifest"))
+        except TandemError as exc:
+            self._end(exc)
+        except Exception:
+            logger.exception("polling failed rendezvous=%s url=%s", self._id, self._url)
+            self._end(TransferError("internal error while polling"))
+
+    def _lose(self, why: str) -> None:
+        if self.final is None:
+            if self._task is not None:
+                self._task.cancel()
+            self._end(TransferError(f"{self._url} is lost: {why}", code="peer_lost"))
+
+    def _end(self, error: TandemError) -> None:
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,119 @@
+"""Leases that this node holds at its peers: renewed from the moment a handed-over request arrives until its pull has
+ended.
+
+Renewal runs on the event loop, never in the model loop, so a long step does not let a lease run out. Release is sent by
+tasks of its own, because the handler that wants it may be being cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import TransferError
+from common.node.peers.peers import PeerDirectory
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 6
+"""A lease survives several lost renewals in a row."""
+
+MIN_RENEWAL_INTERVAL_S = 0.005
+"""How long a lease lasts is what its holder, or whoever made up a manifest, says it is."""
+
+RELEASE_TIMEOUT_S = 2.0
+RENEW_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    url: str
+    interval_s: float
+    due_s: float  # when to renew next, on time.monotonic
+
+
+class RemoteLeases:
+    """Lives on the event loop between ``start`` and ``close``."""
+
+    def __init__(self, peers: PeerDirectory) -> None:
+        self._peers = peers
+        self._held: dict[str, _Held] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._renewals: dict[str, asyncio.Task[None]] = {}  # one at a time per holder
+        self._releases: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._renew_forever(), name="lease-renewal")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            renewing = (self._task, *self._renewals.values())
+            for task in renewing:
+                task.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
+        for lease_id in list(self._held):
+            self.release(lease_id)
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
+
+    def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
+        interval_s = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_INTERVAL_S)
+        self._held[lease_id] = _Held(url, interval_s, time.monotonic() + interval_s)
+        self._changed.set()
+
+    def release(self, lease_id: str) -> bool:
+        """Tells the holder that its memory is free. False: not held here. Does not wait."""
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return False
+        self._tell(lease_id, held.url, may_come=False)
+        return True
+
+    def call_off(self, lease_id: str, url: str) -> None:
+        """Tells a peer that nobody wants this prompt: a lease ends, a leg that still computes, or is yet to come, is
+        aborted."""
+        self._tell(lease_id, url, may_come=True)
+
+    def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
+        task = asyncio.create_task(self._release(url, {"lease_ids": [lease_id], "may_come": may_come}))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            await self._peers.post(url, "/internal/v1/leases/release", body, RELEASE_TIMEOUT_S)
+        except TransferError as exc:
+            logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
+
+    async def _renew_forever(self) -> None:
+        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. Nobody
+        waits for a call: a holder that does not answer must not cost the leases at another."""
+        while True:
+            now = time.monotonic()
+            due: dict[str, list[str]] = defaultdict(list)
+            for lease_id, held in self._held.items():
+                if held.due_s <= now:
+                    held.due_s = now + held.interval_s
+                    due[held.url].append(lease_id)
+            for url, lease_ids in due.items():
+                if url not in self._renewals:
+                    self._renewals[url] = asyncio.create_task(self._renew(url, lease_ids))
+            self._changed.clear()
+            next_s = min((held.due_s for held in self._held.values()), default=None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if next_s is None else next_s - time.monotonic()):
+                    await self._changed.wait()
+
+    async def _renew(self, url: str, lease_ids: list[str]) -> None:
+        try:
+            await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, RENEW_TIMEOUT_S)
+        except TransferError as exc:
+            logger.warning("%d leases not renewed: %s", len(lease_ids), exc)
+        finally:
+            del self._renewals[url]

@@ -1,0 +1,116 @@
+"""What a node tells of its cache's contents to those who place requests (``common.wire.cache_events``)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.responses import Response
+
+from common.kv_cache.groups.recurrent_state import STATE_LABEL
+from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
+from common.node.node import Node
+from common.server.http import encode_json
+from common.wire.cache_events import CHECKPOINT, EVENTS_ROUTE, MAX_KEYS, WAIT_S, CacheChange, CacheNews, hint
+from common.wire.fields import invalid
+
+POLL_S = 0.02
+"""Between two looks at the log while there is no news: the engine must not be made to wake anybody."""
+
+assert STATE_LABEL == CHECKPOINT
+
+
+def add_event_route(app: FastAPI, node: Node) -> None:
+    manager = node.model.manager
+
+    @app.get(EVENTS_ROUTE)
+    async def events(http: HttpRequest) -> Response:
+        """Query: ``since`` (without: a snapshot), ``epoch``, ``limit`` (blocks and checkpoints of a snapshot)."""
+        since = _number(http, "since")
+        limit = _number(http, "limit")
+        log = manager.events
+        assert log is not None, "nodes ask for events"
+        if since is not None and http.query_params.get("epoch") == str(manager.generations.epoch):
+            news = await _wait(log, since)
+            if news is not None:
+                return _answer(node, news[1], news[0], is_snapshot=False)
+        snapshot = await node.engine.call(manager.snapshot)
+        return await asyncio.to_thread(_snapshot_answer, node, snapshot, limit)
+
+
+async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | None:
+    """What came after ``since``, empty after WAIT_S; None when the reader has to start again."""
+    deadline_s = time.monotonic() + WAIT_S
+    while log.last_sequence_number == since and time.monotonic() < deadline_s:  # noqa: ASYNC110 - see POLL_S
+        await asyncio.sleep(POLL_S)
+    found = log.since(since)
+    if found is None:
+        return None
+    num_keys = itertools.accumulate(len(event.keys) for event in found)
+    batch = [event for event, total in zip(found, num_keys, strict=True) if total - len(event.keys) < MAX_KEYS]
+    return list(changes_of(batch)), batch[-1].sequence_number if batch else since
+
+
+def _snapshot_answer(node: Node, snapshot: CacheSnapshot, limit: int | None) -> Response:
+    return _answer(node, snapshot.sequence_number, snapshot_changes(snapshot, limit), is_snapshot=True)
+
+
+def _answer(node: Node, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
+    cache = node.model.cache_config
+    news = CacheNews(
+        epoch=str(node.model.manager.generations.epoch),
+        last=last,
+        is_snapshot=is_snapshot,
+        block_size=cache.block_size,
+        groups=tuple(group.label for group in cache.geometry.attention_groups),
+        has_state=cache.has_state,
+        changes=tuple(changes),
+    )
+    return Response(encode_json(news.to_json()), media_type="application/json")
+
+
+def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
+    """The events in order; neighbours that say the same of the same group are one change."""
+    keyed = itertools.groupby(events, key=_merge_key)
+    for (is_stored, group, number), run in keyed:
+        if number is None:
+            yield CacheChange(is_stored, group, tuple(hint(key) for event in run for key in event.keys))
+            continue
+        for event in run:
+            yield CacheChange(
+                True, CHECKPOINT, (hint(event.keys[0]),), hint(event.parent), event.position, event.has_row
+            )
+
+
+def snapshot_changes(snapshot: CacheSnapshot, limit: int | None = None) -> list[CacheChange]:
+    """Everything in it as stored changes, or about ``limit`` blocks and checkpoints, those of shallow positions first.
+
+    Without an event for each block: a node has a hundred thousand of them.
+    """
+    checkpoints = sorted(snapshot.checkpoints, key=lambda event: event.position)[:limit]
+    share = None if limit is None else (limit - len(checkpoints)) // max(1, len(snapshot.groups))
+    changes = []
+    for group in snapshot.groups:
+        positions, block_of = group.positions, group.block_of
+        keys = sorted(block_of, key=lambda key: positions[block_of[key]])[:share]
+        if keys:
+            changes.append(CacheChange(True, group.label, tuple(map(hint, keys))))
+    return [*changes, *changes_of(checkpoints)]
+
+
+def _merge_key(event: CacheEvent) -> tuple[bool, str, int | None]:
+    is_stored = event.kind is EventKind.STORED
+    return is_stored, event.group, event.position if is_stored and event.is_checkpoint else None
+
+
+def _number(http: HttpRequest, name: str) -> int | None:
+    text = http.query_params.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        invalid(name, text, "a number of at most 18 digits")
+    return int(text)

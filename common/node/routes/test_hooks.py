@@ -1,0 +1,63 @@
+"""Damage on demand: a transferred state or block is zeroed before use, for the negative controls of the identity tests,
+and faults of the transport, for the tests that survive them.
+
+Only there when the process was started with ``TANDEM_TEST_HOOKS=1``. A control proves that a test would notice: an
+output that does not depend on what was transferred proves nothing about the transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+
+from common.kv_cache.manager import PullPlan
+from common.node.node import Node
+from common.server.http import read_json_object
+from common.transfer.testing.faulty import Fault, FaultyBackend
+from common.wire.fields import invalid
+
+TARGETS = ("state", "block", "blocks")
+FAULT_FIELDS = frozenset(field.name for field in dataclasses.fields(Fault))
+
+
+def add_test_hooks(app: FastAPI, node: Node) -> None:
+    """``POST /internal/v1/test/damage {"target": "state"|"block"|"blocks", "index": 0, "group": 0}`` damages what the
+    next pull brings: the state, or of an attention group's blocks the one at ``index``, or all of them;
+    ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on"}`` queues a ``Fault`` of its reads,
+    kind ``clear`` ends all of them."""
+
+    @app.post("/internal/v1/test/damage")
+    async def damage(http: HttpRequest) -> dict[str, Any]:
+        body = await read_json_object(http)
+        target, index, group_id = body.get("target"), body.get("index", 0), body.get("group", 0)
+        if target not in TARGETS:
+            invalid("target", target, f"one of {', '.join(TARGETS)}")
+
+        def after_read(plan: PullPlan) -> None:
+            node.source.after_read = None
+            if target == "state":
+                node.model.storage.zero_slot(plan.slot_id)
+            else:
+                pairs = plan.pairs[group_id]
+                for _, block_id in pairs if target == "blocks" else [pairs[index]]:
+                    node.model.storage.zero_block(block_id, group_id)
+
+        node.source.after_read = after_read
+        return {"armed": target}
+
+    @app.post("/internal/v1/test/transfer-fault")
+    async def transfer_fault(http: HttpRequest) -> dict[str, Any]:
+        body = await read_json_object(http)
+        backend = node.backend
+        assert isinstance(backend, FaultyBackend), "the hooks are on, so the node wraps its backend"
+        if body.get("kind") == "clear":
+            backend.clear()
+            return {"cleared": True}
+        unknown = sorted(body.keys() - FAULT_FIELDS)
+        if unknown or "kind" not in body:
+            invalid("transfer-fault", unknown or body, f"kind and any of {', '.join(sorted(FAULT_FIELDS))}")
+        backend.inject(Fault(**body))
+        return {"injected": body["kind"]}

@@ -1,0 +1,226 @@
+"""From a request's body to what the engine is asked: one job per prompt.
+
+1 token ids: tokenised here, or those that the proxy or a handed-over manifest brings, 2 checked against the model, 3
+with sampling parameters and the choices that collect what comes. Long texts are tokenised off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fastapi import Request as HttpRequest
+
+from common.errors import InvalidRequestError
+from common.node.node import Node
+from common.node.pull.handoff import Handover, Intake, Taken
+from common.node.serving.choices import Choice
+from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
+from common.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+    check_token_ids,
+    to_sampling_params,
+)
+from common.request import SamplingParams
+from common.server.http import request_id_of
+from common.text.tokenizer import TextCodec
+from common.wire.handoff import TransferMode
+from common.wire.manifest import Manifest
+from common.wire.resume import RESUME_KEY, Resume
+
+THREAD_TOKENISE_CHARS = 20_000
+"""More text in one request is tokenised off the event loop (about 10 ms of work)."""
+THREAD_RESUME_TOKENS = 256
+"""More tokens of a resumed answer are turned into text off the event loop (about 10 ms of work)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as tokens, and where in it states are worth keeping (``Request.semantic_boundaries``)."""
+
+    token_ids: list[int]
+    semantic_boundaries: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """One prompt of a request on its way through the engine. ``taken``: what became of ``handover``, once it was looked
+    at. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far."""
+
+    index: int
+    request_id: str
+    token_ids: list[int]
+    semantic_boundaries: tuple[int, ...]
+    sampling: SamplingParams
+    handover: Handover | None
+    choices: list[Choice]
+    num_resumed: int = 0
+    taken: Taken = field(default_factory=Taken)
+
+
+class PromptReader:
+    """Makes the jobs of requests. Stateless but for the node it belongs to."""
+
+    def __init__(self, node: Node, codec: TextCodec | None, intake: Intake | None) -> None:
+        self._node = node
+        self._codec = codec
+        self._intake = intake
+        self._keeps_boundaries = node.model.cache_config.keeps_boundaries
+
+    @property
+    def codec(self) -> TextCodec:
+        if self._codec is None:
+            raise InvalidRequestError("the model has no tokenizer: this node cannot turn text into tokens or back")
+        return self._codec
+
+    async def prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
+        """One entry per prompt; the answer so far of one that is resumed is part of it."""
+        prompts = await self._given_prompts(request)
+        if request.resume is None:
+            return prompts
+        [prompt] = prompts
+        token_ids = [*prompt.token_ids, *self._resumed_tokens(request.resume)]
+        return [EncodedPrompt(token_ids, prompt.semantic_boundaries)]
+
+    async def _given_prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
+        if isinstance(request, ChatRequest):
+            if request.prompt_ids is not None:
+                return [self._given(request.prompt_ids)]
+            self._node.metrics.inc("prompts_tokenised_total")
+            return [await asyncio.to_thread(self._encode_chat, request)]
+        text_lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
+        self._node.metrics.inc("prompts_tokenised_total", len(text_lengths))
+        if sum(text_lengths) > THREAD_TOKENISE_CHARS:
+            return await asyncio.to_thread(self._encode_prompts, request.prompts)
+        return self._encode_prompts(request.prompts)
+
+    def _encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+        """Blocks; 10 ms for each 20,000 characters."""
+        return [EncodedPrompt(self.codec.encode_prompt(prompt)) for prompt in prompts]
+
+    def _given(self, prompt: PromptIds) -> EncodedPrompt:
+        """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""
+        geometry = self._node.model.cache_config.geometry
+        check_token_ids(f"{PROMPT_IDS_KEY}.token_ids", prompt.token_ids, geometry.vocab_size)
+        return EncodedPrompt(list(prompt.token_ids), prompt.boundaries if self._keeps_boundaries else ())
+
+    def _encode_chat(self, request: ChatRequest) -> EncodedPrompt:
+        """Blocks; several milliseconds for a long chat."""
+        token_ids = self.codec.encode_chat(request)
+        if not self._keeps_boundaries or len(token_ids) > self._node.model.max_model_len:
+            return EncodedPrompt(token_ids)
+        return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
+
+    def _resumed_tokens(self, resume: Resume) -> tuple[int, ...]:
+        vocab_size = self._node.model.cache_config.geometry.vocab_size
+        check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, vocab_size)
+        return resume.output_token_ids
+
+    def sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
+        return to_sampling_params(
+            request,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=self._node.model.max_model_len,
+            vocab_size=self._node.model.cache_config.geometry.vocab_size,
+        )
+
+    async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
+        handovers: Sequence[Handover] = ()
+        if request.transfer_mode is TransferMode.REMOTE_PREFILL:
+            handovers = self._handovers(request)
+        manifests = [handover for handover in handovers if isinstance(handover, Manifest)]
+        if manifests and len(manifests) == len(handovers):
+            prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
+        elif manifests:
+            raise InvalidRequestError(
+                "kv_transfer_params: all entries must have a tandem_rendezvous, or none", param="kv_transfer_params"
+            )
+        else:
+            prompts = await self.prompts(request)
+        num_resumed = len(request.resume.output_token_ids) if request.resume is not None else 0
+        jobs = []
+        for index, prompt in enumerate(prompts):
+            given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
+            sampling = self.sampling(request, given)
+            choices = self._choices(request, index, given, sampling)
+            if request.resume is not None:
+                await self._resume(request.resume, prompt.token_ids, sampling, choices[0])
+            jobs.append(
+                PromptJob(
+                    index=index,
+                    request_id=engine_request_id(http),
+                    token_ids=prompt.token_ids,
+                    semantic_boundaries=prompt.semantic_boundaries,
+                    sampling=sampling,
+                    handover=handovers[index] if handovers and not sampling.prompt_logprobs else None,
+                    choices=choices,
+                    num_resumed=num_resumed,
+                )
+            )
+        return jobs
+
+    @staticmethod
+    async def _resume(resume: Resume, token_ids: Sequence[int], sampling: SamplingParams, choice: Choice) -> None:
+        output_token_ids = resume.output_token_ids
+        if len(token_ids) <= len(output_token_ids) or tuple(token_ids[-len(output_token_ids) :]) != output_token_ids:
+            raise InvalidRequestError(
+                f"{RESUME_KEY}.output_token_ids must be the end of the prompt that was handed over", param=RESUME_KEY
+            )
+        if len(output_token_ids) >= sampling.max_tokens:
+            raise InvalidRequestError(
+                f"{RESUME_KEY}.output_token_ids must be fewer than max_tokens {sampling.max_tokens}, got "
+                f"{len(output_token_ids)}",
+                param=RESUME_KEY,
+            )
+        if len(output_token_ids) > THREAD_RESUME_TOKENS:
+            await asyncio.to_thread(choice.resume, output_token_ids)
+        else:
+            choice.resume(output_token_ids)
+
+    def _handovers(self, request: GenerationRequest) -> list[Handover]:
+        if self._intake is None:
+            raise InvalidRequestError(
+                "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
+                param="kv_transfer_params.do_remote_prefill",
+            )
+        handovers = [self._intake.parse(params) for params in request.kv_transfer_params]
+        num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        if len(handovers) != num_prompts:
+            raise InvalidRequestError(
+                f"kv_transfer_params must have one entry per prompt: got {len(handovers)} for {num_prompts} prompts",
+                param="kv_transfer_params",
+            )
+        return handovers
+
+    def _choices(
+        self, request: GenerationRequest, prompt_index: int, token_ids: list[int], sampling: SamplingParams
+    ) -> list[Choice]:
+        output = request.output
+        echo_text = None
+        if output.echo and isinstance(request, CompletionRequest):
+            prompt = request.prompts[prompt_index]
+            skip = output.skip_special_tokens
+            echo_text = prompt if isinstance(prompt, str) else self.codec.decode(token_ids, skip_special_tokens=skip)
+        return [
+            Choice(
+                prompt_index * output.n + fork,
+                self.codec,
+                output,
+                is_chat=isinstance(request, ChatRequest),
+                num_logprobs=sampling.logprobs,
+                min_tokens=sampling.min_tokens,
+                prompt_token_ids=token_ids,
+                echo_text=echo_text,
+            )
+            for fork in range(output.n)
+        ]
+
+
+def engine_request_id(http: HttpRequest) -> str:
+    """Unique in this process and recognisable in logs, whatever ids clients send."""
+    return f"{request_id_of(http)[:80]}-{uuid.uuid4().hex[:12]}"

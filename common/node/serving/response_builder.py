@@ -1,0 +1,272 @@
+"""From engine outputs to what the client reads: a whole body, or a stream of events.
+
+The outputs of a request's prompts become text as they come, each on its choice. A stream starts when its first output
+is here, so that what fails before has a status; what fails later is an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from common.errors import RequestAbortedError, TandemError
+from common.node.node import Node
+from common.node.serving.choices import ChoiceDelta
+from common.node.serving.metrics import RequestRecord
+from common.node.serving.prompt_jobs import PromptJob
+from common.node.serving.tracing import REPORT_HEADER, RequestTrace
+from common.openai import responses
+from common.openai.protocol import ChatRequest, GenerationRequest
+from common.request import RequestOutput
+from common.server.http import request_id_of, wants_trace
+from common.wire.resume import state_line
+
+logger = logging.getLogger(__name__)
+
+JobOutputs = AsyncGenerator[tuple[PromptJob, RequestOutput], None]
+RunJob = Callable[[GenerationRequest, PromptJob], JobOutputs]
+
+
+class ResponseBuilder:
+    """Turns the outputs of a request's prompts into one response. Used once. ``run_job`` runs one prompt."""
+
+    def __init__(
+        self,
+        node: Node,
+        run_job: RunJob,
+        http: HttpRequest,
+        request: GenerationRequest,
+        jobs: list[PromptJob],
+        trace: RequestTrace | None,
+        record: RequestRecord,
+    ) -> None:
+        self._node = node
+        self._run_job = run_job
+        self._request = request
+        self._jobs = jobs
+        self._trace = trace
+        self._shows_trace = wants_trace(http)
+        self._is_chat = isinstance(request, ChatRequest)
+        self._num_cached_tokens = 0
+        self._record = record
+        resume = request.resume
+        self._unreported: list[int] = []
+        self._has_reported = False
+        self._envelope = {
+            "response_id": response_id(http, request),
+            "model": self._node.served_model_name,
+            "created": int(time.time()) if resume is None or resume.created is None else resume.created,
+        }
+
+    async def whole(self) -> Response:
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for _ in deltas:
+                pass
+        choices = []
+        for choice in itertools.chain.from_iterable(job.choices for job in self._jobs):
+            build = responses.chat_choice if self._is_chat else responses.completion_choice
+            assert choice.finish_reason is not None
+            choices.append(
+                build(
+                    choice.index,
+                    choice.text,
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    logprobs=choice.all_logprobs(),
+                    token_ids=choice.token_ids if self._request.output.return_token_ids else None,
+                )
+            )
+        build_body = responses.chat_response if self._is_chat else responses.completion_response
+        return JSONResponse(
+            build_body(choices=choices, usage=self._usage(), trace=self._trace_block(), **self._envelope),
+            headers=self.report_headers(),
+        )
+
+    def report_headers(self) -> dict[str, str]:
+        """Where the request ran and where the time to its first token went, for the proxy."""
+        return {} if self._trace is None else {REPORT_HEADER: self._trace.report()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises only before the first one; later failures become an error event."""
+        chunk = responses.chat_chunk if self._is_chat else responses.completion_chunk
+        is_started = False
+        try:
+            async with contextlib.aclosing(self._deltas()) as deltas:
+                async for delta in deltas:
+                    self._unreported += delta.output_token_ids
+                    if delta.is_visible:
+                        event = responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+                        yield self._state_line(delta) + event if self._request.reports_state else event
+                        is_started = True
+            include_usage = self._request.output.include_usage
+            if include_usage or self._shows_trace:
+                usage = self._usage() if include_usage else None
+                yield responses.sse_event(chunk(choices=[], usage=usage, trace=self._trace_block(), **self._envelope))
+            yield responses.SSE_DONE
+        except (GeneratorExit, asyncio.CancelledError):
+            self._record.close("abort")
+            raise
+        except TandemError as exc:
+            self._record.close(outcome_of(exc))
+            if not is_started:
+                raise
+            logger.warning("stream failed id=%s: %s", self._envelope["response_id"], exc.message)
+            yield responses.sse_error(exc)
+        except Exception as exc:
+            self._record.close("error")
+            if not is_started:
+                raise
+            logger.exception("stream failed id=%s", self._envelope["response_id"])
+            yield responses.sse_error(exc)
+
+    def _state_line(self, delta: ChoiceDelta) -> bytes:
+        """What the client knows once it has the event that follows, tokens without an event of their own included."""
+        token_ids, self._unreported = self._unreported, []
+        is_first, self._has_reported = not self._has_reported, True
+        return state_line(
+            token_ids,
+            created=self._envelope["created"],
+            num_cached_tokens=self._num_cached_tokens if is_first else None,
+            is_end=delta.finish_reason is not None,
+        )
+
+    def _chunk_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        token_ids = delta.token_ids if self._request.output.return_token_ids else None
+        if self._is_chat:
+            return responses.chat_chunk_choice(
+                delta.index,
+                delta.text,
+                is_first=delta.is_first,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                logprobs=delta.logprobs,
+                token_ids=token_ids,
+            )
+        return responses.completion_choice(
+            delta.index,
+            delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=delta.logprobs,
+            token_ids=token_ids,
+        )
+
+    async def _deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """What each engine output adds to its choice, until every choice has ended."""
+        unfinished = sum(len(job.choices) for job in self._jobs)
+        streams = [self._run_job(self._request, job) for job in self._jobs]
+        merged = streams[0] if len(streams) == 1 else _merge(streams)
+        seen: set[int] = set()
+        async with contextlib.aclosing(merged):
+            async for job, output in merged:
+                if job.index not in seen:
+                    seen.add(job.index)
+                    self._prompt_done(job, output)
+                choice = job.choices[output.index]
+                if choice.finish_reason is not None:
+                    continue  # a stop string ended it a step ago
+                self._record.tokens(choice.index, len(output.token_ids))
+                delta = choice.add(output)
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                    if output.finish_reason is None:
+                        self._node.engine.finish(job.request_id, output.index)
+                yield delta
+                if not unfinished:
+                    break
+        self._record.close_finished(self._jobs[0].choices[0].finish_reason)
+
+    def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
+        report = job.taken.report
+        prefill_computed = report.computed_tokens if report is not None else 0
+        computed = prefill_computed + output.num_local_computed_tokens
+        resume = self._request.resume
+        if resume is not None and resume.num_cached_tokens is not None:
+            self._num_cached_tokens = resume.num_cached_tokens
+        else:
+            self._num_cached_tokens += max(0, len(job.token_ids) - job.num_resumed - computed)
+        self._record.prompt_done(len(job.token_ids), output, ready_s=job.taken.ready_s)
+        if self._trace is not None:
+            self._trace.add_prompt(len(job.token_ids), job.taken, output)
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
+        num_completion_tokens = sum(choice.num_completion_tokens for job in self._jobs for choice in job.choices)
+        return responses.usage_block(num_prompt_tokens, num_completion_tokens, self._num_cached_tokens)
+
+    def _trace_block(self) -> dict[str, Any] | None:
+        return self._trace.block() if self._trace is not None and self._shows_trace else None
+
+
+class EventStream(StreamingResponse):
+    """A stream whose first event is known; closes its source whatever ends it."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        self._rest = rest
+        headers = {"Cache-Control": "no-cache", **headers}
+        super().__init__(self._chain(first), media_type=responses.SSE_MEDIA_TYPE, headers=headers)
+
+    async def _chain(self, first: bytes) -> AsyncIterator[bytes]:
+        yield first
+        async for event in self._rest:
+            yield event
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._rest.aclose()
+
+
+async def _merge(
+    streams: Sequence[JobOutputs],
+) -> JobOutputs:
+    """Items of several generators as they come; the first error ends all of them."""
+    items: asyncio.Queue[tuple[PromptJob, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=len(streams) * 4)
+
+    async def pump(stream: JobOutputs) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for item in stream:
+                    await items.put(item)
+            await items.put(None)
+        except Exception as exc:  # noqa: BLE001  # raised again by the reader
+            await items.put(exc)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await items.get()
+            if item is None:
+                open_streams -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def outcome_of(exc: BaseException) -> str:
+    """How a request that ended with ``exc`` is counted."""
+    if isinstance(exc, asyncio.CancelledError | RequestAbortedError):
+        return "abort"
+    if isinstance(exc, TandemError) and exc.status < 500:
+        return "rejected"
+    return "error"
+
+
+def response_id(http: HttpRequest, request: GenerationRequest) -> str:
+    prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+    return f"{prefix}-{request_id_of(http)}"

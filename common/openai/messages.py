@@ -1,0 +1,137 @@
+"""Chat messages as templates expect them, checked before anything is rendered.
+
+Content is text: a string, or a list of text parts, which are joined with newlines because most templates know strings
+only. Images and audio are refused by name. Keys this module does not know stay in the message, for templates that read
+them (``name``, ``tool_call_id``, ``reasoning_content``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.wire.fields import shown
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+PART_SEPARATOR = "\n"
+CACHE_CONTROL = "cache_control"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """``cache_control`` in a request: the prompt up to here will be used again.
+
+    The prefix ends after the message (``num_chars`` None) or after that many characters of its joined content.
+    """
+
+    message_index: int
+    num_chars: int | None = None
+
+
+def parse_messages(value: object) -> tuple[Message, ...]:
+    """The checked copy of a request's ``messages``.
+
+    Raises:
+        InvalidRequestError: naming the message and key at fault.
+    """
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"messages must be a list of messages, got {shown(value)}", param="messages")
+    if not value:
+        raise InvalidRequestError("messages must hold at least one message, got an empty list", param="messages")
+    return tuple(_parse_message(f"messages[{index}]", item) for index, item in enumerate(value))
+
+
+def parse_cache_marks(value: Sequence[Mapping[str, Any]]) -> tuple[CacheMark, ...]:
+    """``cache_control`` objects of messages and content parts, in order, of checked messages."""
+    return tuple(mark for index, message in enumerate(value) for mark in _message_marks(index, message))
+
+
+def _message_marks(index: int, message: Mapping[str, Any]) -> Iterator[CacheMark]:
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    num_chars = 0
+    for number, part in enumerate(parts, start=1):
+        is_marked = isinstance(part, Mapping) and isinstance(part.get(CACHE_CONTROL), Mapping)
+        num_chars += len(part if isinstance(part, str) else part["text"]) + len(PART_SEPARATOR)
+        if is_marked:
+            yield CacheMark(index, num_chars if number < len(parts) else None)
+    if isinstance(message.get(CACHE_CONTROL), Mapping):
+        yield CacheMark(index)
+
+
+def _parse_message(where: str, value: object) -> Message:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{where} must be an object, got {shown(value)}", param=where)
+    role = value.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role"
+        )
+    message: Message = {key: item for key, item in value.items() if item is not None and key != CACHE_CONTROL}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", calls)
+    content = value.get("content")
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequestError(
+                f"{where}.content must be text for role {role}, got null", param=f"{where}.content"
+            )
+        message["content"] = ""
+    else:
+        message["content"] = _parse_content(f"{where}.content", content)
+    return message
+
+
+def _parse_content(where: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {shown(value)}", param=where)
+    texts = []
+    for index, part in enumerate(value):
+        name = f"{where}[{index}]"
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise InvalidRequestError(f"{name} must be a text part, got {shown(part)}", param=name)
+        kind = part.get("type")
+        if kind != "text":
+            raise InvalidRequestError(
+                f"{name}.type {shown(kind)} is not supported: only text parts are", param=f"{name}.type"
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{name}.text must be a string, got {shown(text)}", param=f"{name}.text")
+        texts.append(text)
+    return PART_SEPARATOR.join(texts)
+
+
+def _parse_tool_calls(where: str, value: object) -> list[dict[str, Any]]:
+    """Tool calls with ``function.arguments`` as an object: the API carries JSON text, templates iterate over a
+    mapping."""
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{where} must be a list, got {shown(value)}", param=where)
+    calls = []
+    for index, item in enumerate(value):
+        name = f"{where}[{index}]"
+        function = item.get("function") if isinstance(item, Mapping) else None
+        if not isinstance(item, Mapping) or not isinstance(function, Mapping):
+            raise InvalidRequestError(f"{name} must be an object with a function, got {shown(item)}", param=name)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError) as exc:
+                raise InvalidRequestError(
+                    f"{name}.function.arguments must be JSON text: {exc}", param=f"{name}.function.arguments"
+                ) from exc
+        calls.append({**item, "function": {**function, "arguments": arguments}})
+    return calls

@@ -1,0 +1,56 @@
+"""``tandem_prompt``: the tokens of a chat, from a proxy that has rendered and tokenised it already.
+
+Takes the place of ``messages`` and of everything else that only a template reads. Nodes take it from their proxy alone
+(the cluster key, where one is set): whoever else sends it is asking with an unknown field, which is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.openai.sampling import MAX_TOKEN_ID
+from common.text.boundaries import MAX_BOUNDARIES
+from common.wire.fields import Fields, invalid
+
+PROMPT_IDS_KEY = "tandem_prompt"
+
+_TEMPLATE_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """Token ids, and the positions of ``common.text.boundaries`` in them."""
+
+    token_ids: Sequence[int]
+    boundaries: tuple[int, ...] = ()
+
+    def put_into(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat body that says the same to a node without being rendered."""
+        rest = {key: value for key, value in body.items() if key not in _TEMPLATE_FIELDS}
+        return {**rest, PROMPT_IDS_KEY: {"token_ids": list(self.token_ids), "boundaries": list(self.boundaries)}}
+
+
+def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:
+    """The field of a chat body, None without. Raises InvalidRequestError naming what is wrong with it."""
+    value = body.get(PROMPT_IDS_KEY)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        invalid(PROMPT_IDS_KEY, value, "an object with token_ids")
+    fields = Fields(value, prefix=PROMPT_IDS_KEY + ".")
+    token_ids = fields.int_list("token_ids", le=MAX_TOKEN_ID)
+    if not token_ids:
+        raise InvalidRequestError(f"{PROMPT_IDS_KEY}.token_ids is required", param=f"{PROMPT_IDS_KEY}.token_ids")
+    boundaries = fields.int_list("boundaries", ge=1, le=len(token_ids)) or ()
+    if len(boundaries) > MAX_BOUNDARIES:
+        invalid(f"{PROMPT_IDS_KEY}.boundaries", boundaries, f"at most {MAX_BOUNDARIES} positions")
+    return PromptIds(token_ids, boundaries)

@@ -1,0 +1,309 @@
+"""Response objects of the OpenAI endpoints as plain dictionaries, and server-sent events.
+
+Builders only: they hold no state, and everything they need is given. A stream is chunks, then (when asked for) one
+chunk with ``usage`` and no choices, then ``SSE_DONE``. A stream that fails after its first byte ends with
+``sse_error`` and without ``SSE_DONE``, so that no client takes it for complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from common.openai.errors import error_body
+from common.request import FinishReason, TokenLogprob
+from common.text.tokenizer import TokenPiece
+
+Json = dict[str, Any]
+PieceOf = Callable[[int], TokenPiece]
+
+SSE_DONE = b"data: [DONE]\n\n"
+SSE_MEDIA_TYPE = "text/event-stream"
+
+
+# --- envelopes --------------------------------------------------------------------------------------------------------
+
+
+def completion_response(
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Sequence[Json],
+    usage: Json,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+    trace: Json | None = None,
+) -> Json:
+    """``text_completion`` object; ``created`` in seconds since 1970."""
+    body = _envelope("text_completion", response_id, model, created, choices)
+    return _finish(body, usage, kv_transfer_params, trace)
+
+
+def completion_chunk(
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Sequence[Json],
+    usage: Json | None = None,
+    trace: Json | None = None,
+) -> Json:
+    """One event of a streamed completion; the same object as the whole response."""
+    return _finish(_envelope("text_completion", response_id, model, created, choices), usage, None, trace)
+
+
+def chat_response(
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Sequence[Json],
+    usage: Json,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+    trace: Json | None = None,
+) -> Json:
+    """``chat.completion`` object."""
+    body = _envelope("chat.completion", response_id, model, created, choices)
+    return _finish(body, usage, kv_transfer_params, trace)
+
+
+def chat_chunk(
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    choices: Sequence[Json],
+    usage: Json | None = None,
+    trace: Json | None = None,
+) -> Json:
+    """``chat.completion.chunk`` object."""
+    return _finish(_envelope("chat.completion.chunk", response_id, model, created, choices), usage, None, trace)
+
+
+def _envelope(kind: str, response_id: str, model: str, created: int, choices: Sequence[Json]) -> Json:
+    return {"id": response_id, "object": kind, "created": created, "model": model, "choices": list(choices)}
+
+
+def _finish(body: Json, usage: Json | None, params: Mapping[str, Any] | None, trace: Json | None) -> Json:
+    if usage is not None:
+        body["usage"] = usage
+    if params is not None:
+        body["kv_transfer_params"] = dict(params)
+    if trace is not None:
+        body["tandem"] = trace
+    return body
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def completion_choice(
+    index: int,
+    text: str,
+    *,
+    finish_reason: FinishReason | None = None,
+    stop_reason: int | str | None = None,
+    logprobs: Json | None = None,
+    token_ids: Sequence[int] | None = None,
+) -> Json:
+    """A choice of a completion, whole or one chunk of it. ``stop_reason``: the stop string or stop token id that
+    hit."""
+    return _choice(index, {"text": text}, finish_reason, stop_reason, logprobs, token_ids)
+
+
+def chat_choice(
+    index: int,
+    text: str,
+    *,
+    finish_reason: FinishReason,
+    stop_reason: int | str | None = None,
+    logprobs: Json | None = None,
+    token_ids: Sequence[int] | None = None,
+) -> Json:
+    message = {"role": "assistant", "content": text}
+    return _choice(index, {"message": message}, finish_reason, stop_reason, logprobs, token_ids)
+
+
+def chat_chunk_choice(
+    index: int,
+    text: str | None,
+    *,
+    is_first: bool = False,
+    finish_reason: FinishReason | None = None,
+    stop_reason: int | str | None = None,
+    logprobs: Json | None = None,
+    token_ids: Sequence[int] | None = None,
+) -> Json:
+    """A choice of a chat chunk; the first of each choice carries the role."""
+    delta: Json = {}
+    if is_first:
+        delta["role"] = "assistant"
+    if text is not None:
+        delta["content"] = text
+    return _choice(index, {"delta": delta}, finish_reason, stop_reason, logprobs, token_ids)
+
+
+def _choice(
+    index: int,
+    content: Json,
+    finish_reason: FinishReason | None,
+    stop_reason: int | str | None,
+    logprobs: Json | None,
+    token_ids: Sequence[int] | None,
+) -> Json:
+    choice: Json = {
+        "index": index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": None if finish_reason is None else finish_reason.value,
+        "stop_reason": stop_reason,
+    }
+    if token_ids is not None:
+        choice["token_ids"] = list(token_ids)
+    return choice
+
+
+# --- usage, trace, models ---------------------------------------------------------------------------------------------
+
+
+def usage_block(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Json:
+    """``usage``; ``num_cached_tokens``: prompt tokens that no node computed for this request."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def trace_block(
+    *,
+    placement: str,
+    prefill_node: str | None = None,
+    decode_node: str | None = None,
+    prefill_cached_tokens: int = 0,
+    decode_cached_tokens: int = 0,
+    transferred_bytes: int = 0,
+    transferred_blocks: int = 0,
+    transferred_states: int = 0,
+    seconds: Mapping[str, float | None] | None = None,
+) -> Json:
+    """The ``tandem`` object of a traced response. ``seconds`` by phase; a phase that did not happen is null."""
+    given = seconds or {}
+    unknown = set(given).difference(TRACE_PHASES)
+    assert not unknown, f"unknown trace phases {sorted(unknown)}"
+    return {
+        "placement": placement,
+        "prefill_node": prefill_node,
+        "decode_node": decode_node,
+        "prefill_cached_tokens": prefill_cached_tokens,
+        "decode_cached_tokens": decode_cached_tokens,
+        "transferred_bytes": transferred_bytes,
+        "transferred_blocks": transferred_blocks,
+        "transferred_states": transferred_states,
+        "seconds": {phase: given.get(phase) for phase in TRACE_PHASES},
+    }
+
+
+TRACE_PHASES = ("proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token", "total")
+
+
+def models_response(model: str, *, created: int, max_model_len: int) -> Json:
+    """``GET /v1/models``."""
+    entry = {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": "tandem",
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+    return {"object": "list", "data": [entry]}
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprob | None],
+    piece_of: PieceOf,
+    *,
+    token_ids: Sequence[int] | None = None,
+    text_offset: int = 0,
+    skip_special_tokens: bool = True,
+    num_top: int | None = None,
+) -> Json:
+    """``logprobs`` of a completion choice: parallel lists over its tokens.
+
+    Args:
+        entries: one per token; ``None`` for a token without one (the first of an echoed prompt).
+        piece_of: token id -> its text and bytes.
+        token_ids: the tokens, needed only where ``entries`` holds ``None``.
+        text_offset: characters of the choice's text before the first of these tokens (chunks go on from the last
+        one's). skip_special_tokens: special tokens have no characters in the text.
+        num_top: alternatives asked for; 0 gives null ``top_logprobs``. ``None``: as many as the entries have.
+    """
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for index, entry in enumerate(entries):
+        if entry is None:
+            assert token_ids is not None, "a token without log-probability needs its id"
+        piece = piece_of(entry.token_id if entry is not None else token_ids[index])  # type: ignore[index]
+        tokens.append(piece.text)
+        offsets.append(text_offset)
+        if not (piece.is_special and skip_special_tokens):
+            text_offset += piece.num_chars
+        if entry is None:
+            logprobs.append(None)
+            tops.append(None)
+            continue
+        logprobs.append(finite(entry.logprob))
+        # The sampled token comes last so that its own entry wins where two tokens share a text.
+        top = {piece_of(token_id).text: finite(value) for token_id, value in entry.top[:num_top]}
+        top[piece.text] = finite(entry.logprob)
+        tops.append(top)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": logprobs,
+        "tokens": tokens,
+        "top_logprobs": None if num_top == 0 else tops,
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], piece_of: PieceOf, *, num_top: int | None = None) -> Json:
+    """``logprobs`` of a chat choice: ``content`` has one entry per token, each with ``num_top`` alternatives."""
+    content = []
+    for entry in entries:
+        tops = [_chat_token(piece_of(token_id), value) for token_id, value in entry.top[:num_top]]
+        content.append({**_chat_token(piece_of(entry.token_id), entry.logprob), "top_logprobs": tops})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(piece: TokenPiece, logprob: float) -> Json:
+    return {"token": piece.text, "logprob": finite(logprob), "bytes": list(piece.data)}
+
+
+# As vLLM does: JSON has no infinity, and a masked token's log-probability is one.
+MIN_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """``logprob`` as JSON can carry it."""
+    return max(logprob, MIN_LOGPROB)
+
+
+# --- server-sent events -----------------------------------------------------------------------------------------------
+
+
+def sse_event(data: Mapping[str, Any]) -> bytes:
+    """One ``data:`` event. JSON escapes newlines, so one line is always enough."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def sse_error(error: Exception) -> bytes:
+    """The last event of a stream that failed after its first byte; no ``SSE_DONE`` follows."""
+    return sse_event(error_body(error))

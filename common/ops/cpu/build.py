@@ -1,0 +1,199 @@
+"""From the sources beside this file to a loaded library, compiled once per machine.
+
+1 find a compiler, 2 name the library after everything that its bytes depend on (sources, compiler, flags, CPU), 3 take
+it from the folder of prebuilt ones where there is one (an image's), else from the cache folder, or compile it there
+into a scratch file that is moved into place, under a lock so that nodes that start together compile once, 4 load it.
+Leaves by: a library, or :class:`BuildError` with the reason.
+
+The code is for the CPU it was compiled on, so packages hold only the sources, and what an image built on another kind
+of CPU brings has another name: it is never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction: what is fused is written as fused, see vector.h. The other two do not change a number.
+_FLAGS = (
+    "-std=gnu++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-Wno-psabi",
+)
+# Tried in turn: not every compiler has OpenMP, or knows -march=native for its target.
+MACHINE_FLAGS = (
+    ("-march=native", "-fopenmp"),
+    ("-march=native",),
+    ("-mcpu=native", "-fopenmp"),
+    ("-mcpu=native",),
+    (),
+)
+_COMPILE_TIMEOUT_S = 300.0
+_LOCK_TIMEOUT_S = 600.0
+_LOCK_POLL_S = 0.1
+_ENTRY = "tandem_attention"
+
+
+class BuildError(Exception):
+    """There is no library; the text says why."""
+
+
+def load_library(
+    cache_dir: Path,
+    source_dir: Path = SOURCE_DIR,
+    machine_flags: Sequence[tuple[str, ...]] = MACHINE_FLAGS,
+    *,
+    prebuilt_dir: Path | None = None,
+) -> ctypes.CDLL:
+    """The compiled ops of ``source_dir``, from ``prebuilt_dir``/ops, from ``cache_dir``/ops, or compiled into that.
+
+    ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
+    ``prebuilt_dir``: once the ``cache_dir`` of somebody else; only read.
+
+    Raises:
+        BuildError: no compiler, no success with it, or nowhere to write.
+    """
+    compiler = _find_compiler()
+    folder = cache_dir / "ops"
+    sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
+    path = folder / f"{_digest(compiler, sources, machine_flags)}.so"
+    if prebuilt_dir is not None:
+        prebuilt = prebuilt_dir / "ops" / path.name
+        if prebuilt.exists() and (library := _try_load(prebuilt)) is not None:
+            return library
+        logger.info("no prebuilt C++ ops for this CPU and compiler path=%s", prebuilt)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if path.exists() and (library := _try_load(path)) is not None:
+                return library
+            _compile(compiler, sources, machine_flags, path)
+    except OSError as exc:
+        raise BuildError(f"cannot use the cache folder {folder}: {exc}") from exc
+    if (library := _try_load(path)) is None:
+        raise BuildError(f"{path} was compiled and cannot be loaded")
+    return library
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        if name and (found := shutil.which(name)) is not None:
+            return found
+    raise BuildError(f"no C++ compiler in PATH (looked for {', '.join(COMPILERS)})")
+
+
+def _digest(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        digest.update(f"{source.name}\0".encode())
+        digest.update(source.read_bytes())
+    for fact in (compiler, _run([compiler, "--version"]), repr((_FLAGS, tuple(machine_flags))), _cpu()):
+        digest.update(f"\0{fact}".encode())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """What -march=native looks at: the CPU's model and features."""
+    facts = [platform.machine()]
+    with contextlib.suppress(OSError):  # not Linux: the machine alone
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines():
+            if line.split(":")[0].strip() in ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part"):
+                facts.append(line)
+    return "\n".join(facts)
+
+
+def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]], path: Path) -> None:
+    begin_s = time.monotonic()
+    logger.info("compiling the C++ ops compiler=%s to=%s (once per machine, some seconds)", compiler, path)
+    units = [source for source in sources if source.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
+        target = Path(scratch) / path.name
+        reasons = []
+        for flags in machine_flags:
+            try:
+                _build([compiler, *_FLAGS, *flags], units, target)
+            except BuildError as exc:
+                reasons.append(str(exc))
+                continue
+            target.replace(path)
+            seconds = time.monotonic() - begin_s
+            logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), seconds)
+            return
+    raise BuildError(reasons[0])
+
+
+def _build(command: list[str], units: Sequence[Path], target: Path) -> None:
+    """Compile ``units``, as many at a time as there are cores, and link them."""
+    objects = [target.with_name(f"{unit.stem}.o") for unit in units]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    try:
+        tasks = [
+            pool.submit(_run, [*command, "-c", str(unit), "-o", str(obj)])
+            for unit, obj in zip(units, objects, strict=True)
+        ]
+        for task in tasks:
+            task.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    _run([*command, "-shared", *map(str, objects), "-o", str(target)])
+
+
+def _run(command: list[str]) -> str:
+    """Standard output of ``command``."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise BuildError(f"{command[0]} did not run: {exc}") from exc
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'no message'}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Raises BuildError when whoever compiles does not come to an end."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with its process, however that ends
+                break
+            except BlockingIOError as exc:
+                if time.monotonic() > deadline_s:
+                    raise BuildError(f"another process has held {path} for {_LOCK_TIMEOUT_S:.0f} s") from exc
+            time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _try_load(path: Path) -> ctypes.CDLL | None:
+    """None when the file is not what it should be: cut short, or another machine's."""
+    try:
+        library = ctypes.CDLL(str(path))
+        getattr(library, _ENTRY)
+    except (OSError, AttributeError) as exc:
+        logger.warning("cannot load the C++ ops path=%s reason=%s", path, exc)
+        return None
+    return library

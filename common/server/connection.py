@@ -1,0 +1,117 @@
+"""One client connection of any of the servers: uvicorn's httptools protocol with bounds where it has none.
+
+A request's head is bounded in bytes, in headers and in time, and the number of connections is bounded: each refusal is
+an answer of this project's shape (431, 408, 503) and the connection's end. What is no HTTP is answered 400 likewise.
+httptools keeps the headers of a request that has not ended them yet, without a bound of its own: so bytes are counted
+while they come.
+A client that closes its sending side is taken for gone, as one that closes both: what it waits for is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from common.errors import (
+    HeadTimeoutError,
+    HeadTooLargeError,
+    InvalidRequestError,
+    TandemError,
+    TooManyConnectionsError,
+)
+from common.openai.errors import error_body
+
+MAX_HEAD_BYTES = 64 * 2**10
+MAX_HEADERS = 128
+HEAD_TIMEOUT_S = 20.0
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """``max_connections``: beyond them a connection is answered 503 and closed."""
+
+    def __init__(self, *args: Any, max_connections: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
+        self._is_refused = False
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            self._refuse(TooManyConnectionsError(f"{self._max_connections} connections are open, which is the limit"))
+            return
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head and not self._is_refused:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse(_too_large())
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequestError("what came is no HTTP request", code="invalid_http"))
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        if self._num_head_bytes:
+            self._refuse(HeadTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
+        elif self.cycle is None:  # it has asked for nothing
+            self.transport.close()
+
+    def _refuse(self, error: TandemError) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._stop_timer()
+        content = json.dumps(error_body(error)).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content)
+        is_answering = self.cycle is not None and not self.cycle.response_complete and self.cycle.response_started
+        if not is_answering:  # nothing may be written into another request's answer
+            self.transport.write(STATUS_LINE[error.status] + head + content)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _too_large() -> HeadTooLargeError:
+    return HeadTooLargeError(f"the request line and headers may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} lines")

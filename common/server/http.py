@@ -1,0 +1,410 @@
+"""What every app has round its routes: request ids, keys, a body limit, a JSON reader, and client disconnects.
+
+``install_middleware`` puts a ``Gate`` round an app, as one pure ASGI middleware: it looks at each request's head once,
+for its id (so that each refusal carries one), its key and its length. Streaming responses pass through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import (
+    AuthenticationError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ConfigError,
+    InvalidRequestError,
+    RequestAbortedError,
+    TandemError,
+)
+from common.openai.errors import error_response
+from common.telemetry.context import enter_request
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BODY_BYTES = 16 * 2**20
+DEFAULT_BODY_TIMEOUT_S = 60.0
+BODY_KEY = "tandem.body"
+"""Where a route that has read the body itself leaves it in the scope."""
+MAX_JSON_DEPTH = 64
+REQUEST_ID_HEADER = "X-Request-Id"
+CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
+TRACE_HEADER = "X-Tandem-Trace"
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+INTERNAL_PREFIX = "/internal/"
+
+_REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
+_CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_T = TypeVar("_T")
+
+
+def install_middleware(
+    app: Starlette,
+    *,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+    api_keys: Collection[str] = (),
+    cluster_key: str | None = None,
+) -> None:
+    """Put request ids, key checks and the body's limits round ``app``. No keys: that check is off."""
+    gate = Gate(
+        max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s, api_keys=api_keys, cluster_key=cluster_key
+    )
+    app.add_middleware(GateMiddleware, gate=gate)
+
+
+# --- request ids ------------------------------------------------------------------------------------------------------
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+def request_id_of(request: Request) -> str:
+    """The id that the ``Gate`` gave to ``request``."""
+    return str(request.scope["state"]["request_id"])
+
+
+def wants_trace(request: Request) -> bool:
+    return request.headers.get(TRACE_HEADER) == "1"
+
+
+def is_peer(request: Request) -> bool:
+    """Whether it comes from a process of this service: it has the cluster key, or there is none to have."""
+    return bool(getattr(request.state, "is_peer", False))
+
+
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    digest: str | None = request.scope.get("state", {}).get("api_key_digest")
+    return digest
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Who may come in: one look at a request's head, before anything is done for it.
+
+    ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
+    (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
+    ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
+    lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
+    others while they come (``read_body``).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+        body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+        api_keys: Collection[str] = (),
+        cluster_key: str | None = None,
+        open_paths: Collection[str] = OPEN_PATHS,
+    ) -> None:
+        if any(not key for key in api_keys) or cluster_key == "":
+            raise ConfigError("an API key or cluster key must not be empty")
+        self._open_paths = frozenset(open_paths)
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
+        # Digests have one length, so that comparing tells nothing about a key's.
+        self._api_digests = tuple(_digest(key.encode()) for key in api_keys)
+        self._cluster_digest = None if cluster_key is None else _digest(cluster_key.encode())
+
+    def check(self, scope: Scope) -> TandemError | None:
+        """Why the request is refused, or None. Puts ``request_id``, ``is_peer`` and, with an API key, its digest
+        into the request's state."""
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        state = scope.setdefault("state", {})
+        given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        enter_request(state["request_id"])  # each request has a task of its own, which ends with it
+        has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
+        state["is_peer"] = has_key or self._cluster_digest is None
+        return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)
+
+    def _check_key(
+        self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
+    ) -> AuthenticationError | None:
+        if path in self._open_paths:
+            return None
+        if path.startswith(INTERNAL_PREFIX):
+            if self._cluster_digest is None or has_key:
+                return None
+            return AuthenticationError(f"header {CLUSTER_KEY_HEADER} is missing or wrong", code="invalid_cluster_key")
+        if not self._api_digests or has_key:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            digest = _digest(key.strip())
+            if self._is_api_key(digest):
+                # Who it is, for limits per key; the key itself goes no further.
+                state["api_key_digest"] = digest.hex()
+                return None
+        return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    def _check_length(self, headers: Mapping[bytes, bytes]) -> BodyTooLargeError | None:
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > self.max_body_bytes):
+            return self.too_large(f"{declared.decode()} bytes")
+        return None
+
+    def too_large(self, got: str) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the body must be at most {self.max_body_bytes} bytes, got {got}")
+
+    def too_slow(self) -> BodyTimeoutError:
+        return BodyTimeoutError(f"the body did not arrive within {self.body_timeout_s:g} s of the headers")
+
+    def _is_cluster_key(self, given: bytes | None) -> bool:
+        if self._cluster_digest is None or given is None:
+            return False
+        return hmac.compare_digest(_digest(given), self._cluster_digest)
+
+    def _is_api_key(self, digest: bytes) -> bool:
+        is_known = False
+        for known in self._api_digests:
+            # No early end: the time must not tell which key came near.
+            is_known |= hmac.compare_digest(digest, known)
+        return is_known
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+class GateMiddleware:
+    """A gate round an app: its refusals, the request id on every answer, and bodies of bounded size and time."""
+
+    def __init__(self, app: ASGIApp, *, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        gate, error = self._gate, self._gate.check(scope)
+        request_id = scope["state"]["request_id"]
+        num_bytes, is_started, is_whole = 0, False, False
+        deadline_s = asyncio.get_running_loop().time() + gate.body_timeout_s
+
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes, error, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                error = gate.too_slow()
+                raise error from None
+            is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > gate.max_body_bytes:
+                error = gate.too_large(f"more than {gate.max_body_bytes} bytes")
+                raise error
+            return message
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal is_started
+            # A framework that turned the error into an answer of its own is overruled.
+            if error is not None and not is_started:
+                return
+            is_started = True
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        if error is None:
+            try:
+                await self._app(scope, bounded_receive, send_with_id)
+            except (BodyTooLargeError, BodyTimeoutError):
+                if is_started:
+                    raise
+        if error is not None and not is_started:
+            await refusal(error, request_id)(scope, receive, send)
+
+
+def refusal(error: TandemError, request_id: str) -> Response:
+    """What a gate says. The connection ends with it when a body was to come that nobody reads."""
+    response = error_response(error)
+    response.headers[REQUEST_ID_HEADER] = request_id
+    if isinstance(error, BodyTooLargeError | BodyTimeoutError):
+        response.headers["Connection"] = "close"
+    return response
+
+
+async def read_body(receive: Receive, gate: Gate) -> bytes:
+    """A request's whole body.
+
+    Raises:
+        BodyTooLargeError, BodyTimeoutError: it passes the gate's limits.
+        RequestAbortedError: the client went away while sending.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(gate.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestAbortedError("the client closed the connection while sending the body")
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > gate.max_body_bytes:
+                    raise gate.too_large(f"more than {gate.max_body_bytes} bytes")
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        raise gate.too_slow() from None
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object.
+
+    Raises:
+        InvalidRequestError: not UTF-8, not JSON (with the position), not an object, or nested deeper than
+            ``MAX_JSON_DEPTH``.
+        RequestAbortedError: the client went away while sending.
+    """
+    raw = request.scope.get(BODY_KEY)
+    if raw is None:
+        try:
+            raw = await request.body()
+        except ClientDisconnect as exc:
+            raise RequestAbortedError("the client closed the connection while sending the body") from exc
+    return parse_json_object(raw)
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """``raw`` as a JSON object; errors as ``read_json_object``."""
+    value = _parse_quickly(raw)
+    if value is None:
+        value = _parse_with_errors(raw)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
+    # Counting brackets bounds the depth from above; most bodies never need the walk.
+    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _is_too_deep(value):
+        raise InvalidRequestError(_TOO_DEEP, code="invalid_json")
+    return value
+
+
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * 19
+
+
+def _parse_quickly(raw: bytes) -> object:
+    """What ``json`` would make of ``raw``, in a quarter of its time; None where it has to be asked: orjson makes whole
+    numbers beyond 64 bits floats, and has other words for what is wrong."""
+    if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
+        return None
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _parse_with_errors(raw: bytes) -> object:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise InvalidRequestError(f"the body is not UTF-8: byte {exc.start}", code="invalid_json") from exc
+    try:
+        value: object = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as exc:
+        raise InvalidRequestError(
+            f"the body is not JSON: {exc.msg} at line {exc.lineno} column {exc.colno}", code="invalid_json"
+        ) from exc
+    except RecursionError as exc:
+        raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
+    except ValueError as exc:
+        raise InvalidRequestError("the body holds a number of too many digits", code="invalid_json") from exc
+    if b"\\u" in raw:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise InvalidRequestError(
+                "the body holds half of a surrogate pair, which is no character", code="invalid_json"
+            ) from exc
+        except RecursionError as exc:
+            raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
+    return value
+
+
+_TOO_DEEP = f"the body is nested deeper than {MAX_JSON_DEPTH} levels"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequestError(f"the body is not JSON: {name} is no JSON number", code="invalid_json")
+
+
+def _is_too_deep(value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        children: list[object] = []
+        for item in level:
+            items = item.values() if isinstance(item, dict) else item
+            children += [child for child in items if isinstance(child, dict | list)]  # type: ignore[attr-defined]
+        if not children:
+            return False
+        level = children
+    return True
+
+
+def encode_json(value: object) -> bytes:
+    """``value`` as compact JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+# --- client gone ------------------------------------------------------------------------------------------------------
+
+
+async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
+    """Run ``work`` for a response that is sent in one piece; cancel it when the client goes away.
+
+    The body must have been read. ``work`` has ended, its clean-up included, when this returns or raises.
+
+    Raises:
+        RequestAbortedError: the client closed the connection first. Whatever ``work`` raises passes through.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        watcher.result()
+        raise RequestAbortedError("the client closed the connection")
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled() and task.exception() is not None:
+                logger.warning("aborted work failed in its clean-up", exc_info=task.exception())
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return

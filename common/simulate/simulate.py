@@ -1,0 +1,237 @@
+"""Replay a request trace through the real cache manager: no model, no torch, the same numbers every time.
+
+For capacity planning and for comparing policies. Requests run one after the other, in file order, each to its end:
+lookup, admit, as few steps as the cache mode allows, free with donation.
+
+``common.simulate.trace`` says what a trace is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.geometry.geometry import model_geometry
+from common.kv_cache.eviction.base import EVICTION_POLICIES
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
+from common.kv_cache.spec import DTYPE_BYTES
+from common.simulate.ideal_cache import IdealCache
+from common.simulate.trace import TraceRequest, read_trace
+
+_UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SEQ_ID = "request"
+_CACHE_FLAGS = {
+    "kv_cache_memory": "kv_cache_memory_bytes",
+    "block_size": "block_size",
+    "mamba_cache_mode": "mamba_cache_mode",
+    "prefix_cache_retention_interval": "retention_interval",
+    "eviction_policy": "eviction_policy",
+    "state_memory_share": "slot_share",
+}
+"""Flag -> parameter of ``simulate``."""
+
+
+def simulate(
+    trace_path: Path,
+    limit: int | None = None,
+    *,
+    model_config_path: Path,
+    kv_cache_memory_bytes: int,
+    block_size: int = 16,
+    dtype: str = "auto",
+    mamba_cache_mode: str = "auto",
+    retention_interval: int | None = None,
+    eviction_policy: str = EVICTION_POLICIES[0],
+    slot_share: float | None = None,
+) -> dict[str, Any]:
+    """The figures of `tandem simulate` as one JSON-able object."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit} is below its minimum of 1", param="--limit")
+    started = time.perf_counter()
+    raw_config = _read_config(model_config_path)
+    plan = plan_cache(
+        model_geometry(raw_config, _model_dtype(raw_config, dtype)),
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        max_num_seqs=1,
+        max_model_len=1,
+        block_size=block_size,
+        root_key=b"simulate",
+        mamba_cache_mode=mamba_cache_mode,
+        retention_interval=retention_interval,
+        eviction_policy=eviction_policy,
+        slot_share=slot_share,
+    )
+    manager = KVCacheManager(plan.config)
+    ideal = IdealCache(block_size)
+    totals: Counter[str] = Counter()
+    for request in read_trace(trace_path, limit):
+        totals["requests"] += 1
+        totals["prompt_tokens"] += len(request.prompt_token_ids)
+        if not request.prompt_token_ids:
+            continue
+        keys = manager.prefix_keys(request.prompt_token_ids)
+        totals["ideal"] += ideal.hit_tokens(keys)
+        num_hit = _replay(manager, keys, request)
+        if num_hit is None:
+            totals["too_long"] += len(request.prompt_token_ids)
+            keys.extend(request.output_token_ids)
+        else:
+            totals["hit"] += num_hit
+        ideal.add(keys, (request.boundary, len(request.prompt_token_ids), _num_computed(request)))
+    stats = manager.stats()
+    lost = dict(stats.lost_tokens)
+    if totals["too_long"]:
+        lost["too_long"] = totals["too_long"]
+    num_prompt = totals["prompt_tokens"]
+    return {
+        "requests": totals["requests"],
+        "prompt_tokens": num_prompt,
+        "hit_tokens": totals["hit"],
+        "hit_rate": totals["hit"] / num_prompt if num_prompt else 0.0,
+        "ideal_hit_rate": totals["ideal"] / num_prompt if num_prompt else 0.0,
+        "block_bytes": plan.report.block_bytes,
+        "slot_bytes": plan.report.slot_bytes,
+        "blocks": plan.report.num_blocks,
+        "slots": plan.report.num_slots,
+        "checkpoints": {
+            "saved": sum(stats.checkpoints_saved.values()),
+            "skipped": sum(stats.checkpoints_skipped.values()),
+            "evicted": sum(stats.checkpoints_evicted.values()),
+        },
+        "lost_tokens": lost,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _num_computed(request: TraceRequest) -> int:
+    """Tokens of the whole sequence; the last sampled one is never computed."""
+    return len(request.prompt_token_ids) + max(0, len(request.output_token_ids) - 1)
+
+
+def _replay(manager: KVCacheManager, keys: PrefixKeys, request: TraceRequest) -> int | None:
+    """Run one request to its end; the tokens it did not have to compute, or None when it does not fit at all."""
+    num_prompt = keys.num_tokens
+    num_tokens = _num_computed(request)
+    hit = manager.lookup(keys, num_prompt)
+    if not manager.admit(_SEQ_ID, keys, hit, num_tokens):
+        return None
+    wanted = manager.save_positions(num_prompt, hit, (request.boundary,) if request.boundary else ())
+    done = hit.num_tokens
+    while done < num_prompt:
+        done = _step(manager, done, done + manager.chunk_size(done, num_prompt - done, num_prompt), wanted)
+    manager.finish_prompt(_SEQ_ID, _SEQ_ID)
+    keys.extend(request.output_token_ids)
+    size = keys.block_size if manager.config.mamba_cache_mode == "align" else num_tokens
+    while done < num_tokens:
+        done = _step(manager, done, min(num_tokens, done // size * size + size), wanted)
+    manager.free(_SEQ_ID, donate=True)
+    return hit.num_tokens
+
+
+def _step(manager: KVCacheManager, start: int, end: int, wanted: Mapping[int, str]) -> int:
+    manager.plan_saves(_SEQ_ID, start, end, wanted)
+    for group in manager.config.geometry.attention_groups:
+        manager.take_block_copies(group.group_id)
+    manager.complete_step(_SEQ_ID, end)
+    return end
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw_config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--model-config {file}: {exc}", param="--model-config") from exc
+    if not isinstance(raw_config, dict):
+        raise ConfigError(f"--model-config {file}: not a JSON object", param="--model-config")
+    return raw_config
+
+
+def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
+    if dtype != "auto":
+        return dtype
+    for config in (raw_config, raw_config.get("text_config")):
+        named = str(config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else ""
+        if named in DTYPE_BYTES:
+            return named
+    return "bfloat16"
+
+
+def parse_bytes(text: str) -> int:
+    """'8GiB', '512MiB', '1048576' -> bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNIT_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 8GiB")
+    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, one request each")
+    parser.add_argument("--limit", type=int, default=None, help="replay only the first N requests")
+    parser.add_argument("--model-config", type=Path, required=True, help="model folder or its config.json")
+    parser.add_argument("--dtype", choices=["auto", *DTYPE_BYTES], default="auto")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; with several values, a list of them"
+    )
+    several = parser.add_argument_group("cache flags", "Several values of a flag give a table over all combinations.")
+    several.add_argument(
+        "--kv-cache-memory", type=parse_bytes, nargs="+", default=[8 << 30], help="bytes of cache, e.g. 8GiB"
+    )
+    several.add_argument("--block-size", type=int, nargs="+", default=[16], help="tokens per block")
+    several.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, nargs="+", default=[MAMBA_CACHE_MODES[0]])
+    several.add_argument(
+        "--prefix-cache-retention-interval", type=int, nargs="+", default=[None], help="tokens between kept states"
+    )
+    several.add_argument("--eviction-policy", choices=EVICTION_POLICIES, nargs="+", default=[EVICTION_POLICIES[0]])
+    several.add_argument(
+        "--state-memory-share", type=float, nargs="+", default=[None], help="part of the memory for states, 0 to 1"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    flags = {flag: getattr(args, flag) for flag in _CACHE_FLAGS}
+    rows = []
+    for values in itertools.product(*flags.values()):
+        setting = dict(zip(flags, values, strict=True))
+        figures = simulate(
+            args.trace,
+            args.limit,
+            model_config_path=args.model_config,
+            dtype=args.dtype,
+            **{_CACHE_FLAGS[flag]: value for flag, value in setting.items()},
+        )
+        varied = {flag: value for flag, value in setting.items() if len(flags[flag]) > 1}
+        rows.append({**varied, **figures})
+    if args.json:
+        sys.stdout.write(json.dumps(rows if len(rows) > 1 else rows[0]) + "\n")
+    elif len(rows) > 1:
+        sys.stdout.write(_table(rows, [flag for flag in flags if len(flags[flag]) > 1]))
+    else:
+        for name, value in rows[0].items():
+            sys.stdout.write(f"{name:<15} {value:.4f}\n" if isinstance(value, float) else f"{name:<15} {value}\n")
+    return 0
+
+
+def _table(rows: list[dict[str, Any]], varied: list[str]) -> str:
+    """One line per combination, the best hit rate marked."""
+    best = max(row["hit_rate"] for row in rows)
+    lines = [[*varied, "blocks", "slots", "hit_rate", "seconds"]]
+    for row in rows:
+        rate = f"{row['hit_rate']:.2%}" + ("*" if row["hit_rate"] == best else " ")
+        cells = [f"{row[flag] / (1 << 30):g}GiB" if flag == "kv_cache_memory" else str(row[flag]) for flag in varied]
+        lines.append([*cells, str(row["blocks"]), str(row["slots"]), rate, f"{row['seconds']:.1f}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + "\n" for line in lines
+    )

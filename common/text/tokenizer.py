@@ -1,0 +1,231 @@
+"""What the API needs of a tokenizer, round a Hugging Face tokenizer object that the caller loaded.
+
+``TextCodec`` is the one place where prompts become token ids: plain text, chat messages through the model's template,
+and back for ``/detokenize`` and log-probabilities. It is stateless but for the object it wraps; fast tokenizers may be
+called from several threads. Whatever a template raises is the request's fault (400): templates refuse roles and
+orders of turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import InvalidRequestError
+from common.openai.protocol import ChatRequest, Prompt, check_token_ids
+from common.text.boundaries import Conversation, semantic_boundaries
+from common.text.detokenizer import REPLACEMENT, Decoder
+from common.wire.fields import shown
+
+
+class Tokenizer(Decoder, Protocol):
+    """The methods used of a Hugging Face tokenizer."""
+
+    @property
+    def all_special_ids(self) -> Sequence[int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """One token as log-probability blocks show it: ``text`` (``bytes:\\x..`` when it is no whole character), its
+    bytes."""
+
+    token_id: int
+    text: str
+    data: bytes
+    is_special: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that begin in this token, so that sums over tokens are offsets into the text."""
+        return sum(1 for byte in self.data if byte & 0xC0 != 0x80)
+
+
+# Arguments of apply_chat_template that are not the caller's to set: they change the result's type, cost, or the
+# template.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of the GPT-2 byte-level alphabet: printable bytes are themselves, the rest follow from 256
+    on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class TextCodec:
+    """Text and chat messages to token ids and back, for one model.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        vocab_size: rows of the model's embedding, which may be more than the tokenizer knows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._byte_of = _byte_level_alphabet()
+        # At most one entry per token of the vocabulary.
+        self._pieces: dict[int, TokenPiece] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``."""
+        return [int(token_id) for token_id in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
+
+    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a completion prompt.
+
+        Raises:
+            InvalidRequestError: a given id is not in the vocabulary, or the text has no tokens.
+        """
+        if isinstance(prompt, str):
+            token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+            if not token_ids:
+                raise InvalidRequestError(f"prompt {shown(prompt)} has no tokens", param="prompt")
+            return token_ids
+        check_token_ids("prompt", prompt, self.vocab_size)
+        return list(prompt)
+
+    def encode_chat(self, request: ChatRequest) -> list[int]:
+        """Token ids of a chat request, through the model's template.
+
+        Raises:
+            InvalidRequestError: no template, a reserved template argument, or the template refused the messages.
+        """
+        reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
+        if reserved:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {', '.join(reserved)}", param="chat_template_kwargs"
+            )
+        try:
+            token_ids = self.apply_template(
+                request,
+                request.messages,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                tokenize=True,
+            )
+        # A template is a program of the model's: it may raise anything, always because of these messages.
+        except Exception as exc:
+            raise InvalidRequestError(
+                f"the chat template refused the messages: {type(exc).__name__}: {exc}", param="messages"
+            ) from exc
+        if not token_ids:
+            raise InvalidRequestError("messages have no tokens", param="messages")
+        return [int(token_id) for token_id in token_ids]
+
+    def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
+        """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in request.tools] if request.tools else None,
+            return_dict=False,
+            **options,
+            **request.chat_template_kwargs,
+        )
+
+    def chat_boundaries(self, request: ChatRequest, token_ids: list[int]) -> tuple[int, ...]:
+        """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; most reusable first."""
+        conversation = Conversation(
+            messages=request.messages,
+            marks=request.cache_marks,
+            has_tools=bool(request.tools),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        )
+        return semantic_boundaries(conversation, token_ids, _ChatRenderer(self, request))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of whole sequences; invalid bytes become replacement characters."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int) -> TokenPiece:
+        """One token by itself; ``token_id`` is one of the model's."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        return piece
+
+    def _make_piece(self, token_id: int) -> TokenPiece:
+        is_special = token_id in self._special_ids
+        raw = self.tokenizer.convert_ids_to_tokens([token_id])[0]
+        if raw is None:
+            return TokenPiece(token_id, "", b"", is_special)
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        if raw.startswith("\u2581") and not text.startswith(" "):
+            text = " " + text
+        if REPLACEMENT not in text:
+            return TokenPiece(token_id, text, text.encode(), is_special)
+        data = self._raw_bytes(raw, text)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return TokenPiece(token_id, text, data, is_special)
+
+    def pieces(self, token_ids: Sequence[int]) -> list[TokenPiece]:
+        return [self.piece(token_id) for token_id in token_ids]
+
+    def _raw_bytes(self, raw: str, text: str) -> bytes:
+        match = _BYTE_TOKEN.fullmatch(raw)
+        if match is not None:
+            return bytes([int(match.group(1), 16)])
+        if all(char in self._byte_of for char in raw):
+            return bytes(self._byte_of[char] for char in raw)
+        return text.encode()
+
+
+class _ChatRenderer:
+    """``common.text.boundaries.ChatRenderer`` of one request."""
+
+    def __init__(self, codec: TextCodec, request: ChatRequest) -> None:
+        self._codec = codec
+        self._request = request
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> str | None:
+        try:
+            text = self._codec.apply_template(
+                self._request,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+            )
+        except Exception:  # noqa: BLE001  # a template may raise anything about a part of a conversation
+            return None
+        return text if isinstance(text, str) else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._codec.encode(text, add_special_tokens=False)

@@ -1,0 +1,115 @@
+"""``POST /internal/v1/pull``: one question between nodes, "what of this prompt can I read from you?".
+
+Two forms. *Rendezvous*: follow a prompt that is being computed under an agreed name; a long poll that answers as soon
+as more than ``after`` tokens are finished. *Content*: the longest prefix of these tokens that happens to be there. Both
+are answered with a manifest: a final one, under a lease, or a partial one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.wire.fields import Fields, invalid
+from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialManifest
+from common.wire.manifest_reader import HEX, MAX_PROMPT_TOKENS, WORD
+
+PULL_ROUTE = "/internal/v1/pull"
+MAX_WAIT_SECONDS = 10.0
+MAX_SALT_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousQuery:
+    """``after``: tokens that the reader knows of; ``wait_seconds``: how long it waits for more."""
+
+    id: str
+    after: int
+    wait_seconds: float
+
+    def to_body(self) -> dict[str, Any]:
+        return {"id": self.id, "after": self.after, "wait_seconds": self.wait_seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class ContentQuery:
+    """``have``: tokens that the reader has itself; ``prefix_key``: its key of them. ``id`` names the lease."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    cache_salt: str | None
+    fingerprint: str
+    prefix_key: bytes
+    have: int
+
+    def to_body(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "cache_salt": self.cache_salt,
+            "fingerprint": self.fingerprint,
+            "prefix_key": self.prefix_key.hex(),
+            "have": self.have,
+        }
+
+
+def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery | ContentQuery:
+    """The checked body; the content form is the one that brings a prompt.
+
+    Raises:
+        InvalidRequestError: a field is missing, malformed or out of bounds; ``param`` names it.
+    """
+    fields = Fields(body)
+    query_id = _required(fields, "id", fields.string("id", pattern=WORD))
+    if body.get("prompt_token_ids") is None:
+        wait_seconds = fields.number("wait_seconds", ge=0, le=MAX_WAIT_SECONDS)
+        return RendezvousQuery(
+            id=query_id,
+            after=fields.integer("after", ge=0, le=MAX_PROMPT_TOKENS) or 0,
+            wait_seconds=MAX_WAIT_SECONDS if wait_seconds is None else wait_seconds,
+        )
+    token_ids = fields.int_list("prompt_token_ids", le=vocab_size - 1) or ()
+    if not 0 < len(token_ids) <= MAX_PROMPT_TOKENS:
+        invalid("prompt_token_ids", token_ids, f"a list of 1 to {MAX_PROMPT_TOKENS} token ids")
+    return ContentQuery(
+        id=query_id,
+        prompt_token_ids=token_ids,
+        cache_salt=fields.string("cache_salt", max_chars=MAX_SALT_CHARS),
+        fingerprint=_required(fields, "fingerprint", fields.string("fingerprint", pattern=HEX)),
+        prefix_key=bytes.fromhex(_required(fields, "prefix_key", fields.string("prefix_key", pattern=HEX))),
+        have=fields.integer("have", ge=0, le=MAX_PROMPT_TOKENS) or 0,
+    )
+
+
+def miss_answer() -> dict[str, Any]:
+    """The answer to a content query that found nothing worth reading."""
+    return {"final": True, "remote_num_tokens": 0}
+
+
+def nothing_new_answer(after: int) -> dict[str, Any]:
+    """The answer to a rendezvous query whose wait is over."""
+    return {"final": False, "remote_num_tokens": after}
+
+
+def read_answer(
+    params: Mapping[str, Any], *, after: int = 0, shape: ManifestShape = ANY_SHAPE
+) -> Manifest | PartialManifest | None:
+    """What a holder answered to a query; None: nothing (new).
+
+    Raises:
+        InvalidRequestError: not a manifest.
+    """
+    num_tokens = params.get("remote_num_tokens")
+    if params.get("final") is False:
+        return None if num_tokens == after else PartialManifest.from_params(params, shape)
+    if num_tokens == 0:
+        return None
+    return Manifest.from_params(params, shape, needs_token_ids=False)
+
+
+def _required(fields: Fields, key: str, value: str | None) -> str:
+    if value is None:
+        raise InvalidRequestError(f"{fields.name(key)} is required", param=fields.name(key))
+    return value

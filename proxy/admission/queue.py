@@ -1,0 +1,244 @@
+"""Who may begin now, who waits, who is turned away.
+
+Life of a request here: 1 its API key's limits (``proxy.admission.key_limits``), 2 a free place of ``max_running``: it
+begins; else 3 it waits, the lower its ``priority`` the earlier, in order of arrival within one, and all the earlier the
+longer it has waited (``aging_s`` of waiting count as one level), 4 it begins when its turn comes, or is dropped. Leaves
+by: the end of its work, which gives its place to the next; the client's leaving, from wherever it is; or a drop, whose
+reason says whether anything had been spent on it: ``rejected-...`` at arrival, ``evicted-...`` later.
+
+Drops: the queue is full and nobody in it matters less (``rejected-queue-full``; else the one whose turn is last makes
+room: ``evicted-priority``); its turn would come after its deadline (``rejected-deadline``, or ``evicted-deadline`` once
+it waits); it waited for longer than anybody may (``evicted-timeout``); its key's limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from common.errors import RequestDroppedError, TandemError
+from proxy.admission.key_limits import KeyLimits
+
+RECENT = 64
+"""Finished requests whose times predict the next ones'."""
+MAX_RETRY_AFTER_S = 60
+SWEEP_S = 0.25
+"""Time between looks for waiting requests that will miss their deadlines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request brings to admission. Times are on ``time.monotonic``'s clock.
+
+    ``key``: digest of its API key, None without one. ``num_tokens``: prompt and the longest answer, for the key's rate.
+    """
+
+    arrival_s: float
+    priority: int = 0
+    deadline_s: float | None = None
+    key: str | None = None
+    num_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    ask: Ask
+    order: tuple[float, int]
+    turn: asyncio.Future[None] = field(repr=False)
+
+
+class Admission:
+    """Event loop only. ``on_drop`` is told the reason of each drop.
+
+    Args:
+        max_running: requests that are worked on at once.
+        max_waiting: requests that wait; 0: nobody does.
+        max_wait_s: longest wait.
+        aging_s: waiting for so long counts as one level of priority; 0: priorities are absolute.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int,
+        max_wait_s: float,
+        aging_s: float,
+        limits: KeyLimits | None = None,
+        on_drop: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._aging_s = aging_s
+        self._limits = limits or KeyLimits()
+        self._on_drop = on_drop
+        self._waiting: list[_Waiter] = []  # in the order of their turns
+        self._num_arrived = 0
+        self._service_s: collections.deque[float] = collections.deque(maxlen=RECENT)
+        self._sweeper: asyncio.TimerHandle | None = None
+        self.num_running = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, ask: Ask) -> AsyncIterator[None]:
+        """The block runs when the request's turn has come, and its end gives the place on.
+
+        Raises:
+            RequestDroppedError: it is turned away; nothing of the block has run.
+        """
+        try:
+            with self._limits.hold(ask.key, ask.num_tokens) as charge:
+                try:
+                    await self._take_place(ask)
+                except BaseException:
+                    charge.give_back()  # nothing was spent on it
+                    raise
+                started_s = time.monotonic()
+                try:
+                    yield
+                finally:
+                    self._service_s.append(time.monotonic() - started_s)
+                    self._pass_on()
+        except RequestDroppedError as exc:
+            self._on_drop(str(exc.dropped))
+            raise
+
+    def evict_all(self, error: TandemError) -> None:
+        """Nobody waits any more: whoever did gets ``error``."""
+        waiting, self._waiting[:] = list(self._waiting), []
+        for waiter in waiting:
+            self._evict(waiter, error)
+
+    def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+    # --- a place
+
+    async def _take_place(self, ask: Ask) -> None:
+        if self.num_running < self._max_running and not self._waiting:
+            self.num_running += 1
+            return
+        waiter = self._enqueue(ask)
+        limit_s, is_deadline = self._max_wait_s, False
+        if ask.deadline_s is not None and ask.deadline_s - time.monotonic() <= limit_s:
+            limit_s, is_deadline = ask.deadline_s - time.monotonic(), True
+        try:
+            async with asyncio.timeout(limit_s):
+                await waiter.turn
+        except BaseException as exc:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
+                self._pass_on()  # its turn came in the very moment in which it left
+            if isinstance(exc, TimeoutError):
+                raise self._too_late(ask, is_deadline=is_deadline) from None
+            raise
+
+    def _enqueue(self, ask: Ask) -> _Waiter:
+        """Raises RequestDroppedError when the queue has no room for it, or its turn would come too late."""
+        self._num_arrived += 1
+        aged = ask.priority + (ask.arrival_s / self._aging_s if self._aging_s else 0.0)
+        waiter = _Waiter(ask, (aged, self._num_arrived), asyncio.get_running_loop().create_future())
+        position = bisect.bisect(self._waiting, waiter.order, key=lambda each: each.order)
+        if self._misses_deadline(ask, position):
+            raise self._drop("rejected-deadline", self._deadline_text(ask, position), code="deadline_unreachable")
+        if len(self._waiting) >= self._max_waiting:
+            self._make_room(ask)
+        self._waiting.insert(position, waiter)
+        if ask.deadline_s is not None and self._sweeper is None:
+            self._sweep_later()
+        return waiter
+
+    def _make_room(self, ask: Ask) -> None:
+        last = self._waiting[-1] if self._waiting else None
+        if last is None or last.ask.priority <= ask.priority:
+            text = f"{self.num_running} requests in flight (--max-concurrency {self._max_running})"
+            text += f" and {len(self._waiting)} waiting (--max-queue-size {self._max_waiting})"
+            raise self._drop("rejected-queue-full", text)
+        text = f"a request of priority {ask.priority} took the place of this one of priority {last.ask.priority}"
+        self._evict(self._waiting.pop(), self._drop("evicted-priority", text))
+
+    def _pass_on(self) -> None:
+        """A place is free: the next one's, unless nobody waits."""
+        while self._waiting:
+            waiter = self._waiting.pop(0)
+            if waiter.turn.done():
+                continue
+            if self._misses_deadline(waiter.ask, -1):
+                self._evict(waiter, self._too_late(waiter.ask, is_deadline=True))
+                continue
+            waiter.turn.set_result(None)
+            return
+        self.num_running -= 1
+
+    @staticmethod
+    def _evict(waiter: _Waiter, error: TandemError) -> None:
+        if not waiter.turn.done():
+            waiter.turn.set_exception(error)
+
+    # --- predictions
+
+    def predicted_wait_s(self, position: int) -> float:
+        """How long whoever is at ``position`` of the queue (0: the next) will still wait; 0 while nothing is known."""
+        if not self._service_s:
+            return 0.0
+        mean_s = sum(self._service_s) / len(self._service_s)
+        return (position + 1) * mean_s / self._max_running
+
+    def _misses_deadline(self, ask: Ask, position: int) -> bool:
+        if ask.deadline_s is None:
+            return False
+        return time.monotonic() + self.predicted_wait_s(position) >= ask.deadline_s
+
+    def _sweep_later(self) -> None:
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Turn away, while they wait, those whose turn will come too late."""
+        self._sweeper = None
+        kept: list[_Waiter] = []
+        for waiter in self._waiting:
+            if self._misses_deadline(waiter.ask, len(kept)):
+                text = self._deadline_text(waiter.ask, len(kept))
+                self._evict(waiter, self._drop("evicted-deadline", text, code="deadline_unreachable"))
+            else:
+                kept.append(waiter)
+        self._waiting[:] = kept
+        if any(waiter.ask.deadline_s is not None for waiter in kept):
+            self._sweep_later()
+
+    # --- errors
+
+    def _drop(self, reason: str, text: str, *, code: str | None = None) -> RequestDroppedError:
+        wait_s = math.ceil(self.predicted_wait_s(len(self._waiting)))
+        return RequestDroppedError(
+            text, dropped=reason, code=code, retry_after_s=min(max(1, wait_s), MAX_RETRY_AFTER_S)
+        )
+
+    def _too_late(self, ask: Ask, *, is_deadline: bool) -> RequestDroppedError:
+        """``is_deadline``: which of the two limits it was. The clock need not say: a timer may fire a moment early."""
+        waited_s = time.monotonic() - ask.arrival_s
+        if is_deadline:
+            text = f"the deadline passed while the request waited for {waited_s:.3f} s"
+            return self._drop("evicted-deadline", text, code="deadline_unreachable")
+        text = f"the request waited for {waited_s:.1f} s, --max-queue-seconds is {self._max_wait_s:g}"
+        return self._drop("evicted-timeout", text)
+
+    def _deadline_text(self, ask: Ask, position: int) -> str:
+        assert ask.deadline_s is not None
+        now_s = time.monotonic()
+        return (
+            f"the request has waited for {now_s - ask.arrival_s:.3f} s and its turn would come in about "
+            f"{self.predicted_wait_s(position):.3f} s, its deadline is in {max(0.0, ask.deadline_s - now_s):.3f} s"
+        )

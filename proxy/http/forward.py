@@ -1,0 +1,33 @@
+"""Small questions that any one node can answer: they are forwarded whole, with one other node tried on a broken
+connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.responses import Response
+
+from common.errors import NodeUnavailableError
+from proxy.legs.client_stream import relayed_headers
+from proxy.legs.protocol import LegFailedError, call
+from proxy.nodes.node import NodeRole
+from proxy.nodes.pool import NodePool
+
+TIMEOUT_S = 30.0
+MAX_TRIES = 2
+
+
+async def forward(
+    pool: NodePool, method: str, route: str, *, headers: Mapping[str, str], content: bytes = b""
+) -> Response:
+    """A usable node's answer, decode nodes first. Raises NodeUnavailableError and DeadlineExceededError."""
+    nodes = [*pool.usable(NodeRole.DECODE), *pool.usable(NodeRole.PREFILL)]
+    failure: NodeUnavailableError = NodeUnavailableError("; ".join(pool.reasons()) or "no node is ready")
+    for node in nodes[:MAX_TRIES]:
+        try:
+            answer = await call(node, method, route, content, headers, TIMEOUT_S)
+        except LegFailedError as exc:
+            failure = exc
+            continue
+        return Response(answer.body, answer.status, relayed_headers(answer.headers))
+    raise failure

@@ -1,0 +1,70 @@
+"""The proxy's app: a FastAPI app whose generation routes are plain ASGI.
+
+Those routes are where the requests are. They go through one look at the head (``Gate``), one read of the body and one
+call, instead of eight layers that each wrap ``send`` once more: a stream's chunks pass all of them. Everything else is
+FastAPI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import BodyTimeoutError, BodyTooLargeError
+from common.openai.errors import answer_error
+from common.server.drain import Drain
+from common.server.http import BODY_KEY, REQUEST_ID_HEADER, Gate, read_body, refusal
+from common.server.pacer import Pacer
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Front:
+    """The generation routes. A handler gets a request whose body has been read (``read_json_object`` finds it)."""
+
+    def __init__(self, gate: Gate, drain: Drain, handlers: Mapping[str, Handler]) -> None:
+        self._gate = gate
+        self._drain = drain
+        self._handlers = dict(handlers)
+        self._pacer = Pacer()
+
+    def serves(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._drain.open():
+            response = await self._respond(scope, receive, send)
+            await response(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
+        error = self._gate.check(scope)
+        request_id = scope["state"]["request_id"]
+        if error is not None:
+            return refusal(error, request_id)
+        try:
+            scope[BODY_KEY] = await read_body(receive, self._gate)
+            await self._pacer.turn()
+            return await self._handlers[scope["path"]](Request(scope, receive, send))
+        except (BodyTooLargeError, BodyTimeoutError) as exc:
+            return refusal(exc, request_id)
+        except Exception as exc:  # noqa: BLE001 - answered and logged, as the app does for its other routes
+            response = answer_error(exc, request_id=request_id, path=scope["path"])
+            response.headers[REQUEST_ID_HEADER] = request_id
+            return response
+
+
+class ProxyApp(FastAPI):
+    """FastAPI with a ``front`` that is asked first."""
+
+    front: Front | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.front is not None and self.front.serves(scope):
+            scope["app"] = self
+            await self.front(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)

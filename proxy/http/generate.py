@@ -1,0 +1,236 @@
+"""The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
+event.
+
+The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
+(``proxy.http.tokenizer``); everything else that the nodes get are the client's own values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from common.openai.errors import error_response
+from common.openai.prompt_ids import PROMPT_IDS_KEY
+from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
+from common.openai.responses import sse_error
+from common.server.drain import Drain
+from common.server.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.telemetry.tracing import Tracer, passed_on
+from common.wire.handoff import FIELD
+from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
+from common.wire.source_hints import SOURCES_KEY
+from proxy.admission.queue import Admission, Ask
+from proxy.admission.request_cost import DEADLINE_HEADER, read_ask
+from proxy.http.tokenizer import Tokenisation
+from proxy.legs.client_stream import ClientStream, RelayResponse
+from proxy.legs.decode_leg import Job
+from proxy.legs.orchestrator import Orchestrator
+from proxy.legs.protocol import RelayedAnswer
+from proxy.nodes.pool import NodePool
+from proxy.placement.hints import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
+from proxy.status.metrics import ProxyMetrics, RequestRecord
+from proxy.status.recent import RecentRequests, RequestAbout
+
+logger = logging.getLogger(__name__)
+
+
+class GenerateService:
+    """Turns requests into jobs for the orchestrator and outcomes into answers."""
+
+    def __init__(
+        self,
+        pool: NodePool,
+        tokenisation: Tokenisation,
+        orchestrator: Orchestrator,
+        metrics: ProxyMetrics,
+        admission: Admission,
+        drain: Drain,
+        tracer: Tracer,
+        recent: RecentRequests,
+    ) -> None:
+        self._pool = pool
+        self._tracer = tracer
+        self._tokenisation = tokenisation
+        self._orchestrator = orchestrator
+        self._metrics = metrics
+        self._recent = recent
+        self._admission = admission
+        self._drain = drain
+        self._limits: set[asyncio.Timeout] = set()
+        self._cut_off_by: TandemError | None = None
+
+    def cut_off(self, error: TandemError) -> None:
+        """Everything that is in flight, waiting or streaming, ends now with ``error``."""
+        self._cut_off_by = error
+        self._admission.evict_all(error)
+        for limit in self._limits:
+            if limit.expired():
+                continue  # its own deadline has passed, it is on its way out
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._respond(request, "completions", parse_completion, _completion_prompts)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._respond(request, "chat", parse_chat, lambda body: [None])
+
+    async def _respond(
+        self,
+        request: Request,
+        route: str,
+        parse: Callable[[Mapping[str, Any]], GenerationRequest],
+        prompts_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    ) -> Response:
+        arrival_s = time.monotonic()
+        with self._metrics.track_parsing(route, arrival_s):
+            self._drain.check_admission()
+            body = await read_json_object(request)
+            # Only the proxy itself may name memory to read.
+            body.pop(FIELD, None)
+            body.pop(SOURCES_KEY, None)
+            body.pop(RESUME_KEY, None)
+            body.pop(STREAM_STATE_KEY, None)
+            body.pop(PROMPT_IDS_KEY, None)
+            parsed = parse(body)
+            if models := self._pool.served_models():
+                check_model(parsed.model, models)
+            session_id = session_from_header(request.headers.get(SESSION_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
+            ask = read_ask(request, parsed, arrival_s)
+        path = str(request.scope["path"])
+        span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
+        job = Job(
+            route=path,
+            body=body,
+            headers={**forwarded_headers(request), **span.headers()},
+            request_id=request_id_of(request),
+            prompts=list(prompts_of(body)),
+            is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
+            is_stream=parsed.output.stream,
+            arrival_s=arrival_s,
+            span=span,
+            session_id=session_id,
+            placement_hint=placement_hint,
+        )
+        return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
+
+    async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
+        try:
+            with (
+                self._metrics.track(route, job.arrival_s, job.span) as record,
+                self._follow(job, route, client, record),
+            ):
+                # Until proved otherwise; a cancelled request leaves without passing another line of this.
+                record.outcome = "abort"
+                try:
+                    async with self._admission.admitted(ask), self._bounded(ask):
+                        self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
+                        await self._run_admitted(job, request, client, record)
+                except RequestDroppedError:
+                    record.outcome = "rejected"
+                    raise
+                except Exception:
+                    record.outcome = "error"
+                    raise
+        except TandemError as exc:
+            await self._fail(job, client, exc)
+        except Exception as exc:
+            # Answered here and not by the app's error handlers: those only know whole answers, this may be a stream.
+            logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
+            await self._fail(job, client, exc)
+
+    def _follow(
+        self, job: Job, route: str, client: ClientStream, record: RequestRecord
+    ) -> contextlib.AbstractContextManager[None]:
+        about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
+        return self._recent.follow(client.entry, about, record)
+
+    async def _run_admitted(
+        self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
+    ) -> None:
+        try:
+            done = await self._tokenisation.tokenise(request, job.body, job.prompts)
+            job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
+            await self._orchestrator.run(job, client)
+            record.outcome = _outcome_of(client.status)
+        except RelayedAnswer as exc:
+            record.outcome = "rejected"
+            await client.send_whole(exc.status, exc.headers, exc.body)
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, ask: Ask) -> AsyncIterator[None]:
+        """The block ends by the client's deadline, or when everything is cut off, wherever it is then: what it holds is
+        given up as on any other way out.
+
+        Raises RequestDeadlineError, or what ``cut_off`` was given.
+        """
+        left_s = None if ask.deadline_s is None else ask.deadline_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError as exc:
+            if self._cut_off_by is not None:
+                raise self._cut_off_by from exc
+            total_ms = round(((ask.deadline_s or 0.0) - ask.arrival_s) * 1000)
+            self._metrics.count_drop(str(RequestDeadlineError.dropped))
+            raise RequestDeadlineError(
+                f"the deadline of {total_ms} ms ({DEADLINE_HEADER}) passed while the request was worked on"
+            ) from exc
+
+    async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
+        status = error.status if isinstance(error, TandemError) else TandemError.status
+        logger.log(
+            logging.WARNING if status >= 500 else logging.INFO,
+            "request failed request_id=%s status=%d started=%s: %s",
+            job.request_id,
+            status,
+            client.is_started,
+            error,
+        )
+        if client.is_started:
+            # The chunk before may have ended inside an event: an empty line ends it.
+            await client.send_chunk(b"\n\n" + sse_error(error))
+            await client.finish()
+            return
+        answer = error_response(error)
+        headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
+        await client.send_whole(answer.status_code, headers, bytes(answer.body))
+
+
+def _outcome_of(status: int | None) -> str:
+    """Of an answer that was passed on: what a node refuses is nobody's failure."""
+    if status == 200:
+        return "stop"
+    return "rejected" if status is not None and 400 <= status < 500 else "error"
+
+
+def forwarded_headers(request: Request) -> dict[str, str]:
+    """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
+    headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
+    headers |= passed_on(request.headers)
+    for name in ("authorization", TRACE_HEADER):
+        if (value := request.headers.get(name)) is not None:
+            headers[name] = value
+    return headers
+
+
+def _completion_prompts(body: Mapping[str, Any]) -> Sequence[Any]:
+    """One entry per prompt of a checked completion body."""
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt]

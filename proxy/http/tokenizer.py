@@ -1,0 +1,241 @@
+"""Prompts become tokens once, in the proxy, with the nodes' own tokenizer.
+
+1 a node comes up and its tokenizer is fetched, rebuilt in a thread and checked against its own answers to the probes
+(``common.text.tokenizer_document``), 2 from then on prompts are tokenised here, long ones off the event loop, and go to
+the nodes as ids; their key chains tell placement what is cached where, 3 another fingerprint, or a new life of the node
+it came from: fetched again, unless it is the same. Where anything is missing or refuses (no such route, a tokenizer
+that cannot be rebuilt, a template that raises), the body goes on as it is: then the nodes tokenise, and what is to be
+said of it they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from common.errors import InvalidRequestError
+from common.openai.prompt_ids import PromptIds
+from common.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from common.text.tokenizer import TextCodec
+from common.text.tokenizer_document import (
+    TOKENIZER_ROUTE,
+    TokenizerDocument,
+    UnusableTokenizerError,
+    create_codec,
+)
+from proxy.node_http.calls import NodeCallError, get
+from proxy.nodes.node import Node
+from proxy.nodes.pool import NodePool
+from proxy.prefix_index.prompt_keys import PromptKeys
+from proxy.status.metrics import ProxyMetrics
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+FETCH_TIMEOUT_S = 60.0
+MAX_ANSWER_BYTES = 128 * 2**20
+RETRY_S = (1.0, 30.0)
+INLINE_CHARS = 1000
+"""Shorter prompts are tokenised at once: handing them to a thread takes as long."""
+
+MAX_CHARS_PER_TOKEN = 32
+"""Texts so long that they cannot fit are left to the nodes, which refuse them: they must not hold up the others."""
+
+NUM_THREADS = 2
+MAX_KEYED_PROMPTS = 16
+"""Prompts of one request beyond which none gets keys: such a list is work to be spread, not a conversation."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A request for the nodes: ``body`` and ``prompts`` as in ``proxy.legs.decode_leg.Job``."""
+
+    body: Mapping[str, Any]
+    prompts: list[Any]
+    prompt_keys: Sequence[PromptKeys | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the tokenizer came from."""
+
+    url: str
+    epoch: str | None
+    etag: str | None
+
+
+class Tokenisation:
+    """Runs from ``start`` to ``close``."""
+
+    def __init__(self, pool: NodePool, metrics: ProxyMetrics, headers: Mapping[str, str]) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._headers = dict(headers)
+        self._document: TokenizerDocument | None = None
+        self._codec: TextCodec | None = None
+        self._source: _Source | None = None
+        self._retry_at_s = 0.0
+        self._retry_delay_s = RETRY_S[0]
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenise")
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="tokenizer")
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- the tokenizer
+
+    async def _watch(self) -> None:
+        while True:
+            node = self._node_to_ask()
+            if node is not None and time.monotonic() >= self._retry_at_s:
+                try:
+                    await self._fetch(node)
+                except Exception:  # or no tokenizer would ever be fetched again
+                    logger.exception("a tokenizer could not be taken node=%s", node.url)
+                    self._retry_at_s = time.monotonic() + RETRY_S[1]
+            await asyncio.sleep(WATCH_S)
+
+    def _node_to_ask(self) -> Node | None:
+        """The node whose tokenizer is wanted now; None when the one at hand is good."""
+        nodes = [node for node in self._pool.nodes if node.is_up and node.info.pull and node.info.fingerprint]
+        source = self._source
+        if not nodes:
+            return None
+        if self._document is None or source is None or self._document.fingerprint != nodes[0].info.fingerprint:
+            return nodes[0]
+        # A node that was started again may have another template for the same weights.
+        return next((node for node in nodes if node.url == source.url and node.info.epoch != source.epoch), None)
+
+    async def _fetch(self, node: Node) -> None:
+        epoch, is_same = node.info.epoch, False
+        try:
+            etag = self._source.etag if self._source is not None else None
+            condition = {"if-none-match": etag} if etag is not None else {}
+            answer = await get(
+                node,
+                TOKENIZER_ROUTE,
+                params={},
+                headers={**self._headers, **condition},
+                timeout_s=FETCH_TIMEOUT_S,
+                max_bytes=MAX_ANSWER_BYTES,
+            )
+            if answer.status == 304:
+                is_same = True
+            elif answer.status == 200:
+                loop = asyncio.get_running_loop()
+                self._document, self._codec = await loop.run_in_executor(self._threads, _load, answer.body)
+            else:
+                raise NodeCallError(f"{TOKENIZER_ROUTE} answers {answer.status}")
+        except (NodeCallError, UnusableTokenizerError, ValueError) as exc:
+            self._retry_at_s = time.monotonic() + self._retry_delay_s
+            self._retry_delay_s = min(2 * self._retry_delay_s, RETRY_S[1])
+            logger.warning("nodes tokenise: node=%s: %s", node.url, exc)
+            return
+        self._retry_delay_s = RETRY_S[0]
+        self._source = _Source(node.url, epoch, answer.etag)
+        if not is_same:
+            logger.info("tokenizer node=%s tokenises_here=%s", node.url, self._codec is not None)
+
+    # --- requests
+
+    async def tokenise(self, request: GenerationRequest, body: Mapping[str, Any], prompts: Sequence[Any]) -> Tokenised:
+        """The request with token ids instead of text, as far as that can be done here. ``prompts``: the body's, one
+        for each leg. Never raises because of the request."""
+        document, unchanged = self._document, Tokenised(body, list(prompts))
+        if document is None or not self._serves(document):
+            return unchanged
+        try:
+            if isinstance(request, ChatRequest):
+                return await self._chat(document, request, body)
+            return await self._completion(document, request, body, prompts)
+        except InvalidRequestError:
+            return unchanged  # the nodes have the words for it
+        except Exception:
+            logger.exception("a prompt could not be tokenised here")
+            return unchanged
+
+    def _serves(self, document: TokenizerDocument) -> bool:
+        """Whether all nodes that may get the prompt have this document's model, and take ids."""
+        return all(
+            node.info.pull and node.info.fingerprint == document.fingerprint for node in self._pool.nodes if node.is_up
+        )
+
+    async def _chat(self, document: TokenizerDocument, request: ChatRequest, body: Mapping[str, Any]) -> Tokenised:
+        codec = self._codec
+        num_chars = sum(len(message.get("content") or "") for message in request.messages)
+        if codec is None or num_chars > document.max_model_len * MAX_CHARS_PER_TOKEN:
+            return Tokenised(body, [None])
+        if request.tools:
+            num_chars += INLINE_CHARS
+        prompt = await self._run(num_chars, lambda: _encode_chat(codec, document, request))
+        self._metrics.count_tokenised(1)
+        return Tokenised(prompt.put_into(body), [None], (_keys(document, prompt.token_ids, request.cache_salt),))
+
+    async def _completion(
+        self, document: TokenizerDocument, request: CompletionRequest, body: Mapping[str, Any], prompts: Sequence[Any]
+    ) -> Tokenised:
+        codec = self._codec
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if texts and (codec is None or max(map(len, texts)) > document.max_model_len * MAX_CHARS_PER_TOKEN):
+            return Tokenised(body, list(prompts))
+        all_ids: list[Sequence[int]] = []
+        for prompt in request.prompts:
+            if codec is None or not isinstance(prompt, str):
+                all_ids.append(prompt)  # type: ignore[arg-type]  # without a codec there are no texts
+            else:
+                all_ids.append(await self._run(len(prompt), partial(codec.encode_prompt, prompt)))
+        keys: Sequence[PromptKeys | None] = ()
+        if len(all_ids) <= MAX_KEYED_PROMPTS:
+            keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)
+        if not texts or request.output.echo:  # an echo gives the text back as it came
+            return Tokenised(body, list(prompts), keys)
+        self._metrics.count_tokenised(len(texts))
+        as_given = all_ids if isinstance(body["prompt"], list) else all_ids[0]
+        return Tokenised({**body, "prompt": as_given}, list(all_ids), keys)
+
+    async def _run(self, num_chars: int, work: Callable[[], _T]) -> _T:
+        if num_chars < INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _encode_chat(codec: TextCodec, document: TokenizerDocument, request: ChatRequest) -> PromptIds:
+    """Blocks; milliseconds for a long chat. Raises InvalidRequestError."""
+    token_ids = codec.encode_chat(request)
+    if not document.keeps_boundaries or len(token_ids) > document.max_model_len:
+        return PromptIds(token_ids)
+    return PromptIds(token_ids, codec.chat_boundaries(request, token_ids))
+
+
+def _keys(document: TokenizerDocument, token_ids: Sequence[int], cache_salt: str | None) -> PromptKeys | None:
+    if len(token_ids) > document.max_model_len:
+        return None  # will be refused
+    return PromptKeys.of_prompt(document.root_key, document.block_size, token_ids, cache_salt)
+
+
+def _load(body: bytes) -> tuple[TokenizerDocument, TextCodec | None]:
+    """Blocks. Raises UnusableTokenizerError for an answer that is none; a tokenizer that is none gives no codec."""
+    value: Any = json.loads(body)
+    if not isinstance(value, Mapping):
+        raise UnusableTokenizerError(f"{TOKENIZER_ROUTE} answers {type(value).__name__}")
+    document = TokenizerDocument.from_json(value)
+    try:
+        return replace(document, parts=None), create_codec(document)
+    except UnusableTokenizerError as exc:
+        logger.warning("nodes tokenise: %s", exc)
+        return replace(document, parts=None), None

@@ -1,0 +1,126 @@
+"""The client's side of a generation request: a plain ASGI response that is watched for the client going away.
+
+Life cycle: 1 nothing sent, any outcome is still possible, 2 ``send_whole`` answers at once, or ``start_stream``
+commits to a status, 3 chunks, 4 ``finish``. An error before 2 is an OpenAI-shaped body with its own status; after it,
+an SSE error event and no ``[DONE]``. When the client goes away, at any point, the work is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from proxy.status.recent import REPORT_HEADER, RecentRequest
+
+logger = logging.getLogger(__name__)
+
+# What a node says about its own connection or process is not for the client.
+_DROPPED_HEADERS = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "content-length",
+        "content-encoding",
+        "date",
+        "server",
+        "x-request-id",
+        REPORT_HEADER,
+    }
+)
+
+
+class ClientStream:
+    """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
+    answer begins, and again when it goes on from another node."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+        self.entry = RecentRequest()
+        self.is_finished = False
+        self.on_start: Callable[[int], None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self.status is not None
+
+    async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.entry.answered(status, headers)
+        await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
+        await self._body(body, more=False)
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self.entry.answered(status, headers)
+        await self._start(status, {**relayed_headers(headers), "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def go_on(self) -> None:
+        """The answer that has begun comes from another node from here on, whose first byte this is."""
+        if self.on_start is not None and self.status is not None:
+            self.on_start(self.status)
+
+    async def send_chunk(self, chunk: bytes) -> None:
+        await self._body(chunk, more=True)
+
+    async def finish(self) -> None:
+        await self._body(b"", more=False)
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        assert self.status is None
+        self.status = status
+        if self.on_start is not None:
+            self.on_start(status)
+        # As they came: the client to nodes decodes headers like this.
+        raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
+        raw.append((b"x-request-id", self._request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _body(self, body: bytes, *, more: bool) -> None:
+        self.is_finished = not more
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class RelayResponse(Response):
+    """Runs ``work`` with a stream to the client and cancels it when the client is gone."""
+
+    def __init__(self, work: Callable[[ClientStream], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope["state"]["request_id"]
+        client = ClientStream(send, request_id)
+        work = asyncio.current_task()
+        assert work is not None
+        is_gone = False
+
+        async def watch() -> None:
+            nonlocal is_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            # A finished answer also wakes this: what is left then is closing the node's connection.
+            if not client.is_finished:
+                logger.info("request aborted by client request_id=%s started=%s", request_id, client.is_started)
+                is_gone = True
+                work.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._work(client)
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled too: theirs goes on.
+            if not is_gone or work.uncancel():
+                raise
+        finally:
+            watcher.cancel()
+
+
+def relayed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """A node's headers as the client gets them."""
+    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED_HEADERS}

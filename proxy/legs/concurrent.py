@@ -1,0 +1,156 @@
+"""Both legs of a request at once, between nodes that can follow a prompt while it is computed.
+
+1 a name per prompt (the rendezvous), 2 the prefill legs and the decode leg are sent together, 3 the decode node pulls
+what the prefill nodes have finished and streams its answer. What fails at a prefill node reaches the decode node
+through its pull, which computes the prompt itself or says 502; a refusal that is the client's to hear (4xx) goes to the
+client, whichever leg it comes from. Leaving, however, ends all legs and gives the names up: a leg that still runs is
+aborted, a finished prompt is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import QueueFullError
+from common.wire.handoff import Rendezvous
+from proxy.legs.client_stream import ClientStream
+from proxy.legs.decode_leg import DecodeLegs, Job
+from proxy.legs.leases import LeaseReleaser
+from proxy.legs.migration import StreamProgress
+from proxy.legs.protocol import (
+    LegFailedError,
+    RelayedAnswer,
+    call,
+    check_draining,
+    check_prefilled,
+    decode_body,
+    prefill_body,
+)
+from proxy.nodes.node import Node
+from proxy.status.metrics import ProxyMetrics
+
+logger = logging.getLogger(__name__)
+
+ABORTED_STATUS = 499
+"""A prefill leg that its reader called off: nobody's failure."""
+
+
+class PrefillBusyError(LegFailedError):
+    """The prefill node's queue is full: another one may have room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Who takes part: ``prefill`` has one node per prompt. ``sources``: hints for the prefill legs."""
+
+    decode: Node
+    prefill: Sequence[Node]
+    sources: Sequence[Mapping[str, Any]] = ()
+
+
+class PairedLegs:
+    """Runs pairs of legs. Stateless."""
+
+    def __init__(
+        self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout_s: float
+    ) -> None:
+        self._decode_legs = decode_legs
+        self._releaser = releaser
+        self._metrics = metrics
+        self._prefill_timeout_s = prefill_timeout_s
+
+    async def run(
+        self,
+        job: Job,
+        pair: Pair,
+        headers: Mapping[str, str],
+        decode_headers: Mapping[str, str],
+        client: ClientStream,
+        progress: StreamProgress | None = None,
+    ) -> None:
+        """Answer ``job`` on ``client``. ``headers`` are the prefill legs'; ``progress``: what the client has of a
+        stream that may go on elsewhere.
+
+        Raises:
+            RelayedAnswer: a prefill node refuses its leg, before the first byte.
+            NodeDrainingError: one of the nodes drains; before the first byte.
+            LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
+            DeadlineExceededError: a leg was silent for too long.
+        """
+        names = [secrets.token_hex(16) for _ in pair.prefill]
+        params = [self._rendezvous(node, name) for node, name in zip(pair.prefill, names, strict=True)]
+        handoff = params[0] if len(params) == 1 else params
+        content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress is not None)
+        with self._releaser.guard() as leases:
+            for node, name in zip(pair.prefill, names, strict=True):
+                leases.hold(node, name)
+            decode = asyncio.create_task(
+                self._decode_legs.relay(pair.decode, job, content, decode_headers, client, leases, progress)
+            )
+            prefill = [
+                asyncio.create_task(self._prefill(job, node, prompt, name, pair.sources, headers))
+                for node, prompt, name in zip(pair.prefill, job.prompts, names, strict=True)
+            ]
+            try:
+                await self._wait(job, decode, prefill, client)
+            finally:
+                for task in (decode, *prefill):
+                    task.cancel()
+                await asyncio.gather(decode, *prefill, return_exceptions=True)
+
+    async def _wait(
+        self, job: Job, decode: asyncio.Task[None], prefill: Sequence[asyncio.Task[None]], client: ClientStream
+    ) -> None:
+        """Until the decode leg has ended; a prefill leg's refusal ends everything while that is still possible."""
+        pending: set[asyncio.Task[None]] = {decode, *prefill}
+        while not decode.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {decode}:
+                error = task.exception()
+                if error is not None and not client.is_started:
+                    raise error
+                if error is not None:
+                    logger.warning("prefill leg failed late request_id=%s: %s", job.request_id, error)
+        decode.result()
+
+    async def _prefill(
+        self,
+        job: Job,
+        node: Node,
+        prompt: Any,
+        name: str,
+        sources: Sequence[Mapping[str, Any]],
+        headers: Mapping[str, str],
+    ) -> None:
+        """One prefill leg. Its answer is read, so that the node sees it taken, and not used. Raises RelayedAnswer for a
+        4xx, PrefillBusyError for a 429, NodeDrainingError and DeadlineExceededError."""
+        content = prefill_body(node, job.body, prompt, encoder=job.encoder, rendezvous_id=name, sources=sources)
+        started_s = time.monotonic()
+        try:
+            answer = await call(
+                node, "POST", job.route, content, headers, self._prefill_timeout_s, check=check_prefilled
+            )
+        except LegFailedError as exc:
+            logger.warning("prefill leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
+            return
+        self._metrics.observe_phase("prefill", time.monotonic() - started_s)
+        check_draining(node, answer.status, answer.body)
+        status = answer.status
+        if 400 <= status < 500 and status != ABORTED_STATUS:
+            relayed = RelayedAnswer(status, answer.headers, answer.body)
+            if status == QueueFullError.status:
+                raise PrefillBusyError(f"prefill node {node.name} answers {status}", reason="busy", answer=relayed)
+            raise relayed
+        if status != 200:
+            logger.info("prefill leg ended request_id=%s node=%s status=%d", job.request_id, node.name, status)
+
+    @staticmethod
+    def _rendezvous(node: Node, name: str) -> dict[str, Any]:
+        host, port = node.transfer_address
+        return Rendezvous(host, port, name).to_params()

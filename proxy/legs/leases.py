@@ -1,0 +1,96 @@
+"""Leases on prefill nodes between the two legs.
+
+A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer (or, when
+both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
+over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
+refused) releases it. A decode node that fails afterwards may have died before it released what it was given: then the
+lease is the proxy's again. Releasing is best effort with a deadline; the lease's own deadline is behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+
+from proxy.legs.body_encoder import encode
+from proxy.node_http.errors import NodeClientError
+from proxy.nodes.node import Node, describe
+
+logger = logging.getLogger(__name__)
+
+RELEASE_ROUTE = "/internal/v1/leases/release"
+RELEASE_TIMEOUT_S = 2.0
+
+
+class LeaseGuard:
+    """The leases of one request."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Node, str]] = []
+        self._handed_over: list[tuple[Node, str]] = []
+        self.is_handed_over = False
+
+    def hold(self, node: Node, lease_id: str) -> None:
+        self._held.append((node, lease_id))
+
+    def hand_over(self) -> None:
+        """The decode node owns them from here on; what it was to read may be gone when it fails."""
+        self.is_handed_over = True
+        self._handed_over += self._held
+        self._held.clear()
+
+    def take_back(self) -> None:
+        """The decode node failed: whether it has released them nobody knows, and releasing twice does no harm."""
+        self._held += self._handed_over
+        self._handed_over.clear()
+
+    def take(self) -> dict[Node, list[str]]:
+        """What is still held, by node; held no longer."""
+        by_node: dict[Node, list[str]] = {}
+        for node, lease_id in self._held:
+            by_node.setdefault(node, []).append(lease_id)
+        self._held.clear()
+        return by_node
+
+
+class LeaseReleaser:
+    """Sends releases in the background, so that a cancelled request need not wait for them."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers = {**headers, "content-type": "application/json"}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[LeaseGuard]:
+        """Leases held at the end of the block, however it ends, are released."""
+        guard = LeaseGuard()
+        try:
+            yield guard
+        finally:
+            self.release(guard)
+
+    def release(self, guard: LeaseGuard) -> None:
+        for node, lease_ids in guard.take().items():
+            task = asyncio.create_task(self._send(node, lease_ids))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for releases that are under way; each has its own deadline."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(self, node: Node, lease_ids: list[str]) -> None:
+        try:
+            answer = await node.client.request(
+                "POST",
+                RELEASE_ROUTE,
+                # A leg whose connection was closed may still be on its way into the node.
+                content=encode({"lease_ids": lease_ids, "may_come": True}),
+                headers=self._headers,
+                timeout_s=RELEASE_TIMEOUT_S,
+            )
+            logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status)
+        except NodeClientError as exc:
+            logger.warning("leases left to expire node=%s num=%d: %s", node.name, len(lease_ids), describe(exc))

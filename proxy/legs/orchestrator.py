@@ -1,0 +1,284 @@
+"""One request from the client's body to the last byte of the answer: who gets its legs, in which order, and who else
+when they fail.
+
+Life of a request: 1 place it (``proxy.placement.placer``): a decode node, and a prefill node per prompt or none, 2 both
+legs at once, if all of them can follow a prompt while it is computed (``proxy.legs.concurrent``); else one after the
+other: the prefill legs together, then the decode leg with what they returned, or without when no prefill node could do
+it (the decode node then computes the prompt itself), 3 bytes pass through to the client. Until the first byte a pair
+whose decode node broke, or could not get the prompt, is replaced by another one, as far as the retry budget goes; after
+it the stream goes on elsewhere if ``--migration-limit`` allows (``proxy.legs.migration``), else there is no way back.
+Leaving early, by whatever exception, closes the legs' connections (nodes abort on that) and releases leases that no
+decode node took over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.config.proxy import ProxyConfig
+from common.errors import DeadlineExceededError, NodeUnavailableError
+from common.wire.resume import RESUME_KEY
+from proxy.legs.client_stream import ClientStream
+from proxy.legs.concurrent import Pair, PairedLegs, PrefillBusyError
+from proxy.legs.decode_leg import DecodeLegs, Job, TransferFailedError
+from proxy.legs.leases import LeaseGuard, LeaseReleaser
+from proxy.legs.migration import StreamProgress
+from proxy.legs.protocol import LegFailedError, NodeDrainingError, RelayedAnswer, decode_body
+from proxy.legs.retry_budget import RetryBudget
+from proxy.legs.sequential import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, PrefillLegs
+from proxy.nodes.node import Node, NodeRole
+from proxy.nodes.pool import NodePool
+from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.status.metrics import ProxyMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Run:
+    """One request under way: what was ``given``, and the ``job`` that is left of it. ``progress``: None when its stream
+    is not to go on elsewhere."""
+
+    given: Job
+    job: Job
+    client: ClientStream
+    queue_s: float
+    progress: StreamProgress | None
+    avoided: Avoided = field(default_factory=Avoided)
+
+    def progress_on(self, node: Node) -> StreamProgress | None:
+        """As ``progress``, if ``node`` can tell it; its leg begins."""
+        if self.progress is None or not node.info.resume:
+            return None
+        self.progress.begin(node)
+        return self.progress
+
+
+class Orchestrator:
+    """Runs requests over one node pool. All state is the pool's and the placer's; safe for any number at once."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        pool: NodePool,
+        placer: Placer,
+        releaser: LeaseReleaser,
+        metrics: ProxyMetrics,
+        node_headers: Mapping[str, str],
+    ) -> None:
+        self._pool = pool
+        self._releaser = releaser
+        self._metrics = metrics
+        self._node_headers = dict(node_headers)
+        self._placer = placer
+        self._budget = RetryBudget(config.retry_budget)
+        self._migration_limit = config.migration_limit
+        # Nothing comes until the prompt is computed, of a whole answer not before its last token.
+        first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
+        self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
+        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)
+        self._prefill_legs = PrefillLegs(
+            placer,
+            releaser,
+            metrics,
+            config.prefill_timeout_seconds,
+            headers_for=self._headers,
+            may_retry=self._may_retry,
+        )
+
+    async def run(self, job: Job, client: ClientStream) -> None:
+        """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
+        self._budget.add_request()
+        progress = StreamProgress() if self._may_migrate(job) else None
+        run = Run(job, job, client, time.monotonic() - job.arrival_s, progress)
+        num_migrations = 0
+        while True:
+            try:
+                await self._run_legs(run)
+                return
+            except (LegFailedError, DeadlineExceededError) as exc:
+                if not client.is_started:
+                    await self._give_up(exc, client)
+                    return
+                if progress is None:
+                    raise
+                if num_migrations == self._migration_limit or not self._move(run, progress):
+                    self._metrics.count_migration("gave_up")
+                    raise
+                num_migrations += 1
+                logger.warning("stream goes on elsewhere request_id=%s: %s", job.request_id, exc)
+                self._metrics.count_migration("resumed")
+
+    @staticmethod
+    async def _give_up(error: LegFailedError | DeadlineExceededError, client: ClientStream) -> None:
+        """The last node's own words, if they are an answer for a client; else ``error`` is raised again."""
+        answer = error.answer if isinstance(error, LegFailedError) else None
+        if answer is None or not answer.headers.get("content-type", "").startswith("application/json"):
+            raise error
+        if answer.status < 500:
+            raise answer
+        await client.send_whole(answer.status, answer.headers, answer.body)
+
+    async def _run_legs(self, run: Run) -> None:
+        job = run.job
+        placement = self._placer.place(job, run.avoided)
+        run.client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
+        try:
+            if self._can_pair(job, placement):
+                await self._run_paired(run, placement)
+            else:
+                await self._run_in_turn(run, placement)
+        except RelayedAnswer as exc:
+            if not run.client.is_started:
+                raise
+            # A stream that goes on has no status any more.
+            raise LegFailedError(f"a node refuses to go on with the stream: {exc}", reason="status") from exc
+        finally:
+            self._placer.finished(job)
+
+    def _may_retry(self, error: LegFailedError) -> bool:
+        """Whether the budget has a leg left; counts it."""
+        if not self._budget.try_take():
+            self._metrics.count_refused_retry()
+            return False
+        self._metrics.count_retry(error.reason)
+        return True
+
+    # --- after the first byte
+
+    def _may_migrate(self, job: Job) -> bool:
+        is_one = len(job.prompts) == 1 and job.body.get("n") in (None, 1)
+        return self._migration_limit > 0 and job.is_stream and is_one and not job.is_local
+
+    def _move(self, run: Run, progress: StreamProgress) -> bool:
+        """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
+        usable = self._pool.usable(NodeRole.DECODE)
+        run.avoided.decode += [node for node in usable if not node.info.resume or node is progress.node]
+        resume = progress.resume
+        if resume is None or all(node in run.avoided.decode for node in usable):
+            return False
+        given = run.given
+        body = {**given.body, RESUME_KEY: resume.to_json()}
+        prompt_keys = [keys and keys.followed_by(resume.output_token_ids) for keys in given.prompt_keys]
+        run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys)
+        return True
+
+    # --- both legs at once
+
+    @staticmethod
+    def _can_pair(job: Job, placement: Placement) -> bool:
+        """Whether both legs can be sent at once."""
+        if placement.is_local or len(job.prompts) > MAX_PROMPTS_TOGETHER:
+            return False
+        return all(node.info.pull for node in (placement.decode, *placement.prefill))
+
+    async def _run_paired(self, run: Run, placement: Placement) -> None:
+        """Up to MAX_TRIES pairs; when none is left to try, what the last one said. Without a prefill node the decode
+        node computes the prompt."""
+        job, client = run.job, run.client
+        self._metrics.count_decision(self._placer.name, "remote")
+        was_started = client.is_started
+        num_tries = 0
+        while self._can_pair(job, placement):
+            num_tries += 1
+            node = placement.decode
+            pair = Pair(node, placement.prefill, placement.sources)
+            decode_headers = self._decode_headers(run, node, placement.prefill_names)
+            progress = run.progress_on(node)
+            try:
+                await self._paired_legs.run(job, pair, self._headers(job, node), decode_headers, client, progress)
+                return
+            except NodeDrainingError as exc:
+                # Not a try: nothing was done. Each node says so once, so this comes to an end.
+                num_tries -= 1
+                run.avoided.add(exc.node)
+                placement = self._placer.place(job, run.avoided, began=placement.prefill)
+            except LegFailedError as exc:
+                if client.is_started or was_started or num_tries == MAX_TRIES:
+                    raise
+                if not self._avoid(placement, exc, run.avoided) or not self._may_retry(exc):
+                    raise
+                logger.warning("another pair is tried request_id=%s: %s", job.request_id, exc)
+                # The prefill nodes that have begun go on where they are.
+                began = () if run.avoided.prefill else placement.prefill
+                placement = self._placer.place(job, run.avoided, began=began)
+        await self._decode(run, placement, LOCAL, LeaseGuard())
+
+    def _avoid(self, placement: Placement, error: LegFailedError, avoided: Avoided) -> bool:
+        """Remembers who not to try again. False: nobody is left to try instead."""
+        other_decode = [node for node in self._pool.usable(NodeRole.DECODE) if node is not placement.decode]
+        if isinstance(error, TransferFailedError | PrefillBusyError):
+            if any(node not in placement.prefill for node in self._pool.usable(NodeRole.PREFILL)):
+                avoided.prefill += placement.prefill
+                return True
+            if isinstance(error, PrefillBusyError):
+                return False
+        avoided.decode.append(placement.decode)
+        return bool(other_decode)
+
+    # --- one leg after the other
+
+    async def _run_in_turn(self, run: Run, placement: Placement) -> None:
+        with self._releaser.guard() as leases:
+            handoff = await self._prefill_legs.run(run.job, placement, leases)
+            self._metrics.count_decision(self._placer.name, "local" if handoff.params is None else "remote")
+            await self._decode(run, placement, handoff, leases)
+
+    async def _decode(self, run: Run, placement: Placement, handoff: Handoff, leases: LeaseGuard) -> None:
+        """The decode leg, on the node that was placed while it is usable, or on another."""
+        job, client = run.job, run.client
+        failure: NodeUnavailableError = self._placer.no_decode_node()
+        was_started = client.is_started
+        node: Node | None = placement.decode
+        if node not in self._pool.usable(NodeRole.DECODE):
+            node = self._placer.place_decode(run.avoided)
+        num_tries = 0
+        given = handoff
+        while node is not None:
+            num_tries += 1
+            sources = placement.sources if given.params is None and placement.is_local and node.info.pull else ()
+            progress = run.progress_on(node)
+            content = decode_body(
+                job.body, given.params, encoder=job.encoder, sources=sources, reports_state=progress is not None
+            )
+            headers = self._decode_headers(run, node, given.prefill_node)
+            try:
+                await self._decode_legs.relay(node, job, content, headers, client, leases, progress)
+                return
+            except NodeDrainingError as exc:
+                failure = exc
+                num_tries -= 1
+                run.avoided.add(exc.node)
+                node = self._placer.place_decode(run.avoided)
+                continue
+            except LegFailedError as exc:
+                if client.is_started or was_started:
+                    raise
+                logger.warning("decode leg failed request_id=%s node=%s: %s", job.request_id, node.name, exc)
+                failure = exc
+                if isinstance(exc, TransferFailedError):
+                    raise
+                if leases.is_handed_over or (node.is_vllm and exc.reason != "refused"):
+                    given = LOCAL  # who had begun with the handoff may have used it up
+                    self._releaser.release(leases)
+            run.avoided.decode.append(node)
+            node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
+            if node is not None and not self._may_retry(failure):
+                break
+        raise failure
+
+    def _headers(self, job: Job, node: Node) -> dict[str, str]:
+        """Our own keys are not for servers of another make."""
+        return dict(job.headers) if node.is_vllm else {**job.headers, **self._node_headers}
+
+    def _decode_headers(self, run: Run, node: Node, prefill_node: str | None) -> dict[str, str]:
+        elapsed_s = time.monotonic() - run.job.arrival_s
+        headers = self._headers(run.job, node)
+        if node.is_vllm:
+            return headers
+        headers |= {"x-tandem-proxy-seconds": f"{run.queue_s:.6f},{elapsed_s:.6f}"}
+        return headers if prefill_node is None else headers | {"x-tandem-prefill-node": prefill_node}

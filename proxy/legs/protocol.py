@@ -1,0 +1,236 @@
+"""The HTTP of the two legs of one request, with the client's failures translated into this project's.
+
+A leg ends in one of four ways: an answer to use, an answer to hand to the client as it is (``RelayedAnswer``), a node
+that could not be talked to, broke or answered what is of no use (``LegFailedError``: another node may be tried), or
+silence beyond the deadline (``DeadlineExceededError``: nothing is tried again, the client has waited long enough). How
+it ended is told to the node's circuit breaker here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import (
+    DeadlineExceededError,
+    NodeUnavailableError,
+    QueueFullError,
+    RequestAbortedError,
+    TransferError,
+)
+from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.resume import STREAM_STATE_KEY
+from common.wire.source_hints import SOURCES_KEY
+from proxy.legs.body_encoder import BodyEncoder
+from proxy.node_http.client import NodeAnswer, NodeStream
+from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError
+from proxy.nodes.breaker import Leg
+from proxy.nodes.health_probe import is_draining_answer
+from proxy.nodes.node import Node, describe
+from proxy.nodes.vllm import vllm_prefill_leg
+
+# Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
+_DECODE_ONLY_FIELDS = (
+    *("stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"),
+    *("echo", "logprobs", "top_logprobs"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A finished prefill leg: opaque ``params`` for the decode leg (empty: the node has nothing to hand over), and what
+    names its lease on ``node``."""
+
+    node: Node
+    params: Mapping[str, Any]
+
+    @property
+    def lease_id(self) -> str | None:
+        lease_id = self.params.get("tandem_lease_id")
+        return lease_id if isinstance(lease_id, str) else None
+
+
+class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's own answer on its way to the client
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status, self.headers, self.body = status, headers, body
+
+
+class LegFailedError(NodeUnavailableError):
+    """The node refused the connection, broke it, or answered what cannot be used.
+
+    ``reason``: refused, broken, garbage, status, busy (full or draining), transfer: a metric's label. ``answer``: what
+    the node said, for the client when nobody else can be asked.
+    """
+
+    def __init__(self, message: str, *, reason: str = "broken", answer: RelayedAnswer | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.answer = reason, answer
+
+
+class NodeDrainingError(LegFailedError):
+    """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"{node.role.value} node {node.name} is draining")
+        self.node = node
+
+
+def check_draining(node: Node, status: int, body: bytes) -> None:
+    """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
+    if is_draining_answer(status, body):
+        node.mark_draining("it refused a request: it is draining")
+        raise NodeDrainingError(node)
+
+
+def prefill_body(
+    node: Node,
+    body: Mapping[str, Any],
+    prompt: Any | None,
+    *,
+    encoder: BodyEncoder,
+    rendezvous_id: str | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
+) -> bytes:
+    """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
+    ``sources``: who may have part of it."""
+    if node.is_vllm:
+        return encoder.encode(vllm_prefill_leg(body, prompt))
+    leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
+    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
+    if prompt is not None:
+        leg["prompt"] = prompt
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
+    return encoder.encode(leg)
+
+
+def decode_body(
+    body: Mapping[str, Any],
+    params: object,
+    *,
+    encoder: BodyEncoder,
+    sources: Sequence[Mapping[str, Any]] = (),
+    reports_state: bool = False,
+) -> bytes:
+    """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
+    ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
+    leg = {key: value for key, value in body.items() if key != FIELD}
+    if params is not None:
+        leg[FIELD] = params
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
+    if reports_state:
+        leg[STREAM_STATE_KEY] = True
+    return encoder.encode(leg)
+
+
+async def send_prefill_leg(
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> Prefilled:
+    """Let ``node`` compute one prompt. Raises RelayedAnswer for its 4xx, LegFailedError, DeadlineExceededError."""
+    answer = await call(node, "POST", route, content, headers, timeout_s, check=check_prefilled)
+    check_draining(node, answer.status, answer.body)
+    if answer.status != 200:
+        relayed = RelayedAnswer(answer.status, answer.headers, answer.body)
+        if 400 <= answer.status < 500 and answer.status != QueueFullError.status:
+            raise relayed
+        raise LegFailedError(
+            f"prefill node {node.name} answers {answer.status}", reason=status_reason(answer.status), answer=relayed
+        )
+    return Prefilled(node, answer.json().get(FIELD) or {})
+
+
+def check_prefilled(node: Node, answer: NodeAnswer) -> None:
+    """Raises LegFailedError when a prefill leg's 200 is none. A vLLM server may have nothing to hand over."""
+    try:
+        params = answer.json().get(FIELD)
+    except (ValueError, AttributeError):
+        params = False
+    if node.is_vllm and params is None:
+        return
+    if not isinstance(params, dict):
+        raise LegFailedError(f"prefill node {node.name} answers without {FIELD}", reason="garbage")
+
+
+async def call(
+    node: Node,
+    method: str,
+    route: str,
+    content: bytes,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    *,
+    check: Callable[[Node, NodeAnswer], None] | None = None,
+) -> NodeAnswer:
+    """One whole answer of ``node`` within ``timeout_s``, whatever its status. ``check`` may refuse a 200.
+
+    Raises LegFailedError and DeadlineExceededError.
+    """
+    with node.in_flight(), node.breaker.leg() as leg:
+        with _translated(node, leg):
+            answer = await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
+            if check is not None and answer.status == 200:
+                check(node, answer)
+        judge(leg, answer.status)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def open_decode_leg(
+    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
+) -> AsyncIterator[tuple[NodeStream, Leg]]:
+    """The decode node's answer, its head within ``timeout_s``, its body not yet read; and the leg, of which the caller
+    says that it succeeded. Leaving closes the connection, on which the node aborts.
+
+    Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
+    """
+    with node.in_flight(), node.breaker.leg() as leg, _translated(node, leg):
+        async with node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer:
+            yield answer, leg
+
+
+def judge(leg: Leg, status: int) -> None:
+    """What a status says about the node. Full, draining, called off, and a peer that could not be read: nothing."""
+    if status in (NodeUnavailableError.status, TransferError.status, QueueFullError.status, RequestAbortedError.status):
+        return
+    if status == 200 or 400 <= status < 500:
+        leg.succeed()
+    else:
+        leg.fail(f"status {status}")
+
+
+def status_reason(status: int) -> str:
+    """``LegFailedError.reason`` of a status that is not the client's fault."""
+    if status == TransferError.status:
+        return "transfer"
+    return "busy" if status in (QueueFullError.status, NodeUnavailableError.status) else "status"
+
+
+@contextlib.contextmanager
+def _translated(node: Node, leg: Leg) -> Iterator[None]:
+    try:
+        yield
+    except LegFailedError as exc:
+        if exc.reason in ("broken", "garbage"):
+            leg.fail(exc.reason)
+        raise
+    except NodeRefusedError as exc:
+        leg.fail("refused")
+        node.suspect(describe(exc), down=True)
+        raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}", reason="refused") from exc
+    except NodeSilentError as exc:
+        leg.fail("silent")
+        raise LegFailedError(f"{node.role.value} node {node.name} is lost: {exc}") from exc
+    except NodeTimeoutError as exc:
+        leg.fail("slow")
+        node.suspect(describe(exc), down=False)
+        raise DeadlineExceededError(
+            f"{node.role.value} node {node.name} did not answer in time ({describe(exc)})"
+        ) from exc
+    except NodeClientError as exc:
+        leg.fail("broken")
+        node.suspect(describe(exc), down=False)
+        raise LegFailedError(f"{node.role.value} node {node.name} broke the connection: {describe(exc)}") from exc

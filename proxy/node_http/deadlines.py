@@ -1,0 +1,100 @@
+"""Waits for a node: each ends by itself after a while, and all at once when the node is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from types import TracebackType
+
+from proxy.node_http.errors import NodeClientError, NodeSilentError, NodeTimeoutError
+
+
+class Wait:
+    """A connection's waits for its node, one after the other. One timer for all of them, which looks at the clock when
+    it fires: one for each cost more than passing a chunk on."""
+
+    def __init__(self, fail: Callable[[NodeClientError], None]) -> None:
+        """``fail`` ends what waits."""
+        self._loop = asyncio.get_running_loop()
+        self._fail = fail
+        self._since_s: float | None = None
+        self._limit_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+
+    def begin(self, limit_s: float) -> None:
+        """The wait that begins now may take ``limit_s``."""
+        self._since_s, self._limit_s = self._loop.time(), limit_s
+        if self._since_s + limit_s < self._due_s:
+            self._look_at(self._since_s + limit_s)
+
+    def end(self) -> None:
+        self._since_s = None
+
+    def close(self) -> None:
+        self._since_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def give_up(self, before_s: float) -> None:
+        if self._since_s is not None and self._since_s <= before_s:
+            self._fail(_no_sign_of_life())
+
+    def _look_at(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._loop.call_at(due_s, self._look)
+
+    def _look(self) -> None:
+        self._timer, self._due_s = None, math.inf
+        if self._since_s is None:
+            return
+        end_s = self._since_s + self._limit_s
+        if self._loop.time() >= end_s:
+            self._fail(NodeTimeoutError(f"silent for more than {round(self._limit_s, 2):g} s"))
+        else:
+            self._look_at(end_s)
+
+
+class Limit:
+    """A block that ends with TimeoutError after ``timeout_s``, or with NodeSilentError when its node is given up."""
+
+    def __init__(self, timeout_s: float, waits: Waits) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+        self._waits = waits
+        self._is_given_up = False
+
+    async def __aenter__(self) -> None:
+        self._since_s = asyncio.get_running_loop().time()
+        await self._timeout.__aenter__()
+        self._waits.add(self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waits.discard(self)
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            if self._is_given_up:
+                raise _no_sign_of_life() from None
+            raise
+
+    def give_up(self, before_s: float) -> None:
+        if self._since_s <= before_s and not self._timeout.expired():
+            self._is_given_up = True
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+
+class Waits(set[Wait | Limit]):
+    """Everything that may wait for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard_s = -math.inf
+
+
+def _no_sign_of_life() -> NodeSilentError:
+    return NodeSilentError("it gives no sign of life")

@@ -1,0 +1,126 @@
+"""Nodes behind a DNS name that is resolved again and again, as a Kubernetes headless service needs it.
+
+``--decode dns+http://name:8200`` means: each address of ``name`` is a node. 1 a new address joins the pool, 2 an
+address that is no longer in the answer drains: nothing new, its open requests go on, and it is gone after the last
+one, 3 one that comes back is used again. A name that cannot be resolved changes nothing: DNS that is down must not take
+nodes along, and nodes that are gone show that themselves. An operator's removal holds until the address leaves the
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import urllib.parse
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.config.values import DNS_PREFIX
+from common.errors import InvalidRequestError
+from proxy.nodes.node import NodeRole
+from proxy.nodes.pool import NodePool
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_TIMEOUT_S = 5.0
+
+Resolver = Callable[[str, int], Awaitable[set[str]]]
+"""The addresses of a host (with the port it is asked for). Raises OSError."""
+
+
+@dataclass(slots=True)
+class DnsTarget:
+    """One ``dns+http`` URL of a role's flag. ``known``: the URLs of the last answer."""
+
+    url: str
+    role: NodeRole
+    known: set[str] = field(default_factory=set)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urllib.parse.urlsplit(self.url.removeprefix(DNS_PREFIX))
+        return parts.hostname or "", parts.port or 80
+
+    def node_url(self, address: str) -> str:
+        port = self.address[1]
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def split_urls(urls: Sequence[str], role: NodeRole) -> tuple[list[str], list[DnsTarget]]:
+    """A flag's URLs: those of nodes, and those of names."""
+    names = [DnsTarget(url, role) for url in urls if url.startswith(DNS_PREFIX)]
+    return [url for url in urls if not url.startswith(DNS_PREFIX)], names
+
+
+class Discovery:
+    """Lives on the event loop between ``start`` and ``close``; one task per name."""
+
+    def __init__(
+        self,
+        pool: NodePool,
+        targets: Sequence[DnsTarget],
+        *,
+        interval_s: float,
+        resolve: Resolver | None = None,
+    ) -> None:
+        self._pool = pool
+        self._targets = list(targets)
+        self._interval_s = interval_s
+        self._resolve = resolve or resolve_host
+        self._tasks: list[asyncio.Task[None]] = []
+        for target in self._targets:
+            pool.missing[target.url] = (target.role, f"{target.url}: not resolved yet")
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._run(target), name=f"dns {target.url}") for target in self._targets]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, target: DnsTarget) -> None:
+        while True:
+            await self.look(target)
+            await asyncio.sleep(self._interval_s)
+
+    async def look(self, target: DnsTarget) -> None:
+        """Resolve once and bring the pool in line with the answer. Never raises on what DNS does."""
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                addresses = await self._resolve(*target.address)
+        except (OSError, TimeoutError, UnicodeError) as exc:
+            self._say(target, f"{target.url}: {type(exc).__name__}: {exc}".rstrip(": "))
+            return
+        answer = {target.node_url(address) for address in addresses}
+        refused = set()
+        problem = None if answer else f"{target.url}: no address"
+        for url in sorted(answer - target.known):
+            try:
+                self._pool.add(url, target.role, origin=target.url)
+            except InvalidRequestError as exc:
+                problem = f"{target.url}: {exc.message}"
+                refused.add(url)
+        for url in sorted(target.known - answer):
+            node = self._pool.find(url)
+            if node is not None and node.origin == target.url:
+                self._pool.remove(node, f"its address has left {target.url}")
+        target.known = answer - refused
+        self._say(target, problem)
+
+    def _say(self, target: DnsTarget, problem: str | None) -> None:
+        old = self._pool.missing.get(target.url)
+        if problem is None:
+            self._pool.missing.pop(target.url, None)
+        else:
+            self._pool.missing[target.url] = (target.role, problem)
+        if problem is not None and (old is None or old[1] != problem):
+            logger.warning("discovery role=%s %s", target.role.value, problem)
+
+
+async def resolve_host(host: str, port: int) -> set[str]:
+    """All addresses of a name, by the system's resolver. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return {str(address[0]) for _, _, _, _, address in found}

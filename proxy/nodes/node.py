@@ -1,0 +1,245 @@
+"""One node that the proxy drives, and what the proxy knows about it.
+
+Life of a record: 1 ``new``, made from a URL, not heard of yet, 2 ``ready``: its ``/ready`` answered 200 and what it
+says about itself fits the pool, 3 ``suspect``: it does not answer, is not ready, or is refused; ``draining``: it
+finishes what it has and gets nothing new. From both it comes back by itself when it is ready again, 4 ``gone``: removed
+from the pool; an end. ``is_usable`` is the one question that decides whether it gets work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.node_http.client import NodeClient
+from proxy.nodes.breaker import Breaker
+from proxy.nodes.load import LoadReport, NodeLoad
+
+logger = logging.getLogger(__name__)
+
+REASON_LENGTH = 300
+ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - what a node listens on, not where it is reached
+
+
+class NodeRole(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class NodeKind(enum.Enum):
+    """What a node speaks: this project's own routes, or vLLM's."""
+
+    TANDEM = "tandem"
+    VLLM = "vllm"
+
+
+class NodeState(enum.Enum):
+    NEW = "new"
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says about itself; None where it does not say (nodes of other makes).
+
+    ``pull``: it can follow a prompt that a peer still computes, and lets itself be followed. ``host`` and ``port``:
+    where its peers reach it. ``epoch``: its life. ``resume``: it goes on with answers that began elsewhere.
+    ``more_models``: further names that it answers to.
+    """
+
+    name: str | None = None
+    role: str | None = None
+    model: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    fingerprint: str | None = None
+    pull: bool = False
+    host: str | None = None
+    port: int | None = None
+    epoch: str | None = None
+    resume: bool = False
+    kind: NodeKind = NodeKind.TANDEM
+    more_models: tuple[str, ...] = ()
+    load: LoadReport | None = None
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> NodeInfo:
+        def text(*keys: str) -> str | None:
+            return next((body[key] for key in keys if isinstance(body.get(key), str)), None)
+
+        def whole(key: str) -> int | None:
+            value = body.get(key)
+            return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+        port = whole("port")
+        return cls(
+            name=text("node_name", "name"),
+            role=text("role"),
+            model=text("served_model_name", "model"),
+            max_model_len=whole("max_model_len"),
+            max_num_seqs=whole("max_num_seqs"),
+            fingerprint=text("fingerprint"),
+            pull=body.get("pull") is True,
+            host=text("host"),
+            port=port if port is not None and 0 < port < 65_536 else None,
+            epoch=text("epoch"),
+            resume=body.get("resume") is True,
+            load=LoadReport.from_json(body.get("load")),
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
+
+    ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
+    itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
+    ``heard_s``: when it was last ready. ``silent_since_s``: when the first look at it began to which it has said
+    nothing at all; None while it answers.
+    """
+
+    url: str
+    role: NodeRole
+    client: NodeClient
+    origin: str = "flag"
+    info: NodeInfo = field(default_factory=NodeInfo)
+    state: NodeState = NodeState.NEW
+    reason: str = "not heard of yet"
+    hold_reason: str | None = None
+    is_leaving: bool = False
+    is_refused: bool = False
+    heard_s: float | None = None
+    silent_since_s: float | None = None
+    num_in_flight: int = 0
+    poll_now: asyncio.Event = field(default_factory=asyncio.Event)
+    breaker: Breaker = field(default_factory=Breaker)
+    load: NodeLoad = field(default_factory=NodeLoad)
+
+    @property
+    def name(self) -> str:
+        return self.info.name or urllib.parse.urlsplit(self.url).netloc
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.info.kind is NodeKind.VLLM
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be given work now. Everything that keeps work from a node belongs in here."""
+        return self.state is NodeState.READY and self.breaker.is_admitting
+
+    @property
+    def silence_s(self) -> float:
+        """For how long it has answered no look and sent nothing else either; 0 while it answers looks."""
+        if self.silent_since_s is None:
+            return 0.0
+        return time.monotonic() - max(self.silent_since_s, self.client.heard_s)
+
+    def is_late(self, max_silence_s: float) -> bool:
+        """Whether all that speaks against it is that it has missed looks, and been silent for less than that."""
+        if self.state is not NodeState.SUSPECT or self.silent_since_s is None or not self.breaker.is_admitting:
+            return False
+        if self.hold_reason is not None or self.is_leaving or self.is_refused or self.heard_s is None:
+            return False
+        return self.silence_s < max_silence_s
+
+    @property
+    def unusable_reason(self) -> str:
+        return self.reason or self.breaker.reason or self.state.value
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it answers, also while it drains."""
+        return self.state in (NodeState.READY, NodeState.DRAINING)
+
+    @property
+    def transfer_address(self) -> tuple[str, int]:
+        """Host and port at which other nodes reach this one: what it says itself, else as the proxy does."""
+        parts = urllib.parse.urlsplit(self.url)
+        host, port = self.info.host, self.info.port
+        if host is None or host in ANY_ADDRESS:
+            host = parts.hostname or ""
+        return host, port or parts.port or 80
+
+    def source_hint(self) -> dict[str, Any] | None:
+        """This node as a place where part of a prompt may be; None when it cannot be asked."""
+        if not self.info.pull or self.info.epoch is None:
+            return None
+        host, port = self.transfer_address
+        return {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "epoch": self.info.epoch}
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if self.is_leaving and not self.num_in_flight:
+                self.poll_now.set()  # its last leg has ended: it may go
+
+    # --- what was learned about it
+
+    def mark_ready(self, info: NodeInfo) -> None:
+        """It answers, and fits; while the proxy holds work from it, it drains all the same."""
+        if self.info.epoch is not None and info.epoch != self.info.epoch:
+            self.breaker.reset()
+        self.info, self.is_refused, self.heard_s = info, False, time.monotonic()
+        self.load.update(info.load, self.heard_s)
+        if self.hold_reason is not None:
+            self._enter(NodeState.DRAINING, self.hold_reason)
+        else:
+            self._enter(NodeState.READY, "")
+
+    def mark_draining(self, reason: str) -> None:
+        """It finishes what it has: it says so itself, or the proxy has decided it."""
+        self._enter(NodeState.DRAINING, reason)
+
+    def mark_suspect(self, reason: str) -> None:
+        # Not up yet is how every start looks: it stays new, with the reason.
+        self._enter(NodeState.NEW if self.state is NodeState.NEW else NodeState.SUSPECT, reason)
+
+    def refuse(self, info: NodeInfo, reason: str) -> None:
+        """It answers but does not belong here."""
+        self.info, self.is_refused = info, True
+        self._enter(NodeState.SUSPECT, reason)
+
+    def mark_gone(self) -> None:
+        self._enter(NodeState.GONE, "removed")
+
+    def suspect(self, reason: str, *, down: bool) -> None:
+        """A leg met trouble: look at the node now; until then count it as ``down`` if it refused the connection."""
+        if down:
+            self.mark_suspect(reason)
+        self.poll_now.set()
+
+    def _enter(self, state: NodeState, reason: str) -> None:
+        if self.state is NodeState.GONE or (state is self.state and reason == self.reason):
+            return
+        # A node that answered and no longer does, or that is refused, is news that somebody should read.
+        is_bad = state is NodeState.SUSPECT and (self.is_up or self.is_refused)
+        logger.log(
+            logging.WARNING if is_bad else logging.INFO,
+            "node %s node=%s role=%s model=%s reason=%s",
+            state.value,
+            self.url,
+            self.role.value,
+            self.info.model,
+            reason,
+        )
+        self.state, self.reason = state, reason
+
+
+def describe(exc: Exception) -> str:
+    """One line about a failed call."""
+    return f"{type(exc).__name__}: {exc}".rstrip(": ")[:REASON_LENGTH]

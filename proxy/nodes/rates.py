@@ -1,0 +1,85 @@
+"""Each node's speeds as placement uses them: what the node measured, mixed with what others of its role did, and those
+with all others', as far as the measurements can be trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from proxy.nodes.load import DEFAULT_KV_BYTES, LoadReport, Measured
+from proxy.nodes.node import Node, NodeRole
+
+MAX_AGE_S = 0.5
+# What the mean of others weighs beside a node's own trusted measurement, and the defaults beside that mean.
+ROLE_PRIOR, DEFAULT_PRIOR = 0.05, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of a node's work: ``step_s`` + ``token_s`` a prompt token for a step that computes prompts, ``pull_s`` +
+    ``byte_s`` a byte for a pull, ``decode_step_s`` a step that only decodes. The defaults are of a small model on a
+    small machine, until a node has measured something.
+
+    What follows from them and the node's sizes: ``kv_s`` of pulling a token's blocks, ``state_s`` of a pull with one
+    state.
+    """
+
+    step_s: float = 0.005
+    token_s: float = 0.0002
+    decode_step_s: float = 0.01
+    pull_s: float = 0.003
+    byte_s: float = 1e-9
+    kv_s: float = DEFAULT_KV_BYTES * 1e-9
+    state_s: float = 0.003
+
+
+class RateTable:
+    """Rates by node URL, computed again when they are older than ``MAX_AGE_S``: reports come no oftener."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, Rates] = {}
+        self._made_s = float("-inf")
+
+    def rates(self, nodes: Sequence[Node], now: float) -> Mapping[str, Rates]:
+        if now - self._made_s > MAX_AGE_S or any(node.url not in self._rates for node in nodes):
+            everywhere = _mixed(Rates(), (node.load.report for node in nodes), DEFAULT_PRIOR)
+            by_role = {
+                role: _mixed(everywhere, (node.load.report for node in nodes if node.role is role), ROLE_PRIOR)
+                for role in NodeRole
+            }
+            self._rates = {node.url: _own(by_role[node.role], node.load.report) for node in nodes}
+            self._made_s = now
+        return self._rates
+
+
+def _own(others: Rates, report: LoadReport) -> Rates:
+    step_s, token_s = _trusted(others.step_s, others.token_s, report.prefill)
+    pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
+    decode_step_s = others.decode_step_s if report.decode_step_s is None else report.decode_step_s
+    kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
+    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s, kv_s, state_s)
+
+
+def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:
+    if own is None:
+        return fixed_s, unit_s
+    return fixed_s + own.trust * (own.fixed_s - fixed_s), unit_s + own.trust * (own.unit_s - unit_s)
+
+
+def _mixed(prior: Rates, reports: Iterable[LoadReport], weight: float) -> Rates:
+    """The mean of what was measured, each by its trust, and of ``prior`` with ``weight``."""
+    reports = list(reports)
+    step_s, token_s = _mean(prior.step_s, prior.token_s, [each.prefill for each in reports], weight)
+    pull_s, byte_s = _mean(prior.pull_s, prior.byte_s, [each.pull for each in reports], weight)
+    decode = [each.decode_step_s for each in reports if each.decode_step_s is not None]
+    decode_step_s = (prior.decode_step_s * weight + sum(decode)) / (weight + len(decode))
+    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s)
+
+
+def _mean(fixed_s: float, unit_s: float, measured: Iterable[Measured | None], weight: float) -> tuple[float, float]:
+    known = [each for each in measured if each is not None]
+    total = weight + sum(each.trust for each in known)
+    fixed_s = fixed_s * weight + sum(each.trust * each.fixed_s for each in known)
+    unit_s = unit_s * weight + sum(each.trust * each.unit_s for each in known)
+    return fixed_s / total, unit_s / total

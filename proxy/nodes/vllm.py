@@ -1,0 +1,54 @@
+"""Nodes that are servers of vLLM's kind: what is asked of them, and the bodies of their legs.
+
+They speak the OpenAI routes, ``/health`` and ``kv_transfer_params`` as vLLM's NIXL connector and its example proxies
+(tests/v1/kv_connector/nixl_integration/toy_proxy_server.py there) have them. Their parameters are opaque here: the
+prefill node's go to one decode node, unchanged and once. Nothing of ours is sent to them: no rendezvous, hints, leases,
+token ids or cluster key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.wire.handoff import FIELD, prefill_leg_params
+from proxy.node_http.client import NodeClient
+from proxy.nodes.node import NodeInfo, NodeKind
+
+# A prefill leg answers with one token that nobody reads; two answers would hold the prompt twice.
+_DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of")
+
+
+async def read_vllm_info(client: NodeClient, timeout_s: float) -> NodeInfo:
+    """What a server says about itself. Raises ValueError when it is not healthy, and NodeClientError."""
+    health = await client.request("GET", "/health", timeout_s=timeout_s)
+    if health.status != 200:
+        raise ValueError(f"/health answers {health.status}")
+    answer = await client.request("GET", "/v1/models", timeout_s=timeout_s)
+    if answer.status in (401, 403):
+        return NodeInfo(kind=NodeKind.VLLM)  # it wants the client's key, which a look does not have
+    if answer.status != 200:
+        raise ValueError(f"/v1/models answers {answer.status}")
+    body = answer.json()
+    entries = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError("/v1/models is not a list of models")
+    models = tuple(entry["id"] for entry in entries if isinstance(entry.get("id"), str))
+    lengths = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
+    return NodeInfo(
+        model=models[0] if models else None,
+        more_models=models[1:],
+        max_model_len=max(lengths, default=None),
+        kind=NodeKind.VLLM,
+    )
+
+
+def vllm_prefill_leg(body: Mapping[str, Any], prompt: Any | None) -> dict[str, Any]:
+    """The prefill leg's body for one prompt (``None``: the body's own, a chat)."""
+    leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
+    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params()}
+    if leg.get("max_completion_tokens") is not None:
+        leg["max_completion_tokens"] = 1
+    if prompt is not None:
+        leg["prompt"] = prompt
+    return leg

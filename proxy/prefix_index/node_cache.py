@@ -1,0 +1,228 @@
+"""What one node has cached, as far as its events told: the proxy's small copy of the node's own indexes.
+
+``NodeCache`` follows ``common.kv_cache.prefix.lookup``: a run of blocks from the left in the groups that keep every
+position, enough blocks before the place in those that keep a window, and for models with states the deepest checkpoint
+within both. ``AssumedCache`` stands in for nodes that tell nothing: what was sent to them is taken to be there for a
+while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from common.wire.cache_events import CHECKPOINT, CacheChange, hint
+from proxy.prefix_index.prompt_keys import PromptKeys
+
+_WINDOW_PREFIX = "window_"
+
+
+class Coverage(NamedTuple):
+    """What one node has of one prompt, in tokens from its start.
+
+    Attributes:
+        attention_tokens: whose attention blocks it has (models without attention: as ``state_tokens``).
+        state_tokens: the deepest position from which it can go on by itself: a checkpoint within those, exact to the
+            token. A dense model needs no checkpoint. Less than the prompt, unless nothing at all needs computing.
+    """
+
+    attention_tokens: int
+    state_tokens: int
+
+
+NO_COVERAGE = Coverage(0, 0)
+
+
+class NodeCache:
+    """
+    Args:
+        groups: labels of the model's attention groups; a window's ends in its tokens.
+        has_state: the model goes on from checkpoints only.
+    """
+
+    def __init__(self, block_size: int, groups: Sequence[str], has_state: bool) -> None:
+        self.block_size = block_size
+        self._has_state = has_state
+        self._bit_of = {label: 1 << index for index, label in enumerate(groups)}
+        self._windows = tuple(
+            (bit, int(label.removeprefix(_WINDOW_PREFIX)))
+            for label, bit in self._bit_of.items()
+            if label.startswith(_WINDOW_PREFIX)
+        )
+        self._full_bits = sum(self._bit_of.values()) - sum(bit for bit, _ in self._windows)
+        self._has_groups = bool(groups)
+        # Cut keys. Blocks: the groups that have it; least recently used first.
+        self._blocks: dict[bytes, int] = {}
+        # Boundary -> checkpoints that hang on it -> (position, has a row).
+        self._hanging: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
+        self._boundary_of: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks) + len(self._boundary_of)
+
+    def apply(self, change: CacheChange) -> None:
+        """Removals of what is not known are ignored: it was let go here before."""
+        if change.group == CHECKPOINT:
+            for key in change.keys:
+                self._remove_checkpoint(key)
+            if change.is_stored:
+                self._hanging.setdefault(change.boundary, {})[change.keys[0]] = (change.position, change.has_row)
+                self._boundary_of[change.keys[0]] = change.boundary
+            return
+        bit, blocks = self._bit_of.get(change.group), self._blocks
+        if bit is None:
+            return
+        if change.is_stored:
+            # The deepest first, so that it is also the first to be let go.
+            for key in reversed(change.keys):
+                blocks[key] = blocks.get(key, 0) | bit
+            return
+        for key in change.keys:
+            left = blocks.get(key, 0) & ~bit
+            if left:
+                blocks[key] = left
+            else:
+                blocks.pop(key, None)
+
+    def _remove_checkpoint(self, key: bytes) -> None:
+        boundary = self._boundary_of.pop(key, None)
+        if boundary is not None:
+            hanging = self._hanging[boundary]
+            del hanging[key]
+            if not hanging:
+                del self._hanging[boundary]
+
+    def let_go(self, num_entries: int) -> None:
+        """Forget about that many entries, those first that were used least recently."""
+        num_blocks = min(num_entries, len(self._blocks))
+        for key in list(itertools.islice(self._blocks, num_blocks)):
+            del self._blocks[key]
+        for key in list(itertools.islice(self._boundary_of, num_entries - num_blocks)):
+            self._remove_checkpoint(key)
+
+    def touch(self, hints: Iterable[bytes]) -> None:
+        """These were used, the deepest given last."""
+        blocks = self._blocks
+        for key in reversed(list(hints)):
+            bits = blocks.pop(key, None)
+            if bits is not None:
+                blocks[key] = bits
+
+    # --- lookup
+
+    def coverage(self, keys: PromptKeys, hints: Sequence[bytes]) -> Coverage:
+        """``hints``: the cut ``boundary_keys`` of ``keys``."""
+        size = self.block_size
+        run = self._run(hints)
+        if not run and hints[0] not in self._hanging:
+            return NO_COVERAGE
+        windows = _Windows(self._windows, self._blocks, hints, size) if self._windows else None
+        num_attention = run * size if self._full_bits else 0
+        deepest, resume = 0, 0
+        for position, num_blocks, has_row in self._checkpoints(keys, hints, run):
+            deepest = max(deepest, position)
+            is_end = position == keys.num_tokens
+            if is_end and self._has_state and not has_row:
+                continue  # the last token's row is wanted, and its state cannot be undone
+            goes_on = position if is_end and has_row else min(position, keys.num_tokens - 1)
+            if windows is None or windows.reach(num_blocks, goes_on):
+                resume = goes_on
+                break
+        if not self._has_state:
+            depth = run
+            if windows is not None:
+                depth = next((n for n in range(run, 0, -1) if windows.reach(n, min(n * size, keys.num_tokens - 1))), 0)
+            if self._has_groups:
+                resume = max(resume, min(depth * size, keys.num_tokens - 1))
+        # A checkpoint inside the next block holds that block's tail.
+        has_tail = deepest // size == run
+        attention = max(num_attention, deepest if has_tail else 0) if self._full_bits else resume
+        return Coverage(attention, resume)
+
+    def _run(self, hints: Sequence[bytes]) -> int:
+        """Blocks from the left that all full groups have; all of them where there is no such group."""
+        if not self._full_bits:
+            return len(hints) - 1
+        wanted, get = self._full_bits, self._blocks.get
+        if len(self._bit_of) == 1:
+            return len(list(itertools.takewhile(self._blocks.__contains__, itertools.islice(hints, 1, None))))
+        run = 0
+        for key in itertools.islice(hints, 1, None):
+            if get(key, 0) & wanted != wanted:
+                break
+            run += 1
+        return run
+
+    def _checkpoints(self, keys: PromptKeys, hints: Sequence[bytes], run: int) -> Iterable[tuple[int, int, bool]]:
+        """(position, full blocks below it, has a row) of this prompt's checkpoints, the deepest first."""
+        get = self._hanging.get
+        for num_blocks in range(run, -1, -1):
+            hanging = get(hints[num_blocks])
+            if hanging is None:
+                continue
+            places = sorted(((position, row, key) for key, (position, row) in hanging.items()), reverse=True)
+            for position, has_row, key in places:
+                is_here = position <= keys.num_tokens and position // self.block_size == num_blocks
+                if is_here and hint(keys.key_at(position)) == key:
+                    yield position, num_blocks, has_row
+
+
+class _Windows:
+    """Whether the sliding-window groups have what going on at a place reads: of models that have such groups. Runs are
+    counted when first asked."""
+
+    def __init__(
+        self, windows: Sequence[tuple[int, int]], blocks: dict[bytes, int], hints: Sequence[bytes], block_size: int
+    ) -> None:
+        self._windows = windows
+        self._blocks = blocks
+        self._hints = hints
+        self._block_size = block_size
+        self._runs: list[list[int]] = []
+
+    def reach(self, num_blocks: int, position: int) -> bool:
+        if not self._runs:
+            self._runs = [self._count(bit) for bit, _ in self._windows]
+        for (_, window), runs in zip(self._windows, self._runs, strict=True):
+            first = min(max(0, position - window + 1) // self._block_size, num_blocks)
+            if runs[num_blocks] < num_blocks - first:
+                return False
+        return True
+
+    def _count(self, bit: int) -> list[int]:
+        """At n the length of the run of blocks that ends with block n."""
+        runs = [0]
+        for key in itertools.islice(self._hints, 1, None):
+            runs.append(runs[-1] + 1 if self._blocks.get(key, 0) & bit else 0)
+        return runs
+
+
+class AssumedCache:
+    """What a silent node was sent, each block for ``lifetime_s`` after its last use."""
+
+    def __init__(self, block_size: int, lifetime_s: float) -> None:
+        self.block_size = block_size
+        self._lifetime_s = lifetime_s
+        self._ends_s: dict[bytes, float] = {}  # by cut key; the earliest end first
+
+    def __len__(self) -> int:
+        return len(self._ends_s)
+
+    def observe(self, hints: Sequence[bytes], now_s: float) -> None:
+        ends_s = self._ends_s
+        for key in reversed(hints[1:]):
+            ends_s.pop(key, None)
+            ends_s[key] = now_s + self._lifetime_s
+        expired = list(itertools.takewhile(lambda key: ends_s[key] <= now_s, ends_s))
+        for key in expired:
+            del ends_s[key]
+
+    def let_go(self, num_entries: int) -> None:
+        for key in list(itertools.islice(self._ends_s, num_entries)):
+            del self._ends_s[key]
+
+    def coverage(self, hints: Sequence[bytes], now_s: float) -> Coverage:
+        get = self._ends_s.get
+        run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, itertools.islice(hints, 1, None)))
+        return Coverage(run * self.block_size, run * self.block_size)

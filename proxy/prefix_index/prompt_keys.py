@@ -1,0 +1,62 @@
+"""One prompt's names in the nodes' caches: the key chain of ``common.kv_cache.keys``, computed from the proxy's own
+tokens with the root that a node told it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.kv_cache.keys import PrefixKeys, chain_key, chain_root
+from common.wire.cache_events import hint
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """
+    Attributes:
+        num_tokens: of the prompt.
+        block_size: tokens between two boundaries.
+        boundary_keys: key of the first n full blocks at index n; the root, which binds model and salt, at 0.
+        token_ids: the prompt's own, for places inside a block.
+        hints: ``boundary_keys``, cut as nodes tell them.
+    """
+
+    num_tokens: int
+    block_size: int
+    boundary_keys: tuple[bytes, ...]
+    token_ids: array[int] = field(repr=False)
+    hints: tuple[bytes, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hints", tuple(map(hint, self.boundary_keys)))
+
+    @classmethod
+    def of_prompt(
+        cls, root_key: bytes, block_size: int, token_ids: Sequence[int], cache_salt: str | None = None
+    ) -> PromptKeys:
+        """The keys that a node with this ``root_key`` gives to the prompt."""
+        extra_keys = (("cache_salt", cache_salt.encode()),) if cache_salt is not None else ()
+        keys = PrefixKeys(chain_root(root_key, extra_keys), block_size, token_ids)
+        num_blocks = len(token_ids) // block_size
+        return cls(len(token_ids), block_size, tuple(keys.boundary_keys(num_blocks)), array("I", token_ids))
+
+    def followed_by(self, token_ids: Sequence[int]) -> PromptKeys:
+        """The keys of the prompt with ``token_ids`` behind it."""
+        size = self.block_size
+        all_ids = self.token_ids + array("I", token_ids)
+        keys = list(self.boundary_keys)
+        for start in range(self.num_blocks * size, len(all_ids) - size + 1, size):
+            keys.append(chain_key(keys[-1], all_ids[start : start + size]))
+        return PromptKeys(len(all_ids), size, tuple(keys), all_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.boundary_keys) - 1
+
+    def key_at(self, position: int) -> bytes:
+        """Key of the first ``position`` tokens, on a boundary or not. ``position`` is at most ``num_tokens``."""
+        num_blocks, num_tail = divmod(position, self.block_size)
+        boundary = self.boundary_keys[num_blocks]
+        return chain_key(boundary, self.token_ids[position - num_tail : position]) if num_tail else boundary

@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequestError, ModelNotFoundError
+from common.openai.protocol import (
+    check_model,
+    check_token_ids,
+    parse_chat,
+    parse_completion,
+    to_sampling_params,
+)
+from common.request import SamplingParams
+from common.wire.handoff import TransferMode, prefill_leg_params
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any):
+    return parse_completion({"prompt": "hello", **fields})
+
+
+def chat(**fields: Any):
+    return parse_chat({"messages": USER, **fields})
+
+
+def params(request: Any, *, num_prompt_tokens: int = 10, max_model_len: int = 100, vocab_size: int = 1000):
+    return to_sampling_params(
+        request, num_prompt_tokens=num_prompt_tokens, max_model_len=max_model_len, vocab_size=vocab_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        ([1, 2], ((1, 2),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
+def test_prompt_in_each_form_gives_one_entry_per_prompt(prompt: Any, expected: Any) -> None:
+    assert parse_completion({"prompt": prompt}).prompts == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], [""], [[]], ["a", ""], [1, "a"], [True], [1.0], [-1], [2**31], 5, {}, [None], [[1, None]]]
+)
+def test_prompt_when_empty_or_malformed_names_prompt(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_completion({"prompt": prompt})
+    assert caught.value.param == "prompt"
+    assert "prompt" in caught.value.message
+
+
+def test_all_fields_null_give_the_defaults() -> None:
+    names = [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "skip_special_tokens",
+        "return_token_ids",
+        "stream",
+        "stream_options",
+        "model",
+        "cache_salt",
+        "priority",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "best_of",
+        "suffix",
+    ]
+    nulls = dict.fromkeys(names)
+    assert parse_completion({"prompt": "hello", **nulls}) == completion()
+    assert parse_chat({"messages": USER, **nulls}) == chat()
+    assert params(completion()) == SamplingParams(max_tokens=16)
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    request = completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3, stop_token_ids=[5, 6, 5], max_tokens=9,
+        min_tokens=2, ignore_eos=True, presence_penalty=1, frequency_penalty=-2, repetition_penalty=1.5,
+        logit_bias={"3": -100, "4": 2}, logprobs=4, echo=True,
+    )  # fmt: skip
+    assert params(request) == SamplingParams(
+        max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3,
+        stop_token_ids=frozenset({5, 6}), ignore_eos=True, presence_penalty=1.0, frequency_penalty=-2.0,
+        repetition_penalty=1.5, logit_bias={3: -100.0, 4: 2.0}, logprobs=4, prompt_logprobs=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("temperature", -0.1, "between 0 and 2"),
+        ("temperature", 2.1, "between 0 and 2"),
+        ("temperature", float("nan"), "nan"),
+        ("temperature", 10**400, "between 0 and 2"),
+        ("temperature", "1", "'1'"),
+        ("temperature", True, "True"),
+        ("top_p", 0, "greater than 0"),
+        ("top_p", 1.01, "at most 1"),
+        ("top_k", -2, "-2"),
+        ("top_k", 1.0, "1.0"),
+        ("min_p", 2, "2"),
+        ("n", 0, "between 1 and 128"),
+        ("n", 129, "between 1 and 128"),
+        ("n", True, "True"),
+        ("seed", 2**63, str(2**63)),
+        ("seed", 1.5, "1.5"),
+        ("stop", "", "''"),
+        ("stop", ["a", 3], "3"),
+        ("stop", ["x"] * 17, "at most 16"),
+        ("stop", 3, "3"),
+        ("stop_token_ids", [1, -1], "stop_token_ids[1]"),
+        ("stop_token_ids", "1", "'1'"),
+        ("max_tokens", -1, "-1"),
+        ("max_tokens", 0, "echo"),
+        ("max_tokens", "16", "'16'"),
+        ("max_completion_tokens", 1.5, "1.5"),
+        ("min_tokens", -1, "-1"),
+        ("ignore_eos", 1, "1"),
+        ("presence_penalty", 2.5, "between -2 and 2"),
+        ("frequency_penalty", -2.5, "between -2 and 2"),
+        ("repetition_penalty", 0, "between 0.01"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("logprobs", True, "True"),
+        ("logit_bias", {"a": 1}, "'a'"),
+        ("logit_bias", {"01": 1}, "'01'"),
+        ("logit_bias", {"1": 101}, "101"),
+        ("logit_bias", [1], "[1]"),
+        ("echo", "yes", "'yes'"),
+        ("stream", 1, "1"),
+        ("skip_special_tokens", "no", "'no'"),
+        ("cache_salt", "", "0 characters"),
+        ("cache_salt", 3, "3"),
+        ("priority", "high", "'high'"),
+        ("model", 3, "3"),
+        ("kv_transfer_params", [], "[]"),
+    ],
+)
+def test_bad_value_names_field_value_and_bound(field: str, value: Any, shown: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{field: value})
+    assert caught.value.param == field
+    assert field in caught.value.message
+    assert shown in caught.value.message
+
+
+def test_error_message_when_value_is_huge_stays_short() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(temperature="x" * 100_000)
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function"}),
+        ("functions", [{"name": "f"}]),
+        ("structured_outputs", {"json": {}}),
+        ("guided_json", {"type": "object"}),
+        ("guided_whatever", "x"),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("prompt_logprobs", 0),
+        ("logits_processors", ["p"]),
+    ],
+)
+def test_known_but_unbuilt_field_is_refused_by_name(field: str, value: Any) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequestError, match=field) as caught:
+            parse(**{field: value})
+        assert caught.value.param == field
+        assert caught.value.code == "unsupported_parameter"
+
+
+def test_known_but_unbuilt_field_with_a_neutral_value_is_accepted() -> None:
+    neutral = {"response_format": {"type": "text"}, "tool_choice": "auto", "functions": [], "suffix": "", "best_of": 2}
+    assert completion(**neutral, n=2) == completion(n=2)
+
+
+def test_unknown_field_is_ignored() -> None:
+    assert completion(frobnicate=[1, 2], user=3) == completion()
+
+
+def test_prefill_leg_ignores_every_sampling_and_output_field_however_inconsistent() -> None:
+    noise = {
+        "max_tokens": 1, "min_tokens": 50, "n": 4, "stream": False, "stream_options": {"include_usage": True},
+        "temperature": "hot", "response_format": {"type": "json_object"}, "logprobs": "many", "best_of": 9,
+        "guided_json": {}, "stop": [""], "kv_transfer_params": prefill_leg_params(),
+    }  # fmt: skip
+    request = completion(**noise, cache_salt="s", priority=3)
+    assert request.transfer_mode is TransferMode.REMOTE_DECODE
+    assert (request.prompts, request.cache_salt, request.priority) == (("hello",), "s", 3)
+    assert request.output.n == 1
+    assert params(request, num_prompt_tokens=100, max_model_len=100) == SamplingParams(max_tokens=1)
+    asked = chat(**noise, tools=[{"type": "function"}], chat_template_kwargs={"enable_thinking": False})
+    assert asked.tools == ({"type": "function"},)
+    assert asked.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_prefill_leg_still_checks_what_it_reads() -> None:
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        parse_completion({"prompt": "", "kv_transfer_params": {"do_remote_decode": True}})
+    with pytest.raises(InvalidRequestError, match="both"):
+        completion(kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": True})
+    with pytest.raises(InvalidRequestError, match="do_remote_decode"):
+        completion(kv_transfer_params={"do_remote_decode": "yes"})
+
+
+def test_stream_options_without_stream_is_refused() -> None:
+    assert completion(stream=True, stream_options={"include_usage": True}).output.include_usage
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(stream_options={"include_usage": True})
+    assert caught.value.param == "stream_options"
+
+
+def test_max_completion_tokens_wins_over_max_tokens() -> None:
+    assert params(chat(max_tokens=5, max_completion_tokens=7)).max_tokens == 7
+
+
+def test_max_tokens_absent_is_16_for_completions_and_the_remaining_context_for_chat() -> None:
+    assert params(completion()).max_tokens == 16
+    assert params(completion(), num_prompt_tokens=95).max_tokens == 5
+    assert params(chat(), num_prompt_tokens=30).max_tokens == 70
+
+
+def test_prompt_and_max_tokens_over_the_context_names_both_numbers() -> None:
+    assert params(completion(max_tokens=90)).max_tokens == 90
+    with pytest.raises(InvalidRequestError) as caught:
+        params(completion(max_tokens=91))
+    assert "10 prompt tokens" in caught.value.message
+    assert "max_tokens 91" in caught.value.message
+    assert "100" in caught.value.message
+    for count in (100, 101):
+        with pytest.raises(InvalidRequestError, match=str(count)):
+            params(chat(), num_prompt_tokens=count)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        params(chat(), num_prompt_tokens=0)
+
+
+def test_max_tokens_zero_needs_echo_and_may_fill_the_context() -> None:
+    request = completion(max_tokens=0, echo=True, logprobs=0)
+    result = params(request, num_prompt_tokens=100)
+    assert (result.max_tokens, result.prompt_logprobs, result.logprobs) == (0, True, 0)
+    with pytest.raises(InvalidRequestError):
+        chat(max_tokens=0)
+
+
+def test_min_tokens_over_max_tokens_is_refused_given_or_implied() -> None:
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        completion(max_tokens=3, min_tokens=4)
+    with pytest.raises(InvalidRequestError, match="at most max_tokens 16"):
+        params(completion(min_tokens=17))
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
+    for request in (completion(stop_token_ids=[1000]), completion(logit_bias={"1000": 1})):
+        with pytest.raises(InvalidRequestError, match="1000"):
+            params(request)
+        assert params(request, vocab_size=1001)
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        check_token_ids("prompt", (3, 7), 7)
+
+
+def test_chat_logprobs_are_a_switch_and_a_count() -> None:
+    assert chat().sampling.logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).sampling.logprobs is None
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    for bad in ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": 3}):
+        with pytest.raises(InvalidRequestError, match="logprobs"):
+            chat(**bad)
+
+
+def test_tiny_temperature_is_greedy_and_top_k_minus_one_is_off() -> None:
+    request = completion(temperature=1e-9, top_k=-1)
+    assert request.sampling.temperature == 0.0
+    assert request.sampling.top_k == 0
+
+
+def test_continue_final_message_turns_the_generation_prompt_off() -> None:
+    assert chat().add_generation_prompt
+    assert not chat(continue_final_message=True).add_generation_prompt
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_bad_message_names_its_place(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_chat({"messages": messages})
+    assert caught.value.param == param
+
+
+def test_text_parts_are_joined_and_tool_arguments_become_objects() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    request = parse_chat(
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    )
+    assert request.messages[0] == {"role": "user", "content": "a\nb"}
+    assert request.messages[1]["content"] == ""
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert calls[0]["function"]["arguments"] == '{"x": 1}'
+
+
+def test_tools_must_be_objects() -> None:
+    assert chat(tools=[]).tools is None
+    for tools in ("x", [1], {"a": 1}):
+        with pytest.raises(InvalidRequestError, match="tools"):
+            chat(tools=tools)
+
+
+def test_model_absent_is_the_served_one_and_another_is_404() -> None:
+    check_model(None, ["m"])
+    check_model("m", ["m"])
+    with pytest.raises(ModelNotFoundError, match="'x'") as caught:
+        check_model("x", ["m"])
+    assert caught.value.status == 404
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from(
+    [
+        "prompt", "messages", "temperature", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "min_tokens",
+        "logit_bias", "logprobs", "top_logprobs", "stream", "stream_options", "n", "best_of", "tools", "tool_choice",
+        "response_format", "suffix", "kv_transfer_params", "chat_template_kwargs", "cache_salt", "guided_json",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(noise=st.dictionaries(FIELDS, JSON, max_size=4))
+def test_any_json_is_parsed_or_refused_with_a_field_name(noise: dict[str, Any]) -> None:
+    for parse, body in ((parse_completion, {"prompt": "x", **noise}), (parse_chat, {"messages": USER, **noise})):
+        param: str | None = "none"
+        try:
+            params(parse(body), max_model_len=2**40)
+        except InvalidRequestError as exc:
+            param = exc.param
+        assert param

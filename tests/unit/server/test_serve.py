@@ -1,0 +1,152 @@
+"""What a server does before its first request: TLS, open files, the number of connections."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import select
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from common.errors import ConfigError
+from common.server.serve import Tls, bind_socket, raise_file_limit, run_app
+from tests.support.http_server import wait_for
+from tests.support.service import Process, free_port
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """Signed by itself, for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+    tls = Tls(str(folder / "cert.pem"), str(folder / "key.pem"))
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", str(tls.keyfile), "-out", tls.certfile),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return tls
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """A soft limit of 256 open files; the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def start_proxy(folder: Path, *flags: str, **environment: str) -> tuple[Process, int]:
+    port = free_port()
+    argv = [sys.executable, "-m", "proxy", "--port", str(port), "--decode", "http://127.0.0.1:9", *flags]
+    return Process(argv, folder / "proxy.log", **environment), port
+
+
+def test_proxy_when_given_a_certificate_then_serves_https_and_nothing_else(tmp_path: Path, certificate: Tls) -> None:
+    files = ("--ssl-certfile", certificate.certfile, "--ssl-keyfile", str(certificate.keyfile))
+    process, port = start_proxy(tmp_path, *files)
+    try:
+        context = ssl.create_default_context(cafile=certificate.certfile)
+        with httpx.Client(verify=context, trust_env=False) as client:
+
+            def answers() -> bool:
+                try:
+                    return client.get(f"https://127.0.0.1:{port}/health").json() == {"status": "ok"}
+                except httpx.ConnectError:
+                    return False
+
+            wait_for(answers, "the proxy")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+    finally:
+        process.stop()
+
+
+def test_certificate_when_unusable_then_the_flag_and_the_reason_are_named(tmp_path: Path, certificate: Tls) -> None:
+    other_key = tmp_path / "other.pem"
+    subprocess.run(["openssl", "genrsa", "-out", str(other_key), "2048"], check=True, capture_output=True)
+    for bad in (Tls(str(tmp_path / "none.pem")), Tls(certificate.certfile), Tls(certificate.certfile, str(other_key))):
+        with pytest.raises(ConfigError, match="--ssl-certfile"):
+            bad.check()
+    certificate.check()
+
+
+@pytest.mark.parametrize("error", [ConfigError("--x 1: at most 0"), ValueError("a mistake of ours")])
+def test_app_when_its_start_fails_then_an_error_of_ours_is_raised_and_any_other_printed_with_its_place(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        raise error
+        yield
+
+    is_ours = isinstance(error, ConfigError)
+    with pytest.raises(ConfigError if is_ours else SystemExit) as caught:
+        run_app(Starlette(lifespan=lifespan), bind_socket("127.0.0.1", 0))
+    assert (caught.value is error) == is_ours
+    assert ("Traceback" in caplog.text) == (not is_ours)
+    assert ("a mistake of ours" in caplog.text) == (not is_ours)
+
+
+def test_file_limit_when_the_system_allows_more_then_is_raised(file_limit: int) -> None:
+    assert raise_file_limit(300, flag="--x") == 300
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+    assert raise_file_limit(100, flag="--x") == 300  # never lowered
+
+
+def test_file_limit_when_the_system_allows_less_then_warned(file_limit: int, caplog: pytest.LogCaptureFixture) -> None:
+    if file_limit == resource.RLIM_INFINITY:
+        pytest.skip("the system has no limit")
+    with caplog.at_level(logging.WARNING):
+        assert raise_file_limit(file_limit + 1, flag="--max-concurrency") == file_limit
+    assert f"--max-concurrency may need {file_limit + 1} open files, the system allows {file_limit}" in caplog.text
+
+
+def test_connections_when_at_the_limit_then_further_ones_are_refused_and_earlier_ones_served(tmp_path: Path) -> None:
+    """The smallest proxy there is takes 1 + 0 requests and 256 connections that only ask."""
+    process, port = start_proxy(tmp_path, "--max-concurrency", "1", "--max-queue-size", "0")
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    open_sockets: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+        open_sockets.append(sock)
+        return sock
+
+    def listens() -> bool:
+        try:
+            connect()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    try:
+        wait_for(listens, "the proxy")
+        while len(open_sockets) < 300:
+            connect()
+        wait_for(lambda: select.select(open_sockets, [], [], 0)[0], "a refusal")
+        refused = select.select(open_sockets, [], [], 0)[0]
+        assert 0 < len(refused) < 60
+        head, _, body = refused[0].recv(4096).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        open_sockets[0].sendall(request)
+        assert open_sockets[0].recv(4096).startswith(b"HTTP/1.1 200")
+    finally:
+        for sock in open_sockets:
+            sock.close()
+        process.stop()

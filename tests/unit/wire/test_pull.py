@@ -1,0 +1,133 @@
+"""The pull's question and its answers: what is accepted, and what names the field at fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.wire.handoff import Rendezvous, prefill_leg_params, rendezvous_id_of, transfer_mode
+from common.wire.manifest import Manifest, ManifestShape, PartialManifest
+from common.wire.pull import (
+    ContentQuery,
+    RendezvousQuery,
+    miss_answer,
+    nothing_new_answer,
+    parse_query,
+    read_answer,
+)
+
+PART = PartialManifest("engine", 2**64 - 1, "00ff", 4, 8, ((3, 9),), ((2**64 - 1, 2**53 + 1),), 30.0)
+FINAL = Manifest(
+    "engine", "r", "127.0.0.1", 8100, 9, 4, ((3, 9, 5),), ((1, 2, 3),), 7, "00ff", "r", 30.0, bytes(32), slot_id=2,
+    digests=(("0123456789abcdef", None, "f" * 32),), slot_digest="0" * 32,
+)  # fmt: skip
+CONTENT = ContentQuery("content-1", (1, 2, 3), "salt", "00ff", bytes(range(32)), 2)
+SHAPE = ManifestShape(num_block_groups=1, has_state=True, vocab_size=10)
+
+
+def test_queries_survive_their_bodies() -> None:
+    query = RendezvousQuery("abc", 32, 2.5)
+    assert parse_query(query.to_body(), vocab_size=10) == query
+    assert parse_query(CONTENT.to_body(), vocab_size=10) == CONTENT
+    assert parse_query({"id": "abc"}, vocab_size=10) == RendezvousQuery("abc", 0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("id", value) for value in (None, "", "a b", "x" * 257, 7, ["a"])),
+        *(("after", value) for value in (-1, 2**24 + 1, "1", 1.5, True)),
+        *(("wait_seconds", value) for value in (-0.1, 10.1, "1", True)),
+    ],
+)
+def test_rendezvous_query_when_a_field_is_wrong_then_names_it(field: str, value: Any) -> None:
+    body = {**RendezvousQuery("abc", 0, 1.0).to_body(), field: value}
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_query(body, vocab_size=10)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("prompt_token_ids", value) for value in ([], [10], [-1], ["1"], "abc", {"a": 1})),
+        *(("fingerprint", value) for value in (None, "xyz", "f", 7)),
+        *(("prefix_key", value) for value in (None, "0", "zz", 7)),
+        *(("have", value) for value in (-1, "1", 2**24 + 1)),
+        *(("cache_salt", value) for value in (7, "x" * 5000)),
+    ],
+)
+def test_content_query_when_a_field_is_wrong_then_names_it(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_query({**CONTENT.to_body(), field: value}, vocab_size=10)
+    assert caught.value.param == field
+
+
+def test_answers_survive_json_shapes() -> None:
+    assert read_answer(PART.to_params(), after=4, shape=ManifestShape(num_block_groups=1)) == PART
+    assert read_answer(FINAL.to_params(), after=8, shape=SHAPE) == FINAL
+    assert "prompt_token_ids" not in FINAL.to_params()
+    assert read_answer(nothing_new_answer(32), after=32) is None
+    assert read_answer(miss_answer()) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("remote_num_tokens", 7),
+        ("remote_num_tokens", -4),
+        ("remote_num_tokens", 12),
+        ("remote_block_ids", [[3]]),
+        ("remote_block_ids", [[3, 9], [1, 2]]),
+        ("tandem_generations", [["1", "x"]]),
+        ("tandem_generations", None),
+        ("tandem_epoch", "soon"),
+        ("tandem_fingerprint", "xyz"),
+        ("tandem_lease_seconds", 0),
+        ("tandem_block_size", 0),
+        ("remote_engine_id", ""),
+    ],
+)
+def test_part_when_a_key_is_wrong_then_names_it(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_answer({**PART.to_params(), field: value}, after=4, shape=ManifestShape(num_block_groups=1))
+    name = "remote_block_ids" if value == 12 else field  # two blocks are not those of 12 tokens
+    assert caught.value.param == f"kv_transfer_params.{name}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tandem_digests", [["0123456789abcdef", None]]),
+        ("tandem_digests", [["0123456789abcdef", None, "short"]]),
+        ("tandem_digests", [["0123456789abcdef", None, 7]]),
+        ("tandem_digests", "0123"),
+        ("tandem_slot_digest", "xyz"),
+    ],
+)
+def test_digests_when_wrong_then_names_the_key(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_answer({**FINAL.to_params(), field: value}, shape=SHAPE)
+    assert caught.value.param == f"kv_transfer_params.{field}"
+
+
+def test_rendezvous_survives_the_legs_of_both_kinds() -> None:
+    meeting = Rendezvous("10.0.0.1", 8100, "abc")
+    assert Rendezvous.from_params(meeting.to_params()) == meeting
+    assert transfer_mode(meeting.to_params()).value == "remote_prefill"
+    assert Rendezvous.from_params(FINAL.to_params()) is None
+    assert rendezvous_id_of(prefill_leg_params("abc")) == "abc"
+    assert rendezvous_id_of(prefill_leg_params()) is None
+    assert transfer_mode(prefill_leg_params("abc")).value == "remote_decode"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("remote_host", None), ("remote_host", "a/b"), ("remote_port", 0), ("tandem_rendezvous", "a b")],
+)
+def test_rendezvous_when_a_key_is_wrong_then_names_it(key: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Rendezvous.from_params({**Rendezvous("h", 1, "abc").to_params(), key: value})
+    assert caught.value.param == f"kv_transfer_params.{key}"

@@ -1,0 +1,58 @@
+"""``tandem_sources``: where it may stand, what it may hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.openai.protocol import parse_chat, parse_completion
+from common.wire.source_hints import SourceHint
+
+ONE = {"url": "http://127.0.0.1:8200/", "epoch": str(2**63 + 1)}
+HINT = SourceHint("http://127.0.0.1:8200", 2**63 + 1)
+LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def sources(**body: Any) -> tuple[SourceHint, ...]:
+    return parse_completion({"prompt": [1, 2], **body}).sources
+
+
+def test_hints_when_top_level_or_in_transfer_params_then_read_in_order() -> None:
+    other = {"url": "http://node-2:8100", "epoch": 7}
+    assert sources() == ()
+    assert sources(tandem_sources=[]) == ()
+    assert sources(tandem_sources=[ONE, other]) == (HINT, SourceHint("http://node-2:8100", 7))
+    assert sources(kv_transfer_params={**LEG, "tandem_sources": [ONE]}) == (HINT,)
+    assert sources(tandem_sources=[other], kv_transfer_params={**LEG, "tandem_sources": [ONE]})[0].epoch == 7
+    chat = parse_chat({"messages": [{"role": "user", "content": "hi"}], "tandem_sources": [ONE]})
+    assert chat.sources == (HINT,)
+    assert SourceHint.to_json(HINT) == {"url": "http://127.0.0.1:8200", "epoch": str(2**63 + 1)}
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({}, "tandem_sources"),
+        ("http://127.0.0.1:8200", "tandem_sources"),
+        ([ONE, ONE, ONE], "tandem_sources"),
+        (["http://127.0.0.1:8200"], "tandem_sources[0]"),
+        ([ONE, {"epoch": "1"}], "tandem_sources[1].url"),
+        ([{**ONE, "url": 7}], "tandem_sources[0].url"),
+        ([{**ONE, "url": "file:///etc/passwd"}], "tandem_sources[0].url"),
+        ([{**ONE, "url": "http://user@127.0.0.1:8200"}], "tandem_sources[0].url"),
+        ([{**ONE, "url": "http://127.0.0.1:8200/v1"}], "tandem_sources[0].url"),
+        ([{**ONE, "epoch": "-1"}], "tandem_sources[0].epoch"),
+        ([{**ONE, "epoch": str(2**64)}], "tandem_sources[0].epoch"),
+        ([{**ONE, "epoch": 1.5}], "tandem_sources[0].epoch"),
+    ],
+)
+def test_hints_when_malformed_then_the_field_is_named(value: Any, param: str) -> None:
+    for body, name in (
+        ({"tandem_sources": value}, param),
+        ({"kv_transfer_params": {**LEG, "tandem_sources": value}}, "kv_transfer_params." + param),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            sources(**body)
+        assert caught.value.param == name
