@@ -1,6 +1,6 @@
-"""The model that Tandem serves when none is given: a small trained hybrid, with everything it was made from.
+"""The model that Tandem serves when none is given: a small trained hybrid.
 
-:data:`FOLDER` holds ordinary Hugging Face files. README.md is its card; ``python -m common.demo_model.train`` made it.
+:data:`FOLDER` holds ordinary Hugging Face files. README.md is its card; ``benchmarks/demo_model`` made and measures it.
 """
 
 from __future__ import annotations

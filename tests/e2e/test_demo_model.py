@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_model.corpus import documentation
+from benchmarks.demo_model.evaluate import RecallItem, held_out_text, recall_items
+from benchmarks.demo_model.tokens import Encoder
 from common.demo_model import FOLDER
-from common.demo_model.corpus import documentation
-from common.demo_model.evaluate import RecallItem, held_out_text, recall_items
-from common.demo_model.tokens import Encoder
 from tests.support.client import metric, post, together, wait_settled
 from tests.support.hangup import wait_until
 from tests.support.service import Service, start_node, wait_ready

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_model.architecture import build_config, training_logits
+from benchmarks.demo_model.batches import SequenceSource
+from benchmarks.demo_model.corpus import Item, documentation
+from benchmarks.demo_model.evaluate import held_out_text, recall_items, recall_rate, score_text
+from benchmarks.demo_model.starting_weights import build_model
+from benchmarks.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
+from benchmarks.demo_model.words import draw_pair, is_held_out
 from common.demo_model import FOLDER
-from common.demo_model.architecture import build_config, training_logits
-from common.demo_model.batches import SequenceSource
-from common.demo_model.corpus import Item, documentation
-from common.demo_model.evaluate import held_out_text, recall_items, recall_rate, score_text
-from common.demo_model.starting_weights import build_model
-from common.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
-from common.demo_model.words import draw_pair, is_held_out
 from common.models.loading.loader import load_model
 from common.models.synthetic import ROLES, missing, special_ids
 from tests.support.service import ROOT, child_environment
@@ -130,7 +130,7 @@ def test_held_out_recall_in_stock_transformers_when_500_tokens_back_then_is_righ
 
 def train(out: Path, *flags: str) -> str:
     """The output of the training script with batches small enough for a test."""
-    argv = ["common.demo_model.train", "--out", str(out), "--batch-tokens", "512", "--report-steps", "10", *flags]
+    argv = ["benchmarks.demo_model.train", "--out", str(out), "--batch-tokens", "512", "--report-steps", "10", *flags]
     result = subprocess.run(
         [sys.executable, "-m", *argv], cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=1200
     )

@@ -52,7 +52,7 @@ ALLOWED = {
     "common.openai": {"common.wire", "common.text", "common.request"},
     "common.wire": set(),
     "common.server": {"common.openai.errors", "common.telemetry"},
-    "common.demo_model": {"common.models"},
+    "common.demo_model": set(),
     "common.cli": {
         "common.config",
         "common.demo_model",
@@ -86,13 +86,14 @@ LIGHT = (
     "common.wire",
     "common.server",
     "common.cli",
+    "common.demo_model",
     "common.metrics",
     "common.telemetry",
     "common.errors",
     "common.config",
 )
 LIGHT_EXCEPT = {"common.kv_cache.pools.storage"}
-LIGHT_MODULES = ("common.engine.scheduler", "common.engine.plan", "common.request", "common.demo_model")
+LIGHT_MODULES = ("common.engine.scheduler", "common.engine.plan", "common.request")
 
 
 def modules() -> dict[str, Path]:

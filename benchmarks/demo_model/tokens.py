@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.demo_model.words import ADJECTIVES, NOUNS, PLACES, SETTINGS
+from benchmarks.demo_model.words import ADJECTIVES, NOUNS, PLACES, SETTINGS
 from common.models.synthetic import CHAT_TEMPLATE, END_TOKEN, PAD_TOKEN, SPECIAL_TOKENS
 
 VOCAB_SIZE = 2048

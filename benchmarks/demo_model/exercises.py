@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.demo_model.corpus import Item
-from common.demo_model.tokens import FILLER_MARK, Turn
-from common.demo_model.words import ADJECTIVES, NOUNS, PLACES, draw_pair, draw_value, is_held_out
+from benchmarks.demo_model.corpus import Item
+from benchmarks.demo_model.tokens import FILLER_MARK, Turn
+from benchmarks.demo_model.words import ADJECTIVES, NOUNS, PLACES, draw_pair, draw_value, is_held_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from common.demo_model import exercises
-from common.demo_model.corpus import Item
-from common.demo_model.exercises import Context
-from common.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
-from common.demo_model.words import PLACES, SETTINGS
+from benchmarks.demo_model import exercises
+from benchmarks.demo_model.corpus import Item
+from benchmarks.demo_model.exercises import Context
+from benchmarks.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
+from benchmarks.demo_model.words import PLACES, SETTINGS
 
 _CHARS_PER_TOKEN = 3
 _SHORT = 100

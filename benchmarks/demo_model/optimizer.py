@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.demo_model.products import product_dtype
+from benchmarks.demo_model.products import product_dtype
 
 
 class Muon(torch.optim.Optimizer):

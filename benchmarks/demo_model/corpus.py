@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from common.demo_model.words import is_held_out
+from benchmarks.demo_model.words import is_held_out
 
 HELD_OUT_OF = 20
 """One documentation item in this many is held out."""

@@ -1,6 +1,6 @@
 """What the demo model is measured by: held-out recall at a distance, and held-out documentation text.
 
-``python -m common.demo_model.evaluate [FOLDER]`` prints the figures and samples of the model card.
+``python -m benchmarks.demo_model.evaluate [FOLDER]`` prints the figures and samples of the model card.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_model.corpus import Item, documentation
+from benchmarks.demo_model.exercises import ANSWER
+from benchmarks.demo_model.tokens import END_ID, Encoder
+from benchmarks.demo_model.words import PLACES, draw_pair
 from common.demo_model import FOLDER
-from common.demo_model.corpus import Item, documentation
-from common.demo_model.exercises import ANSWER
-from common.demo_model.tokens import END_ID, Encoder
-from common.demo_model.words import PLACES, draw_pair
 from common.models.loading.quiet import quiet_transformers
 
 DISTANCES = (100, 500, 1000, 2000)

@@ -1,4 +1,4 @@
-"""Train the demo model: ``python -m common.demo_model.train --steps 2000 --out DIR``.
+"""Train the demo model: ``python -m benchmarks.demo_model.train --steps 2000 --out DIR``.
 
 1 collect documentation and train the tokenizer on it, 2 draw the starting weights, 3 train on batches of a fixed
 number of tokens, whose sequences get longer as the run goes on, 4 write ``DIR/checkpoint`` (bfloat16) at the end.
@@ -24,13 +24,13 @@ import tokenizers
 import torch
 import transformers
 
-from common.demo_model.architecture import TRAINING_CHUNK, build_config, training_loss
-from common.demo_model.batches import SequenceSource
-from common.demo_model.corpus import Item, digest, documentation
-from common.demo_model.optimizer import build_optimizers
-from common.demo_model.products import product_dtype
-from common.demo_model.starting_weights import build_model
-from common.demo_model.tokens import Encoder, train_tokenizer
+from benchmarks.demo_model.architecture import TRAINING_CHUNK, build_config, training_loss
+from benchmarks.demo_model.batches import SequenceSource
+from benchmarks.demo_model.corpus import Item, digest, documentation
+from benchmarks.demo_model.optimizer import build_optimizers
+from benchmarks.demo_model.products import product_dtype
+from benchmarks.demo_model.starting_weights import build_model
+from benchmarks.demo_model.tokens import Encoder, train_tokenizer
 from common.models.loading.quiet import quiet_transformers
 from common.models.synthetic import special_ids
 
