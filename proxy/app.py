@@ -31,6 +31,8 @@ from proxy.http.generate import GenerateService, forwarded_headers
 from proxy.http.tokenizer import Tokenisation
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.orchestrator import Orchestrator
+from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.metrics.recent_requests import RecentRequests
 from proxy.node_http.client import NodeClient
 from proxy.nodes.breaker import Breaker
 from proxy.nodes.discovery import Discovery, Resolver, split_urls
@@ -39,8 +41,7 @@ from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Placer
 from proxy.prefix_index.event_feed import EventFeeds
 from proxy.prefix_index.index import PrefixIndex
-from proxy.status.metrics import ProxyMetrics
-from proxy.status.recent import RecentRequests
+from proxy.status.gauges import read_gauges
 from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
 
 
@@ -90,7 +91,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         discovery = Discovery(
             pool, [*prefill_names, *decode_names], interval_s=config.dns_interval_seconds, resolve=resolve
         )
-        metrics = ProxyMetrics(pool, index)
+        metrics = ProxyMetrics()
         admission = Admission(
             max_running=config.max_concurrency,
             max_waiting=config.max_queue_size,
@@ -99,7 +100,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             limits=KeyLimits(key_limits.default, key_limits.by_key),
             on_drop=metrics.count_drop,
         )
-        metrics.watch(admission)
+        metrics.set_source(lambda: read_gauges(pool, index, admission))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
         tokenisation = Tokenisation(pool, metrics, node_headers)

@@ -36,10 +36,10 @@ from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.decode_leg import Job
 from proxy.legs.orchestrator import Orchestrator
 from proxy.legs.protocol import RelayedAnswer
+from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
+from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
 from proxy.placement.hints import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
-from proxy.status.metrics import ProxyMetrics, RequestRecord
-from proxy.status.recent import RecentRequests, RequestAbout
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from common.text.tokenizer_document import (
     UnusableTokenizerError,
     create_codec,
 )
-from proxy.node_http.calls import NodeCallError, get
+from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
 from proxy.nodes.pool import NodePool
 from proxy.prefix_index.prompt_keys import PromptKeys
-from proxy.status.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +126,9 @@ class Tokenisation:
         try:
             etag = self._source.etag if self._source is not None else None
             condition = {"if-none-match": etag} if etag is not None else {}
-            answer = await get(
-                node,
+            answer = await node.client.request(
+                "GET",
                 TOKENIZER_ROUTE,
-                params={},
                 headers={**self._headers, **condition},
                 timeout_s=FETCH_TIMEOUT_S,
                 max_bytes=MAX_ANSWER_BYTES,
@@ -140,14 +139,14 @@ class Tokenisation:
                 loop = asyncio.get_running_loop()
                 self._document, self._codec = await loop.run_in_executor(self._threads, _load, answer.body)
             else:
-                raise NodeCallError(f"{TOKENIZER_ROUTE} answers {answer.status}")
-        except (NodeCallError, UnusableTokenizerError, ValueError) as exc:
+                raise ValueError(f"{TOKENIZER_ROUTE} answers {answer.status}")
+        except (NodeClientError, UnusableTokenizerError, ValueError) as exc:
             self._retry_at_s = time.monotonic() + self._retry_delay_s
             self._retry_delay_s = min(2 * self._retry_delay_s, RETRY_S[1])
-            logger.warning("nodes tokenise: node=%s: %s", node.url, exc)
+            logger.warning("nodes tokenise: node=%s: %s", node.url, describe(exc))
             return
         self._retry_delay_s = RETRY_S[0]
-        self._source = _Source(node.url, epoch, answer.etag)
+        self._source = _Source(node.url, epoch, answer.headers.get("etag"))
         if not is_same:
             logger.info("tokenizer node=%s tokenises_here=%s", node.url, self._codec is not None)
 
@@ -183,7 +182,7 @@ class Tokenisation:
         if request.tools:
             num_chars += INLINE_CHARS
         prompt = await self._run(num_chars, lambda: _encode_chat(codec, document, request))
-        self._metrics.count_tokenised(1)
+        self._metrics.inc("prompts_tokenised_total")
         return Tokenised(prompt.put_into(body), [None], (_keys(document, prompt.token_ids, request.cache_salt),))
 
     async def _completion(
@@ -204,7 +203,7 @@ class Tokenisation:
             keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)
         if not texts or request.output.echo:  # an echo gives the text back as it came
             return Tokenised(body, list(prompts), keys)
-        self._metrics.count_tokenised(len(texts))
+        self._metrics.inc("prompts_tokenised_total", len(texts))
         as_given = all_ids if isinstance(body["prompt"], list) else all_ids[0]
         return Tokenised({**body, "prompt": as_given}, list(all_ids), keys)
 

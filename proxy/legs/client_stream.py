@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from proxy.status.recent import REPORT_HEADER, RecentRequest
+from proxy.metrics.recent_requests import REPORT_HEADER, RecentRequest
 
 logger = logging.getLogger(__name__)
 

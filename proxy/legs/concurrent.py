@@ -32,8 +32,8 @@ from proxy.legs.protocol import (
     decode_body,
     prefill_body,
 )
+from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node
-from proxy.status.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 

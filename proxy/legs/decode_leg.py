@@ -15,14 +15,14 @@ from proxy.legs.client_stream import ClientStream
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.migration import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.legs.protocol import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
+from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.metrics.recent_requests import PREFILL_NODE_HEADER
+from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
 from proxy.nodes.breaker import Leg
 from proxy.nodes.node import Node
 from proxy.placement.hints import PlacementHint
 from proxy.prefix_index.prompt_keys import PromptKeys
-from proxy.status.metrics import ProxyMetrics
-from proxy.status.recent import PREFILL_NODE_HEADER
-from proxy.status.token_gaps import TokenGaps
 
 END_OF_STREAM = DONE + END_OF_EVENT
 
@@ -144,7 +144,7 @@ class DecodeLegs:
         progress: StreamProgress | None,
     ) -> None:
         end, has_error, has_passed = b"", False, False
-        gaps = TokenGaps(self._metrics.observe_itl, num_choices=job.num_choices)
+        gaps = TokenGaps(self._metrics.observe_token_gap, num_choices=job.num_choices)
         async for chunk in answer.chunks(self._idle_s):
             if not end:
                 leg.begin_answer()

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from proxy.legs.body_encoder import encode
-from proxy.node_http.errors import NodeClientError
-from proxy.nodes.node import Node, describe
+from proxy.node_http.errors import NodeClientError, describe
+from proxy.nodes.node import Node
 
 logger = logging.getLogger(__name__)
 

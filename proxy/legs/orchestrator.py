@@ -30,10 +30,10 @@ from proxy.legs.migration import StreamProgress
 from proxy.legs.protocol import LegFailedError, NodeDrainingError, RelayedAnswer, decode_body
 from proxy.legs.retry_budget import RetryBudget
 from proxy.legs.sequential import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, PrefillLegs
+from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Avoided, Placement, Placer
-from proxy.status.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +107,11 @@ class Orchestrator:
                 if progress is None:
                     raise
                 if num_migrations == self._migration_limit or not self._move(run, progress):
-                    self._metrics.count_migration("gave_up")
+                    self._metrics.inc("proxy_migrations_total", outcome="gave_up")
                     raise
                 num_migrations += 1
                 logger.warning("stream goes on elsewhere request_id=%s: %s", job.request_id, exc)
-                self._metrics.count_migration("resumed")
+                self._metrics.inc("proxy_migrations_total", outcome="resumed")
 
     @staticmethod
     async def _give_up(error: LegFailedError | DeadlineExceededError, client: ClientStream) -> None:
@@ -143,9 +143,9 @@ class Orchestrator:
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""
         if not self._budget.try_take():
-            self._metrics.count_refused_retry()
+            self._metrics.inc("proxy_retries_refused_total")
             return False
-        self._metrics.count_retry(error.reason)
+        self._metrics.inc("proxy_retries_total", reason=error.reason)
         return True
 
     # --- after the first byte
@@ -180,7 +180,7 @@ class Orchestrator:
         """Up to MAX_TRIES pairs; when none is left to try, what the last one said. Without a prefill node the decode
         node computes the prompt."""
         job, client = run.job, run.client
-        self._metrics.count_decision(self._placer.name, "remote")
+        self._metrics.inc("proxy_decisions_total", policy=self._placer.name, placement="remote")
         was_started = client.is_started
         num_tries = 0
         while self._can_pair(job, placement):
@@ -225,7 +225,8 @@ class Orchestrator:
     async def _run_in_turn(self, run: Run, placement: Placement) -> None:
         with self._releaser.guard() as leases:
             handoff = await self._prefill_legs.run(run.job, placement, leases)
-            self._metrics.count_decision(self._placer.name, "local" if handoff.params is None else "remote")
+            placed = "local" if handoff.params is None else "remote"
+            self._metrics.inc("proxy_decisions_total", policy=self._placer.name, placement=placed)
             await self._decode(run, placement, handoff, leases)
 
     async def _decode(self, run: Run, placement: Placement, handoff: Handoff, leases: LeaseGuard) -> None:

@@ -25,10 +25,10 @@ from common.wire.resume import STREAM_STATE_KEY
 from common.wire.source_hints import SOURCES_KEY
 from proxy.legs.body_encoder import BodyEncoder
 from proxy.node_http.client import NodeAnswer, NodeStream
-from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError
+from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError, describe
 from proxy.nodes.breaker import Leg
 from proxy.nodes.health_probe import is_draining_answer
-from proxy.nodes.node import Node, describe
+from proxy.nodes.node import Node
 from proxy.nodes.vllm import vllm_prefill_leg
 
 # Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.

@@ -13,9 +13,9 @@ from typing import Any
 from proxy.legs.decode_leg import Job
 from proxy.legs.leases import LeaseGuard, LeaseReleaser
 from proxy.legs.protocol import LegFailedError, NodeDrainingError, Prefilled, prefill_body, send_prefill_leg
+from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node
 from proxy.placement.placer import Avoided, Placement, Placer
-from proxy.status.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from proxy.node_http.errors import NodeBrokenError, NodeTimeoutError
 STALE_S = 1.0
 """A connection lost sooner than this after it was taken from the idle ones was already closed at the other end."""
 MAX_ANSWER_BYTES = 256 * 2**20
-"""The largest answer that is held whole."""
+"""The largest answer that is held whole, unless a request says another limit."""
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -72,7 +72,7 @@ class NodeStream:
     async def read(self) -> bytes:
         """The whole body. Raises NodeTimeoutError, NodeBrokenError; the latter also when it is too large."""
         self._connection.wait.begin(self._timeout_s)
-        return await _read_all(self._connection)
+        return await self._client.read_all(self._connection, MAX_ANSWER_BYTES)
 
     async def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
         """The body's bytes as they come. The first may take as long as the head; silence for more than ``idle_s`` after
@@ -124,16 +124,17 @@ class NodeClient:
         content: bytes = b"",
         headers: Mapping[str, str] = NO_HEADERS,
         timeout_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> NodeAnswer:
         """A whole answer within ``timeout_s``.
 
         Raises:
             NodeRefusedError, NodeTimeoutError, NodeSilentError, NodeBrokenError: there is none; the latter also when it
-                is too large.
+                has more than ``max_bytes``.
         """
         connection = await self.open(self._request_head(method, route, headers, content), content, timeout_s)
         try:
-            return NodeAnswer(connection.status, connection.headers, await _read_all(connection))
+            return NodeAnswer(connection.status, connection.headers, await self.read_all(connection, max_bytes))
         finally:
             self.leave(connection)
 
@@ -171,6 +172,17 @@ class NodeClient:
             raise NodeTimeoutError(f"no connection within {timeout_s:g} s") from exc
         return await self._ask(connection, head, content, timeout_s - (loop.time() - started_s))
 
+    async def read_all(self, connection: NodeConnection, max_bytes: int) -> bytes:
+        """The body of the answer that ``open`` began."""
+        pieces, num_bytes = [], 0
+        while piece := await connection.read():
+            self.has_heard()
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                raise NodeBrokenError(f"the answer has more than {max_bytes} bytes")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     def leave(self, connection: NodeConnection) -> None:
         self._connections.leave(connection)
 
@@ -198,13 +210,3 @@ class NodeClient:
         if not (text.count("\n") == text.count("\r") == len(lines)) or "\0" in text:
             raise ValueError(f"a line break or a null in a header for {self._path}{route}")
         return f"{text}{self._own_lines}\r\n".encode()
-
-
-async def _read_all(connection: NodeConnection) -> bytes:
-    pieces, num_bytes = [], 0
-    while piece := await connection.read():
-        pieces.append(piece)
-        num_bytes += len(piece)
-        if num_bytes > MAX_ANSWER_BYTES:
-            raise NodeBrokenError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REASON_LENGTH = 300
+"""Characters of a node's or the system's words that go into a log line or a reason."""
+
 
 class NodeClientError(Exception):
     """The base of what ``NodeClient`` raises."""
@@ -21,3 +24,8 @@ class NodeSilentError(NodeClientError):
 
 class NodeBrokenError(NodeClientError):
     """The connection broke, or what came is no usable HTTP."""
+
+
+def describe(exc: Exception) -> str:
+    """One line about a failed call."""
+    return f"{type(exc).__name__}: {exc}".rstrip(": ")[:REASON_LENGTH]

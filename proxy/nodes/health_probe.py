@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from proxy.node_http.client import NodeAnswer, NodeClient
-from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeTimeoutError
-from proxy.nodes.node import REASON_LENGTH, NodeInfo, NodeKind, describe
+from proxy.node_http.errors import REASON_LENGTH, NodeClientError, NodeRefusedError, NodeTimeoutError, describe
+from proxy.nodes.node import NodeInfo, NodeKind
 from proxy.nodes.vllm import read_vllm_info
 
 LOOK_TIMEOUT_S = 2.0

@@ -24,7 +24,6 @@ from proxy.nodes.load import LoadReport, NodeLoad
 
 logger = logging.getLogger(__name__)
 
-REASON_LENGTH = 300
 ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - what a node listens on, not where it is reached
 
 
@@ -238,8 +237,3 @@ class Node:
             reason,
         )
         self.state, self.reason = state, reason
-
-
-def describe(exc: Exception) -> str:
-    """One line about a failed call."""
-    return f"{type(exc).__name__}: {exc}".rstrip(": ")[:REASON_LENGTH]

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
 from proxy.node_http.client import NodeClient
+from proxy.node_http.errors import describe
 from proxy.nodes.breaker import Breaker
 from proxy.nodes.health_probe import look
-from proxy.nodes.node import Node, NodeInfo, NodeRole, NodeState, describe
+from proxy.nodes.node import Node, NodeInfo, NodeRole, NodeState
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,16 @@ import asyncio
 import json
 import logging
 import time
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
 from common.wire.cache_events import EVENTS_ROUTE, WAIT_S, CacheNews
-from proxy.node_http.calls import NodeCallError, get
+from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
-from proxy.status.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,10 @@ class EventFeeds:
                 return
             except Exception as exc:  # whatever a node answers, its feed goes on
                 # Once per silence: a node that is away for long must not fill the log.
-                if is_heard and not isinstance(exc, NodeCallError | ValueError):
+                if is_heard and not isinstance(exc, NodeClientError | ValueError):
                     logger.exception("cache events that cannot be read node=%s", node.url)
-                logger.log(logging.INFO if is_heard else logging.DEBUG, "no cache events node=%s: %s", node.url, exc)
+                level = logging.INFO if is_heard else logging.DEBUG
+                logger.log(level, "no cache events node=%s: %s", node.url, describe(exc))
                 is_heard = False
                 if time.monotonic() - heard_s > self._keep_s:
                     self._index.drop(node.url)
@@ -101,11 +103,11 @@ class EventFeeds:
             await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, node: Node, position: Mapping[str, str]) -> Mapping[str, str]:
-        """One answer into the index; returns where the next one goes on. Raises NodeCallError and ValueError."""
-        answer = await get(
-            node,
-            EVENTS_ROUTE,
-            params=position or {"limit": str(self._index.max_entries)},
+        """One answer into the index; returns where the next one goes on. Raises NodeClientError and ValueError."""
+        query = urllib.parse.urlencode(position or {"limit": str(self._index.max_entries)})
+        answer = await node.client.request(
+            "GET",
+            f"{EVENTS_ROUTE}?{query}",
             headers=self._headers,
             timeout_s=ANSWER_TIMEOUT_S,
             max_bytes=MAX_ANSWER_BYTES,
@@ -120,7 +122,7 @@ class EventFeeds:
             news, cache = _read(answer.body)
         if cache is not None:
             self._index.start(node.url, cache)
-            self._metrics.count_snapshot()
+            self._metrics.inc("prefix_index_snapshots_total")
             logger.info("cache snapshot node=%s epoch=%s entries=%d", node.url, news.epoch, len(cache))
         elif not all(self._index.apply(node.url, change) for change in news.changes):
             return _ANEW  # somebody dropped the node

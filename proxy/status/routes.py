@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse, Response
 from common.server.drain import STATUS, Drain
 from common.server.versions import installed_versions
 from proxy.admission.queue import Admission
+from proxy.metrics.recent_requests import RecentRequests
 from proxy.nodes.node import Node, NodeState
 from proxy.nodes.pool import NodePool
 from proxy.status.figures import Fetch, NodeFigures
-from proxy.status.recent import RecentRequests
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -81,7 +81,8 @@ class Site:
     feeds: EventFeeds = field(init=False)
     num_snapshots: int = 0
 
-    def count_snapshot(self) -> None:
+    def inc(self, name: str) -> None:
+        assert name == "prefix_index_snapshots_total"
         self.num_snapshots += 1
 
     def restart(self, manager: KVCacheManager) -> None:

@@ -412,13 +412,11 @@ def test_stream_when_nobody_reads_it_then_the_node_cannot_write_without_end(run:
     run(scenario)
 
 
-def test_answer_when_too_large_then_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_client, "MAX_ANSWER_BYTES", 1)
-
+def test_answer_when_too_large_then_broken() -> None:
     async def scenario() -> None:
         async with node(answer_each) as url, client_of(url) as client:
             with pytest.raises(NodeBrokenError, match="more than 1 bytes"):
-                await client.request("POST", "/", timeout_s=LONG_S)
+                await client.request("POST", "/", timeout_s=LONG_S, max_bytes=1)
 
     asyncio.run(scenario())
 

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.metrics.proxy_metrics import RequestRecord
+from proxy.metrics.recent_requests import KEPT, RecentRequest, RecentRequests, RequestAbout
 from proxy.status import figures
 from proxy.status.figures import NodeFigures, read_exposition
-from proxy.status.metrics import RequestRecord
-from proxy.status.recent import KEPT, RecentRequest, RecentRequests, RequestAbout
 from proxy.status.routes import DATA_PATH, FILES
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.status.token_gaps import TokenGaps
+from proxy.metrics.token_gaps import TokenGaps
 from tests.unit.proxy.conftest import StartCluster
 
 
@@ -21,7 +21,7 @@ USAGE = event(choices=[], usage={}) + b"data: [DONE]\n\n"
 
 def test_gaps_when_pieces_hold_tokens_then_one_for_each_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 3.0, 6.0])
-    monkeypatch.setattr("proxy.status.token_gaps.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("proxy.metrics.token_gaps.time.monotonic", lambda: next(times))
     noted: list[float] = []
     gaps = TokenGaps(noted.append, num_choices=1)
     for piece in (TOKEN, TOKEN, b": beat\n\n", TOKEN * 3, USAGE):

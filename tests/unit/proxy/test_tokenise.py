@@ -17,6 +17,7 @@ from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument
 from proxy.http.tokenizer import Tokenisation
+from proxy.node_http.client import NodeAnswer
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.text.vocabulary import train_byte_level
@@ -145,27 +146,16 @@ class Answers:
         self.num_bodies = 0
         self.num_asked = 0
 
-    def stream(self, method: str, route: str, *, headers: dict[str, str], timeout_s: float) -> Any:
-        return self._Stream(self, headers)
-
-    class _Stream:
-        def __init__(self, owner: Answers, headers: dict[str, str]) -> None:
-            owner.num_asked += 1
-            self.body = json.dumps(owner.document.to_json()).encode()
-            self.headers = {"etag": f'"{hash(self.body)}"'}
-            is_same = headers.get("if-none-match") == self.headers["etag"]
-            self.status = 304 if is_same else 200
-            owner.num_bodies += not is_same
-
-        async def __aenter__(self) -> Any:
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            return None
-
-        async def chunks(self, idle_s: float) -> Any:
-            if self.status == 200:
-                yield self.body
+    async def request(
+        self, method: str, route: str, *, headers: dict[str, str], timeout_s: float, max_bytes: int
+    ) -> NodeAnswer:
+        self.num_asked += 1
+        body = json.dumps(self.document.to_json()).encode()
+        etag = f'"{hash(body)}"'
+        if headers.get("if-none-match") == etag:
+            return NodeAnswer(304, {"etag": etag}, b"")
+        self.num_bodies += 1
+        return NodeAnswer(200, {"etag": etag}, body)
 
 
 @dataclasses.dataclass
@@ -175,8 +165,9 @@ class Site:
     tokenisation: Tokenisation
     num_tokenised: int = 0
 
-    def count_tokenised(self, num_prompts: int) -> None:
-        self.num_tokenised += num_prompts
+    def inc(self, name: str, amount: int = 1) -> None:
+        assert name == "prompts_tokenised_total"
+        self.num_tokenised += amount
 
     async def tokenised(self, prompt: str) -> Sequence[int] | str:
         body = {"prompt": prompt}

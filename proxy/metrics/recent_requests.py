@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.status.metrics import RequestRecord
+from proxy.metrics.proxy_metrics import RequestRecord
 
 KEPT = 50
 RUNNING_SHOWN = 50

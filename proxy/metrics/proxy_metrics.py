@@ -1,0 +1,60 @@
+"""What the proxy counts: requests by route and outcome, first tokens, placements.
+
+One ``ProxyMetrics`` per app; ``track`` goes round each request, so that every way out is counted exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.errors import TandemError
+from common.metrics.metrics import Metrics
+from common.metrics.table import Role
+from common.server.versions import build_labels
+from common.telemetry.tracing import NO_SPAN, RequestSpan
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's outcome: ``stop`` (the node answered), ``rejected`` (4xx, 429), ``error`` or ``abort``."""
+
+    outcome: str = "error"
+
+
+class ProxyMetrics(Metrics):
+    """``observe_token_gap``: seconds between two tokens of a stream; on the event loop only."""
+
+    def __init__(self) -> None:
+        super().__init__(Role.PROXY, versions=build_labels(), one_thread=("request_itl_seconds",))
+        self.observe_token_gap = self.observer("request_itl_seconds")
+
+    @contextlib.contextmanager
+    def track(self, route: str, arrival_s: float, span: RequestSpan = NO_SPAN) -> Iterator[RequestRecord]:
+        """Count one request, from where its body was found good to its end, and end its ``span``."""
+        record = RequestRecord()
+        try:
+            yield record
+        finally:
+            self.request_finished(route, record.outcome, time.monotonic() - arrival_s)
+            span.end(record.outcome)
+
+    @contextlib.contextmanager
+    def track_parsing(self, route: str, arrival_s: float) -> Iterator[None]:
+        """Count a request that is refused before it was admitted."""
+        try:
+            yield
+        except TandemError:
+            self.request_finished(route, "rejected", time.monotonic() - arrival_s)
+            raise
+
+    def count_drop(self, reason: str) -> None:
+        """Admission turned a request away, or its deadline passed."""
+        self.inc("requests_dropped_total", reason=reason)
+
+    def observe_start(self, placement: str, predicted_s: float, actual_s: float) -> None:
+        """A stream's first byte, against what its placement was estimated to take. ``placement``: local or remote."""
+        self.observe("proxy_predicted_ttft_seconds", predicted_s, placement=placement)
+        self.observe("proxy_ttft_ratio", actual_s / max(predicted_s, 1e-6), placement=placement)

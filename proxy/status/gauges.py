@@ -1,0 +1,21 @@
+"""What is true of the proxy at the moment of a scrape: requests, nodes, breakers, entries of the prefix index."""
+
+from __future__ import annotations
+
+from common.metrics.metrics import Samples
+from proxy.admission.queue import Admission
+from proxy.nodes.pool import NodePool
+from proxy.prefix_index.index import PrefixIndex
+
+
+def read_gauges(pool: NodePool, index: PrefixIndex, admission: Admission) -> Samples:
+    """A source for ``Metrics.set_source``."""
+    nodes = pool.nodes
+    return {
+        "requests_running": {(): admission.num_running},
+        "requests_waiting": {(): admission.num_waiting},
+        "node_up": {(node.url,): float(node.is_up) for node in nodes},
+        "breaker_state": {(node.url,): float(node.breaker.state.value) for node in nodes},
+        "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in nodes},
+        "prefix_index_entries": {(node.url,): index.num_entries(node.url) for node in nodes},
+    }
