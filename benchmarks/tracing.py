@@ -27,8 +27,8 @@ from pathlib import Path
 import httpx
 
 from common import demo_model
+from common.engine.outputs import PhaseSeconds
 from common.node.serving.metrics import trace_phases
-from common.request import PhaseSeconds
 from common.telemetry.tracing import create_tracer
 from tests.support.collector import collecting
 from tests.support.service import Service

@@ -60,46 +60,6 @@ class TokenLogprob:
     top: Sequence[tuple[int, float]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseSeconds:
-    """Where a request's time went on this node, in seconds; ``None``: the phase did not happen.
-
-    ``scheduled_s``: when its first work began (transfer or prefill, whichever came first), on ``time.monotonic``.
-    """
-
-    queue: float = 0.0
-    prefill: float | None = None
-    transfer: float | None = None
-    first_token: float | None = None
-    scheduled_s: float | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What one engine step produced for one sequence. ``index`` is the fork number, 0 for ``num_forks`` 1.
-
-    Of a prompt that is only computed: ``progress`` (``common.kv_cache.results.PrefixProgress``) as its blocks are
-    finished, if asked for; ``handoff`` (``LeasedPrefix``) at the end.
-    """
-
-    request_id: str
-    index: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    error: Exception | None = None
-    num_cached_tokens: int = 0
-    num_local_computed_tokens: int = 0
-    transferred_bytes: int = 0
-    transferred_blocks: int = 0
-    transferred_states: int = 0
-    seconds: PhaseSeconds | None = None
-    handoff: Any = None
-    progress: Any = None
-
-
 @dataclass(slots=True)
 class Request:
     """One prompt on its way through an engine.

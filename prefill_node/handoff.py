@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 
+from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
 from common.kv_cache.results import PrefixProgress
 from common.node.lend.manifests import leased_manifest
 from common.node.node import Node
 from common.node.pull.pull_task import RemotePrefix
 from common.node.serving.prompt_jobs import EncodedPrompt
-from common.request import Request, RequestOutput
+from common.request import Request
 from common.wire.manifest import Manifest, PartialManifest, PrefillReport
 
 

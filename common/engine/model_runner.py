@@ -35,38 +35,40 @@ class ModelRunner:
         self._cache = EngineCache()
         self._replay = Replay(model.ops, self._views) if model.is_replayed else None
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> list[Tensor]:
         """One entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the final
         norm."""
-        for group_id, pairs in plan.block_copies.items():
-            self._storage.copy_blocks(pairs, group_id)
-        segments = plan.segments
-        if not segments:
-            return []
-        device = self._model.device
-        step = ActiveStep.of(segments, self._views, self._model.ops, block_size=self._config.block_size, device=device)
-        token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
-        if self._replay is not None and len(token_ids) == len(segments):
-            hidden = self._replay.forward(self._run, step, token_ids, [s.start for s in segments])
-        else:
-            # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
-            ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
-            with run_step(step):
-                hidden = self._run(ids, step.positions)
-        ends = itertools.accumulate(segment.num_tokens for segment in segments)
-        rows = []
-        for segment, end in zip(segments, ends, strict=True):
-            wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
-            rows.append(hidden[end - wanted : end])
-        return rows
+        with torch.inference_mode():
+            for group_id, pairs in plan.block_copies.items():
+                self._storage.copy_blocks(pairs, group_id)
+            segments = plan.segments
+            if not segments:
+                return []
+            device = self._model.device
+            step = ActiveStep.of(
+                segments, self._views, self._model.ops, block_size=self._config.block_size, device=device
+            )
+            token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
+            if self._replay is not None and len(token_ids) == len(segments):
+                hidden = self._replay.forward(self._run, step, token_ids, [s.start for s in segments])
+            else:
+                # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
+                ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
+                with run_step(step):
+                    hidden = self._run(ids, step.positions)
+            ends = itertools.accumulate(segment.num_tokens for segment in segments)
+            rows = []
+            for segment, end in zip(segments, ends, strict=True):
+                wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
+                rows.append(hidden[end - wanted : end])
+            return rows
 
-    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """[R, hidden] rows as :meth:`forward` returned them -> [R, vocab] float32."""
-        if self._replay is None:
-            return self._model.head.logits(rows)
-        return self._replay.head(self._model.head.forward, rows).float()
+        with torch.inference_mode():
+            if self._replay is None:
+                return self._model.head.logits(rows)
+            return self._replay.head(self._model.head.forward, rows).float()
 
     def _run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens] each -> [num_tokens, hidden]."""

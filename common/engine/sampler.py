@@ -38,7 +38,7 @@ class SampleTask:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     index: int = 0
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
 
     @property
     def masks_stops(self) -> bool:
@@ -62,36 +62,36 @@ class Sampler:
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, tasks: Sequence[SampleTask]) -> list[TokenLogprob]:
         """One token per row of ``logits`` [R, vocab].
 
         A row that asked for no logprobs gets ``logprob`` 0.0 and ``rank`` 0: not computed.
         """
-        assert logits.shape[0] == len(tasks), "one task per row"
-        if not tasks:
-            return []
-        if all(task.is_plain_greedy for task in tasks):
-            return [TokenLogprob(token, 0.0, 0) for token in logits.argmax(-1).tolist()]
-        scores = logits.float().clone()
-        _add_bias(scores, tasks)
-        _mask_stops(scores, tasks)
-        _penalise(scores, tasks)
-        tokens = scores.argmax(-1)
-        drawn = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
-        if drawn:
-            rows = torch.tensor(drawn, device=scores.device)
-            uniform = torch.tensor([self._uniform(tasks[row]) for row in drawn], dtype=torch.float64)
-            tokens[rows] = _draw(scores[rows], [tasks[row].params for row in drawn], uniform.to(scores.device))
-        return _report(logits, tokens, [task.params.logprobs for task in tasks])
+        with torch.inference_mode():
+            assert logits.shape[0] == len(tasks), "one task per row"
+            if not tasks:
+                return []
+            if all(task.is_plain_greedy for task in tasks):
+                return [TokenLogprob(token, 0.0, 0) for token in logits.argmax(-1).tolist()]
+            scores = logits.float().clone()
+            _add_bias(scores, tasks)
+            _mask_stops(scores, tasks)
+            _penalise(scores, tasks)
+            tokens = scores.argmax(-1)
+            drawn = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
+            if drawn:
+                rows = torch.tensor(drawn, device=scores.device)
+                uniform = torch.tensor([self._uniform(tasks[row]) for row in drawn], dtype=torch.float64)
+                tokens[rows] = _draw(scores[rows], [tasks[row].params for row in drawn], uniform.to(scores.device))
+            return _report(logits, tokens, [task.params.logprobs for task in tasks])
 
-    @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
         """Log-probability of each row's next token. logits [T, vocab]; next_token_ids [T]; num_top alternatives (0:
         none)."""
-        assert logits.shape[0] == len(next_token_ids), "one next token per row"
-        tokens = torch.tensor(next_token_ids, dtype=torch.long, device=logits.device)
-        return _report(logits, tokens, [num_top] * len(next_token_ids))
+        with torch.inference_mode():
+            assert logits.shape[0] == len(next_token_ids), "one next token per row"
+            tokens = torch.tensor(next_token_ids, dtype=torch.long, device=logits.device)
+            return _report(logits, tokens, [num_top] * len(next_token_ids))
 
     def _uniform(self, task: SampleTask) -> float:
         """In [0, 1)."""

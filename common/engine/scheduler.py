@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from common.engine.plan import GroupTable, Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_LOOKED_AT, has_to_wait, is_computing, places_for
-from common.kv_cache.manager import KVCacheManager, PullPlan
-from common.kv_cache.results import PrefixHit
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.results import PrefixHit, PullPlan
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class SchedulerConfig:
 @dataclass(slots=True)
 class Schedule:
     """One step: ``sequences`` goes with ``plan.segments``; ``row_only`` sample from a row they already have; ``pulls``
-    are to be started now; ``saves`` holds the exact positions whose state the step writes, by sequence."""
+    are to be started now."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
@@ -59,10 +59,6 @@ class Scheduler:
         self.transferring: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.waiting) + len(self.transferring) + len(self.running)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)

@@ -18,8 +18,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
 from common.errors import NodeUnavailableError, TandemError
-from common.request import Request, RequestOutput
+from common.request import Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

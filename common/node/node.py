@@ -95,7 +95,7 @@ class Node:
             self.config.kv_transfer_timeout_seconds,
             self._find_mismatch if self.verify != VERIFY_OFF else None,
         )
-        self.core.source = self.source
+        self.core.pull_with(self.source)
         self.engine = EngineThread(self.core, self._loop)
         self.rendezvous = RendezvousTable(self._loop, is_in_use=self._is_in_use, call_off=self._call_off)
         self.remote_leases = RemoteLeases(self.peers)

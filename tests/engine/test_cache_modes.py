@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
 from common.engine.plan import StepPlan
 from common.errors import TandemError
 from common.node.runtime import NodeModel
-from common.request import Request, RequestOutput, SamplingParams
+from common.request import Request, SamplingParams
 from tests.engine.test_core import collect, engine, request, run, tokens, used
 
 MODES: dict[str, dict[str, Any]] = {

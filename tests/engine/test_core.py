@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
 from common.engine.plan import StepPlan
 from common.errors import InvalidRequestError, TandemError, TransferError
 from common.node.pull.engine_bridge import FinishedPull
 from common.node.runtime import NodeModel, create_core, load_node_model
-from common.request import FinishReason, Request, RequestOutput, SamplingParams
+from common.request import FinishReason, Request, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint
 
 SMALL_POOL = {"kv_cache_memory": 1 << 20, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48}
@@ -270,7 +271,7 @@ class _Source:
 
 def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tuple[Request, _Source]:
     source = _Source()
-    core.source = source
+    core.pull_with(source)
     key = model.manager.prefix_keys(prompt).key_at(len(prompt))
     return request("r", prompt, remote=_Remote(len(prompt), key)), source
 

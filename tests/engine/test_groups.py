@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
 from common.kv_cache.manager import PullPlan
 from common.node.runtime import NodeModel
-from common.request import Request, RequestOutput, SamplingParams
+from common.request import Request, SamplingParams
 from tests.engine.test_core import engine, run, tokens, used
 from tests.support.models import WINDOW
 from tests.support.pair import Pair

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from common.config.node import NodeConfig
-from common.engine import core
+from common.engine import remote_prefixes
 from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TransferError
 from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.results import LeasedPrefix, PrefixProgress, PullPlan
 from common.node.runtime import NodeModel, create_core, load_node_model
-from common.request import Request, RequestOutput, SamplingParams
+from common.request import Request, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint
 
 FAMILIES = ["granitemoehybrid", "qwen3_5", "llama"]
@@ -28,7 +29,7 @@ BLOCK = 16
 
 @dataclass
 class Outcome:
-    """``common.engine.core.PullResult``."""
+    """``common.engine.remote_prefixes.PullResult``."""
 
     ok: bool
     terminal: bool = True
@@ -67,7 +68,7 @@ class Engine:
         )
         self.model: NodeModel = load_node_model(config)
         self.core: EngineCore = create_core(config, self.model)
-        self.core.source = self
+        self.core.pull_with(self)
         self.pulls: dict[str, tuple[Remote, PullPlan]] = {}
 
     def start(self, seq_id: str, remote: Remote, plan: PullPlan) -> None:
@@ -110,7 +111,9 @@ class Engine:
 
     @property
     def prompts(self) -> dict[str, list[int]]:
-        return {seq_id: sequence.request.prompt_token_ids for seq_id, sequence in self.core._sequences.items()}
+        return {
+            seq_id: sequence.request.prompt_token_ids for seq_id, sequence in self.core._scheduler.transferring.items()
+        }
 
     def lease(self, prompt: list[int], deeper_than: int = 0) -> LeasedPrefix | None:
         return self.core.lease_prefix(self.model.manager.prefix_keys(prompt), "lease", deeper_than=deeper_than)
@@ -339,7 +342,7 @@ def test_lost_prefix_when_it_was_only_a_hint_then_computed_whatever_the_policy()
 def test_two_queues_when_each_waits_for_memory_that_the_other_has_leased_then_one_lets_go_and_both_go_on(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "HINT_PATIENCE_S", 0.05)
+    monkeypatch.setattr(remote_prefixes, "OPTIONAL_PREFIX_PATIENCE_S", 0.05)
     alone = Engine(family, enable_prefix_caching=False)
     least = {"granitemoehybrid": 166_000, "qwen3_5": 110_000, "llama": 164_000}[family]
     engines = [Engine(family, kv_cache_memory=least, max_model_len=128, max_num_seqs=2) for _ in range(2)]

@@ -159,7 +159,7 @@ def test_sample_when_below_min_tokens_then_never_ends() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 1], logits[0, 2], logits[0, 3] = 9.0, 8.0, 7.0
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({2}))
-    early = SampleTask(params, [5], [6], eos_token_ids=(1,))
+    early = SampleTask(params, [5], [6], eos_token_ids=frozenset({1}))
     assert Sampler().sample(logits, [early])[0].token_id == 3
     assert Sampler().sample(logits, [replace(early, output_token_ids=[6, 6])])[0].token_id == 1
 

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from common.config.node import NodeConfig
+from common.engine.outputs import RequestOutput
 from common.kv_cache.results import PullPlan
 from common.node import runtime
 from common.node.lend.rendezvous import RendezvousTable
@@ -23,7 +24,7 @@ from common.node.pull.handoff import Handover
 from common.node.pull.manifest_stream import Offer, Offers
 from common.node.pull.pull_task import FinishedPull, RemotePrefix
 from common.node.serving.prompt_jobs import EncodedPrompt
-from common.request import Request, RequestOutput, SamplingParams
+from common.request import Request, SamplingParams
 from common.transfer.backend import TransferBackend
 from common.transfer.puller import Puller
 from common.transfer.regions import Peer
@@ -214,7 +215,8 @@ class Pair:
         self._intake = Intake(node)
         self._leg = PrefillLeg(self.prefill)  # type: ignore[arg-type]
         self._puller = Puller(self.decode.backend)
-        self.decode.core.source = self.source = PullSource(self._puller, peers, self, PATIENCE_S, None)
+        self.source = PullSource(self._puller, peers, self, PATIENCE_S, None)
+        self.decode.core.pull_with(self.source)
         self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
 
     def close(self) -> None:

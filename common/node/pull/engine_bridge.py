@@ -35,7 +35,7 @@ class PullListener(Protocol):
 
 
 class PullSource:
-    """``common.engine.core.PrefixSource`` over a ``Puller``. Made and closed on the event loop.
+    """``common.engine.remote_prefixes.PrefixSource`` over a ``Puller``. Made and closed on the event loop.
 
     ``find_mismatch`` says what of the bytes that are here is not what the holder digested; it runs on a thread of its
     own, and only for offers that bring digests. ``after_read`` is called with the plan before that: the place where

@@ -52,7 +52,7 @@ class RemotePrefix:
 
 @dataclass(frozen=True, slots=True)
 class FinishedPull:
-    """How a pull ended (``common.engine.core.PullResult``), and what it took.
+    """How a pull ended (``common.engine.remote_prefixes.PullResult``), and what it took.
 
     ``reason``: empty when ok, else one word. ``final_s``: when the final offer was known, on ``time.monotonic``: what
     the client waits for begins there. ``seconds``: of reading and checking. ``num_early_parts``: parts that were here

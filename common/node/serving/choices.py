@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError
 from common.openai.protocol import OutputFields
 from common.openai.responses import chat_logprobs, completion_logprobs
-from common.request import FinishReason, RequestOutput, TokenLogprob
+from common.request import FinishReason, TokenLogprob
 from common.text.detokenizer import TextStream
 from common.text.tokenizer import TextCodec
 from common.wire.resume import RESUME_KEY

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from common.engine.outputs import PhaseSeconds, RequestOutput
 from common.errors import PrefillLegAbortedError, PrefillLegFailedError
 from common.kv_cache.observe.stats import CacheStats
 from common.metrics.metrics import Metrics, Samples
 from common.node.pull.pull_task import FinishedPull
-from common.request import FinishReason, PhaseSeconds, RequestOutput
+from common.request import FinishReason
 from common.telemetry.tracing import NO_SPAN, RequestSpan
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason

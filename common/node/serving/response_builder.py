@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
 from common.node.node import Node
 from common.node.serving.choices import ChoiceDelta
@@ -25,7 +26,6 @@ from common.node.serving.prompt_jobs import PromptJob
 from common.node.serving.tracing import REPORT_HEADER, RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
-from common.request import RequestOutput
 from common.server.http import request_id_of, wants_trace
 from common.wire.resume import state_line
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TandemError
 from common.node.lend.rendezvous import refused_rendezvous
 from common.node.node import Node
@@ -29,7 +30,7 @@ from common.node.serving.response_builder import EventStream, ResponseBuilder, o
 from common.node.serving.tracing import PROXY_SECONDS_HEADER, RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
-from common.request import Request, RequestOutput
+from common.request import Request
 from common.server.http import is_peer, read_json_object, request_id_of, run_until_disconnect, wants_trace
 from common.server.pacer import Pacer
 from common.text.tokenizer import TextCodec

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from common.engine.outputs import RequestOutput
 from common.node.node import Node
 from common.node.pull.handoff import Taken
 from common.openai.responses import trace_block
-from common.request import RequestOutput
 
 PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
 PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"

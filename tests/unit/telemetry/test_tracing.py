@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from common.engine.outputs import PhaseSeconds
 from common.errors import ConfigError
 from common.node.serving.metrics import trace_phases
-from common.request import PhaseSeconds
 from common.telemetry.context import current_context, enter_request, leave_request
 from common.telemetry.tracing import NO_SPAN, Tracer, create_tracer, passed_on
 from tests.support.service import ROOT, child_environment
