@@ -29,8 +29,8 @@ types_log=$(mktemp)
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
-# Two workers: one has the tests that start services, the other all else (tests/conftest.py).
-.venv/bin/python -m pytest -m "$markers" --numprocesses 2 "$@" || status=$?
+# Three workers, for tests wait often: one has the tests that start services, the others all else (tests/conftest.py).
+.venv/bin/python -m pytest -m "$markers" --numprocesses 3 "$@" || status=$?
 wait "$types" || status=$?
 cat "$types_log"
 exit "$status"

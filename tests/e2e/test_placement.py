@@ -1,9 +1,12 @@
-"""Placement over real nodes: what `benchmarks.placement` measures, with less of everything."""
+"""Placement over real nodes: what `benchmarks.placement` measures, with less of everything.
+
+Which way is the better one is decided by measured times, so no test here expects one of them:
+``tests/unit/proxy/test_placer.py`` and ``test_placement_simulation.py`` do, with times of their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -11,7 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.placement.services import ChosenModel, session_service, way_service
-from benchmarks.placement.sessions import Result, Traffic, names, run_sessions
+from benchmarks.placement.sessions import Traffic, run_sessions
 from benchmarks.placement.ways import measure_cold, measure_suffix
 from tests.support.client import REQUEST_TIMEOUT_S, TRACE_HEADERS, Answer, completion_body, info, metric
 from tests.support.models import VOCAB_SIZE, checkpoint
@@ -33,16 +36,21 @@ def placed(model: ChosenModel) -> Iterator[Service]:
         yield service
 
 
-def test_cost_when_a_conversation_goes_on_then_its_decode_node_computes_the_little_that_is_new(placed: Service) -> None:
+def test_cost_when_a_conversation_goes_on_then_whoever_computes_it_computes_the_little_that_is_new(
+    placed: Service,
+) -> None:
     prompt = random_tokens(1200, seed=7001)
     first = _complete(placed, prompt, 8, "remote")
     assert first.trace["placement"] == "remote"
     longer = [*prompt, *first.token_ids(), *random_tokens(20, seed=7002)]
     _wait_known(placed)
     second = _complete(placed, longer, 4)
-    assert second.trace["placement"] == "local"
     assert second.cached_tokens >= 1200
-    assert metric(placed.proxy, "proxy_decisions_total", policy="cost", placement="local") >= 1
+    placement = second.trace["placement"]
+    assert metric(placed.proxy, "proxy_decisions_total", policy="cost", placement=placement) >= 1
+    third = _complete(placed, [*longer, *second.token_ids(), *random_tokens(20, seed=7003)], 4, "local")
+    assert (third.trace["placement"], third.trace["transferred_blocks"]) == ("local", 0)
+    assert third.cached_tokens >= len(longer)
 
 
 def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service) -> None:
@@ -60,38 +68,26 @@ def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service)
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [None, 0.5])
-def test_cost_when_sessions_interleave_then_caches_like_one_pair_and_spreads(
+def test_sessions_when_they_interleave_over_two_pairs_then_each_turn_is_answered_and_mostly_cached(
     model: ChosenModel, share: float | None
 ) -> None:
     traffic = Traffic(num_sessions=16, num_turns=5, vocab_size=VOCAB_SIZE)
-
-    def run(policy: str, number: int, *, sources: bool = True) -> tuple[Result, float]:
-        with session_service(model, traffic, policy, number, share, sources=sources) as service:
-            result = asyncio.run(run_sessions(service.url, traffic))
-            return result, max(result.spread(names(service, role)) for role in ("prefill", "decode"))
-
-    pair, _ = run("cost", 1)
-    turns, _ = run("round_robin", 2, sources=False)
-    least = max(0.95 * pair.num_cached_tokens, 1.5 * turns.num_cached_tokens)
-    # Prices are measured times: on a machine with other work one of two equal nodes may really be the slower one.
-    tries = []
-    for _ in range(3):
-        cost, spread = run("cost", 2)
-        tries.append((cost.num_cached_tokens, round(spread, 2)))
-        if cost.num_cached_tokens >= least and spread <= 0.25:
-            return
-    raise AssertionError(f"(cached tokens, spread) {tries}: not once {least} and 0.25")
+    with session_service(model, traffic, "cost", 2, share, sources=True) as service:
+        result = asyncio.run(run_sessions(service.url, traffic))
+    # Whichever node computes a turn, it finds what any node has of the turns before, as far as memory holds it.
+    assert result.num_cached_tokens >= (0.5 if share is None else 0.3) * traffic.num_cacheable_tokens
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_cost_when_a_suffix_is_short_or_a_prompt_cold_then_takes_the_better_way(placed: Service) -> None:
-    suffix = asyncio.run(measure_suffix(placed.url, rounds=5, vocab_size=VOCAB_SIZE))
-    assert set(suffix["auto"].placed) == {"local"}
-    assert suffix["auto"].median_ms < suffix["remote"].median_ms
-    cold = asyncio.run(measure_cold(placed.url, rounds=3, vocab_size=VOCAB_SIZE))
-    assert statistics.mode(cold["auto"].placed) == "remote"
-    assert cold["auto"].p99_ms < cold["local"].p99_ms
+def test_ways_when_measured_then_every_request_went_the_way_that_it_was_told(placed: Service) -> None:
+    suffix = asyncio.run(measure_suffix(placed.url, rounds=2, vocab_size=VOCAB_SIZE))
+    cold = asyncio.run(measure_cold(placed.url, prompt=1500, stream_tokens=6_000, rounds=1, vocab_size=VOCAB_SIZE))
+    for ways in (suffix, cold):
+        assert set(ways["local"].placed) == {"local"}
+        assert set(ways["remote"].placed) == {"remote"}
+        assert set(ways["auto"].placed) <= {"local", "remote"}
+        assert all(way.median_ms > 0 for way in ways.values())
 
 
 def _complete(service: Service, prompt: list[int], num_tokens: int, way: str = "auto") -> Answer:

@@ -1,8 +1,12 @@
-"""Requests that come together with the same new beginning, over several real nodes: it is computed once."""
+"""Requests that come together with the same new beginning, over several real nodes: no node computes it again.
+
+Which nodes get them is decided by measured times, so nothing here depends on it; that one node gets them all, as long
+as it is not too busy, is held by ``tests/unit/proxy/test_underway.py`` with times of its own.
+"""
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import Answer, complete, computed_prompt_tokens, post, together
+from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import Service
@@ -44,9 +49,18 @@ def chat(url: str, messages: list[dict[str, str]]) -> Answer:
     return Answer(post(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0}))
 
 
+def computing_node(answer: Answer) -> str:
+    """The node that computed the prompt."""
+    return answer.trace["decode_node" if answer.trace["placement"] == "local" else "prefill_node"]
+
+
 def shares(answers: list[Answer]) -> list[tuple[str, int, int]]:
     """Who computed each prompt, how long it was, and what of it was there."""
-    return [(a.trace["prefill_node"], a.body["usage"]["prompt_tokens"], a.cached_tokens) for a in answers]
+    return [(computing_node(a), a.body["usage"]["prompt_tokens"], a.cached_tokens) for a in answers]
+
+
+def num_computing_nodes(answers: list[Answer]) -> int:
+    return len({computing_node(answer) for answer in answers})
 
 
 def num_computed(service: Service) -> float:
@@ -54,32 +68,34 @@ def num_computed(service: Service) -> float:
     return sum(computed_prompt_tokens([*service.prefill, *service.decode]))
 
 
-def test_chats_when_they_begin_alike_and_come_together_then_the_beginning_is_computed_once(wide: Service) -> None:
+def test_chats_when_they_begin_alike_and_come_together_then_no_node_computes_the_beginning_twice(
+    wide: Service,
+) -> None:
     system = " ".join(f"rule {number} of seventeen" for number in range(60))
     chats = [[message("system", system), message("user", f"question {number}")] for number in range(NUM_REQUESTS)]
     before = num_computed(wide)
     answers = together([partial(chat, wide.url, messages) for messages in chats])
     longest = max(answer.body["usage"]["prompt_tokens"] for answer in answers)
     assert longest > 2 * NUM_REQUESTS * SMALL
-    assert num_computed(wide) - before <= longest + NUM_REQUESTS * SMALL, shares(answers)
+    at_most = num_computing_nodes(answers) * longest + NUM_REQUESTS * SMALL
+    assert num_computed(wide) - before <= at_most, shares(answers)
 
 
-def test_requests_when_they_begin_alike_and_come_together_then_nobody_computes_the_beginning_a_third_time(
+def test_requests_when_they_begin_alike_and_come_together_then_no_node_computes_the_beginning_a_third_time(
     wide: Service,
 ) -> None:
     """Token ids do not say where others will part from them. Whoever comes while the first one is past that place
-    computes it again, and keeps a state there. On a busy machine that may be on the other node."""
+    computes it again, and keeps a state there."""
     shared = random_tokens(SHARED, seed=9410)
     prompts = [shared + random_tokens(OWN, seed=9420 + number) for number in range(NUM_REQUESTS)]
     before = num_computed(wide)
     answers = together([partial(complete, wide.url, prompt, 4) for prompt in prompts])
-    assert num_computed(wide) - before <= 2 * SHARED + NUM_REQUESTS * SMALL, shares(answers)
-    time.sleep(0.5)
-    later = complete(wide.url, shared + random_tokens(OWN, seed=9440), 4)  # the index has taken over
-    assert later.cached_tokens >= SHARED - BLOCK_SIZE
+    at_most = num_computing_nodes(answers) * 2 * SHARED + NUM_REQUESTS * SMALL
+    assert num_computed(wide) - before <= at_most, shares(answers)
+    seeds = itertools.count(9440)
 
+    def is_known() -> bool:
+        later = complete(wide.url, shared + random_tokens(OWN, seed=next(seeds)), 4)
+        return later.cached_tokens >= SHARED - BLOCK_SIZE
 
-def test_requests_when_all_differ_and_come_together_then_every_prefill_node_computes_some(wide: Service) -> None:
-    prompts = [random_tokens(SHARED, seed=9450 + number) for number in range(NUM_REQUESTS)]
-    answers = together([partial(complete, wide.url, prompt, 4) for prompt in prompts])
-    assert len({answer.trace["prefill_node"] for answer in answers}) == 2
+    wait_until(is_known, "the index to know what was computed")

@@ -38,7 +38,8 @@ class Holder(abc.ABC):
         self.engine_id = engine_id
         self.epoch = sizes["epoch"]
         self.seed = sizes["seed"]
-        self._reference = EndpointMemory(**sizes)
+        # A unit's pattern depends on its size alone, not on how many there are.
+        self._reference = EndpointMemory(**{**sizes, "num_blocks": 1, "num_slots": 1})
 
     def pattern(self, region: str, unit: int) -> bytes:
         return self._reference.pattern(self.seed, region, unit)
