@@ -30,6 +30,7 @@ import torch
 from benchmarks.engine.models import FAMILIES, MAX_TOKENS, SIZES, make_checkpoint
 from benchmarks.pipelining import REQUEST_TIMEOUT_S, service
 from common.models.synthetic import build_tokenizer
+from common.wire.routes import COMPLETIONS_ROUTE
 
 STREAM_PROMPT_TOKENS = 64
 STREAM_TOKENS = MAX_TOKENS - STREAM_PROMPT_TOKENS - 1
@@ -126,7 +127,7 @@ def send_prompts(proxy: str, bodies: Sequence[bytes]) -> tuple[float, float]:
     async def send() -> None:
         headers = {"content-type": "application/json"}
         async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers=headers) as client:
-            answers = await asyncio.gather(*(client.post(proxy + "/v1/completions", content=body) for body in bodies))
+            answers = await asyncio.gather(*(client.post(proxy + COMPLETIONS_ROUTE, content=body) for body in bodies))
         for answer in answers:
             answer.raise_for_status()
 
@@ -141,7 +142,7 @@ async def _stream(
     """Appends the time at which each token arrived."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "logit_bias": {str(letter): 100}}
-    async with client.stream("POST", url + "/v1/completions", json=body) as answer:
+    async with client.stream("POST", url + COMPLETIONS_ROUTE, json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):

@@ -27,6 +27,8 @@ import httpx
 
 from benchmarks.ports import free_ports
 from common.demo_model import FOLDER
+from common.wire.headers import TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE, READY_ROUTE
 
 START_TIMEOUT_S = 180.0
 REQUEST_TIMEOUT_S = 600.0
@@ -70,7 +72,7 @@ def main() -> None:
 def first_token(client: httpx.Client, url: str, prompt: Sequence[int]) -> tuple[float, dict[str, Any]]:
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     started_s = time.perf_counter()
-    answer = client.post(url + "/v1/completions", json=body, headers={"X-Tandem-Trace": "1"}).raise_for_status()
+    answer = client.post(url + COMPLETIONS_ROUTE, json=body, headers={TRACE_HEADER: "1"}).raise_for_status()
     return time.perf_counter() - started_s, answer.json()
 
 
@@ -113,7 +115,7 @@ def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url + "/ready", timeout=2).status_code == 200:
+            if httpx.get(url + READY_ROUTE, timeout=2).status_code == 200:
                 return
         if process.poll() is not None:
             break

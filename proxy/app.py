@@ -19,9 +19,21 @@ from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
 from common.openai.errors import install_error_handlers
 from common.server import drain as draining
-from common.server.http import CLUSTER_KEY_HEADER, OPEN_PATHS, Gate, GateMiddleware, read_json_object
+from common.server.http import OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.server.versions import installed_versions
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
+from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.routes import (
+    CHAT_ROUTE,
+    COMPLETIONS_ROUTE,
+    DETOKENIZE_ROUTE,
+    HEALTH_ROUTE,
+    METRICS_ROUTE,
+    MODELS_ROUTE,
+    READY_ROUTE,
+    TOKENIZE_ROUTE,
+    VERSION_ROUTE,
+)
 from proxy.admission.key_limits import KeyLimits, read_key_limits
 from proxy.admission.queue import Admission
 from proxy.http.admin import add_node_routes
@@ -151,8 +163,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         gate,
         drain,
         {
-            "/v1/completions": lambda request: _service(request).generate.completions(request),
-            "/v1/chat/completions": lambda request: _service(request).generate.chat(request),
+            COMPLETIONS_ROUTE: lambda request: _service(request).generate.completions(request),
+            CHAT_ROUTE: lambda request: _service(request).generate.chat(request),
         },
     )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
@@ -165,35 +177,35 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
 
 def _add_openai_routes(app: FastAPI) -> None:
     # POST is the front's; these say 405 to other methods.
-    @app.post("/v1/completions")
+    @app.post(COMPLETIONS_ROUTE)
     async def completions(request: Request) -> Response:
         return await _service(request).generate.completions(request)
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT_ROUTE)
     async def chat_completions(request: Request) -> Response:
         return await _service(request).generate.chat(request)
 
-    @app.get("/v1/models")
+    @app.get(MODELS_ROUTE)
     async def models(request: Request) -> Response:
         return await _forward(request)
 
-    @app.post("/tokenize")
+    @app.post(TOKENIZE_ROUTE)
     async def tokenize(request: Request) -> Response:
         await read_json_object(request)
         return await _forward(request)
 
-    @app.post("/detokenize")
+    @app.post(DETOKENIZE_ROUTE)
     async def detokenize(request: Request) -> Response:
         await read_json_object(request)
         return await _forward(request)
 
 
 def _add_operator_routes(app: FastAPI) -> None:
-    @app.get("/health")
+    @app.get(HEALTH_ROUTE)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get(READY_ROUTE)
     async def ready(request: Request) -> Response:
         service = _service(request)
         reasons = service.pool.reasons()
@@ -203,12 +215,12 @@ def _add_operator_routes(app: FastAPI) -> None:
             return _not_ready("not_ready", reasons)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get(METRICS_ROUTE)
     async def metrics(request: Request) -> Response:
         content, content_type = _service(request).metrics.render()
         return Response(content, media_type=content_type)
 
-    @app.get("/version")
+    @app.get(VERSION_ROUTE)
     async def version() -> dict[str, Any]:
         return installed_versions()
 

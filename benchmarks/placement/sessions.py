@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from common.wire.headers import TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
 from tests.support.service import Service
 
 REQUEST_TIMEOUT_S = 300.0
@@ -112,7 +114,7 @@ async def _complete(client: httpx.AsyncClient, prompt: Sequence[int], num_tokens
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    answer = await client.post("/v1/completions", json=body, headers={"X-Tandem-Trace": "1"})
+    answer = await client.post(COMPLETIONS_ROUTE, json=body, headers={TRACE_HEADER: "1"})
     answer.raise_for_status()
     return dict(answer.json())
 

@@ -18,6 +18,9 @@ from typing import Any
 
 import httpx
 
+from common.wire.headers import PLACEMENT_HEADER, TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
+
 WAYS = ("auto", "local", "remote")
 SETTLE_S = 1.5
 """For the nodes' events and loads to arrive."""
@@ -133,8 +136,8 @@ async def stream(
         "return_token_ids": True,
         "stream": True,
     }
-    headers = {"X-Tandem-Trace": "1", "X-Tandem-Placement": way}
-    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+    headers = {TRACE_HEADER: "1", PLACEMENT_HEADER: way}
+    async with client.stream("POST", COMPLETIONS_ROUTE, json=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise RuntimeError((await answer.aread()).decode())
         async for line in answer.aiter_lines():

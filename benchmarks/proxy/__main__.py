@@ -39,8 +39,8 @@ from benchmarks.proxy.contestants import (
     running,
 )
 from benchmarks.proxy.load import Leg, Steps, User, latencies, make_leg, throughput
+from common.wire.routes import COMPLETIONS_ROUTE
 
-ROUTE = "/v1/completions"
 WARM_UP = 30
 SETTLE_S = 1.5
 STREAM_PAUSE_S = 0.25
@@ -64,7 +64,7 @@ def make_body(num_prompt_tokens: int) -> bytes:
 def direct_legs(ports: Ports, body: bytes) -> tuple[Leg, Leg]:
     """What a proxy sends, sent by the client itself."""
     prefill = json.dumps({**json.loads(body), "stream": False, "kv_transfer_params": {"do_remote_decode": True}})
-    return make_leg(ports.prefill, ROUTE, prefill.encode()), make_leg(ports.decode, ROUTE, body)
+    return make_leg(ports.prefill, COMPLETIONS_ROUTE, prefill.encode()), make_leg(ports.decode, COMPLETIONS_ROUTE, body)
 
 
 async def measure(steps: Steps, figures: Figures, args: argparse.Namespace, process: Process | None) -> None:
@@ -116,7 +116,9 @@ async def run_group(contestants: Sequence[Contestant], args: argparse.Namespace,
                 its = Ports(prefill, decode, proxies[each])
                 with contestant_running(each, its, args.core) as process:
                     await asyncio.sleep(SETTLE_S)  # polls and pools settle
-                    await measure([[make_leg(its.proxy, ROUTE, body, each.headers)]], figures[each], args, process)
+                    await measure(
+                        [[make_leg(its.proxy, COMPLETIONS_ROUTE, body, each.headers)]], figures[each], args, process
+                    )
         for has_both, result in bare.items():
             print_row("direct, both legs" if has_both else "direct, decode leg", result, None, pull)
         for each in contestants:
@@ -133,7 +135,7 @@ async def run_streams(contestant: Contestant, args: argparse.Namespace) -> None:
         contestant_running(contestant, ports, args.core) as process,
     ):
         await asyncio.sleep(SETTLE_S)
-        steps = [[make_leg(ports.proxy, ROUTE, make_body(args.prompt_tokens), contestant.headers)]]
+        steps = [[make_leg(ports.proxy, COMPLETIONS_ROUTE, make_body(args.prompt_tokens), contestant.headers)]]
         held = await hold_streams(steps, args.streams, process, ports)
     print(f"{args.streams} streams at once through {contestant.name}: {json.dumps(held)}")
 

@@ -40,6 +40,20 @@ from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.text.tokenizer import TextCodec
 from common.wire.fields import Fields
 from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.routes import (
+    CACHE_CHECK_ROUTE,
+    CHAT_ROUTE,
+    COMPLETIONS_ROUTE,
+    DETOKENIZE_ROUTE,
+    HEALTH_ROUTE,
+    INFO_ROUTE,
+    LOAD_ROUTE,
+    METRICS_ROUTE,
+    MODELS_ROUTE,
+    READY_ROUTE,
+    TOKENIZE_ROUTE,
+    VERSION_ROUTE,
+)
 
 
 def create_node_app(
@@ -83,8 +97,8 @@ def create_node_app(
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=node.cluster_key)
     drain.add_drain(app, node.drain, has_cluster_key=node.cluster_key is not None)
-    app.add_api_route("/v1/completions", serving.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", serving.chat, methods=["POST"])
+    app.add_api_route(COMPLETIONS_ROUTE, serving.completions, methods=["POST"])
+    app.add_api_route(CHAT_ROUTE, serving.chat, methods=["POST"])
     _add_public_routes(app, node, serving)
     _add_internal_routes(app, node)
     add_pull_routes(app, node)
@@ -98,13 +112,13 @@ def create_node_app(
 def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
     started_s = int(time.time())
 
-    @app.get("/v1/models")
+    @app.get(MODELS_ROUTE)
     async def models() -> dict[str, Any]:
         return responses.models_response(
             node.served_model_name, created=started_s, max_model_len=node.model.max_model_len
         )
 
-    @app.post("/tokenize")
+    @app.post(TOKENIZE_ROUTE)
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
         fields = Fields(body)
@@ -131,7 +145,7 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
             answer["token_strs"] = [piece.text for piece in pieces]
         return answer
 
-    @app.post("/detokenize")
+    @app.post(DETOKENIZE_ROUTE)
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
         fields = Fields(await read_json_object(http))
         check_model(fields.string("model"), (node.served_model_name,))
@@ -140,11 +154,11 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
             raise InvalidRequestError("tokens is required", param="tokens")
         return {"prompt": await asyncio.to_thread(serving.codec.decode, token_ids)}
 
-    @app.get("/health")
+    @app.get(HEALTH_ROUTE)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.get(READY_ROUTE)
     async def ready() -> JSONResponse:
         if node.drain.is_draining:
             return JSONResponse({"status": drain.STATUS, "reason": drain.STATUS}, status_code=503)
@@ -153,13 +167,13 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
             return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get(METRICS_ROUTE)
     async def metrics() -> Response:
         await node.refresh_stats()
         body, content_type = node.metrics.render()
         return Response(body, media_type=content_type)
 
-    @app.get("/version")
+    @app.get(VERSION_ROUTE)
     async def version() -> dict[str, str | None]:
         return installed_versions()
 
@@ -167,7 +181,7 @@ def _add_public_routes(app: FastAPI, node: Node, serving: Serving) -> None:
 def _add_internal_routes(app: FastAPI, node: Node) -> None:
     manager = node.model.manager
 
-    @app.get("/internal/v1/info")
+    @app.get(INFO_ROUTE)
     async def info() -> dict[str, Any]:
         cache = node.model.cache_config
         return {
@@ -203,11 +217,11 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "load": load_report(node),
         }
 
-    @app.get("/internal/v1/load")
+    @app.get(LOAD_ROUTE)
     async def load() -> dict[str, Any]:
         return load_report(node)
 
-    @app.get("/internal/v1/cache/check")
+    @app.get(CACHE_CHECK_ROUTE)
     async def check() -> dict[str, Any]:
         """Violated invariants (none: ``ok``) and where every block, slot and lease is, between two steps."""
         violations, stats = await node.engine.call(lambda: (manager.check(), manager.stats()))

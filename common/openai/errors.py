@@ -25,10 +25,10 @@ from common.errors import (
     RequestAbortedError,
     TandemError,
 )
+from common.wire.headers import DROPPED_HEADER, REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
 
-DROPPED_HEADER = "X-Tandem-Dropped"
 INTERNAL_MESSAGE = "internal error"
 
 # Status -> (type, code) of errors that frameworks raise.
@@ -136,5 +136,5 @@ async def _on_client_disconnect(request: Request, error: Exception) -> Response:
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     response = await _on_tandem_error(request, error)
     # This handler runs outside the middleware that adds the header.
-    response.headers["X-Request-Id"] = _request_id(request)
+    response.headers[REQUEST_ID_HEADER] = _request_id(request)
     return response

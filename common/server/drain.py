@@ -19,14 +19,14 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import DrainingError, EndingError, NodeUnavailableError, PermissionDeniedError
-from common.server.http import CLUSTER_KEY_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE, DRAIN_ROUTE
 
 logger = logging.getLogger(__name__)
 
-DRAIN_ROUTE = "/internal/v1/drain"
 STATUS = "draining"
 SERVING_STATUS = "serving"
-WORK_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+WORK_PATHS = frozenset({COMPLETIONS_ROUTE, CHAT_ROUTE})
 LOOK_S = 0.02
 CUT_GRACE_S = 0.5
 """How long cut-off requests get to say so to their clients."""

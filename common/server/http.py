@@ -34,6 +34,8 @@ from common.errors import (
 )
 from common.openai.errors import error_response
 from common.telemetry.context import enter_request
+from common.wire.headers import CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
+from common.wire.routes import HEALTH_ROUTE, INTERNAL_PREFIX, METRICS_ROUTE, READY_ROUTE, VERSION_ROUTE
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,7 @@ DEFAULT_BODY_TIMEOUT_S = 60.0
 BODY_KEY = "tandem.body"
 """Where a route that has read the body itself leaves it in the scope."""
 MAX_JSON_DEPTH = 64
-REQUEST_ID_HEADER = "X-Request-Id"
-CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
-TRACE_HEADER = "X-Tandem-Trace"
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-INTERNAL_PREFIX = "/internal/"
+OPEN_PATHS = frozenset({HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE, VERSION_ROUTE})
 
 _REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
 _CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()

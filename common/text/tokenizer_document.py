@@ -17,8 +17,7 @@ from common.openai.protocol import ChatRequest, parse_chat
 from common.text.light_tokenizer import LightTokenizer
 from common.text.tokenizer import TextCodec
 from common.wire.fields import Fields
-
-TOKENIZER_ROUTE = "/internal/v1/tokenizer"
+from common.wire.routes import TOKENIZER_ROUTE
 
 PROBE_TEXTS = (
     "Hello, world!  How are you?",

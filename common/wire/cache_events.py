@@ -14,8 +14,8 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.wire.fields import Fields
+from common.wire.routes import CACHE_EVENTS_ROUTE
 
-EVENTS_ROUTE = "/internal/v1/cache/events"
 HINT_BYTES = 8
 WAIT_S = 1.0
 """Longest silence of a node that has no news."""
@@ -111,7 +111,7 @@ class CacheNews:
         try:
             return cls._read(body)
         except (InvalidRequestError, TypeError, AttributeError) as exc:
-            raise ValueError(f"{EVENTS_ROUTE} answers what cannot be read: {exc}") from exc
+            raise ValueError(f"{CACHE_EVENTS_ROUTE} answers what cannot be read: {exc}") from exc
 
     @classmethod
     def _read(cls, body: Mapping[str, Any]) -> CacheNews:

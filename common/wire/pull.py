@@ -16,7 +16,6 @@ from common.wire.fields import Fields, invalid
 from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialManifest
 from common.wire.manifest_reader import HEX, MAX_PROMPT_TOKENS, WORD
 
-PULL_ROUTE = "/internal/v1/pull"
 MAX_WAIT_SECONDS = 10.0
 MAX_SALT_CHARS = 4096
 

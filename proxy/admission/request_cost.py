@@ -10,9 +10,9 @@ from fastapi import Request
 from common.errors import InvalidRequestError
 from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
 from common.server.http import api_key_digest_of
+from common.wire.headers import DEADLINE_HEADER
 from proxy.admission.queue import Ask
 
-DEADLINE_HEADER = "X-Request-Deadline-Ms"
 MAX_DEADLINE_MS = 86_400_000
 CHARS_PER_TOKEN = 4
 """Of a text that is not tokenised here; English in common vocabularies."""

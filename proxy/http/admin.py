@@ -15,10 +15,10 @@ from common.errors import InvalidRequestError, NodeNotFoundError
 from common.server.drain import require_cluster_key
 from common.server.http import read_json_object
 from common.wire.fields import Fields, shown
+from common.wire.routes import NODES_ROUTE
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 
-NODES_ROUTE = "/internal/v1/nodes"
 ORIGIN = "operator"
 
 

@@ -24,13 +24,14 @@ from common.openai.prompt_ids import PROMPT_IDS_KEY
 from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
-from common.server.http import REQUEST_ID_HEADER, TRACE_HEADER, read_json_object, request_id_of
+from common.server.http import read_json_object, request_id_of
 from common.telemetry.tracing import Tracer, passed_on
 from common.wire.handoff import FIELD
+from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.wire.source_hints import SOURCES_KEY
 from proxy.admission.queue import Admission, Ask
-from proxy.admission.request_cost import DEADLINE_HEADER, read_ask
+from proxy.admission.request_cost import read_ask
 from proxy.http.tokenizer import Tokenisation
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.decode_leg import Job
@@ -39,7 +40,7 @@ from proxy.legs.protocol import RelayedAnswer
 from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
-from proxy.placement.hints import HINT_HEADER, SESSION_HEADER, PlacementHint, session_from_header
+from proxy.placement.hints import PlacementHint, session_from_header
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class GenerateService:
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
-            placement_hint = PlacementHint.from_header(request.headers.get(HINT_HEADER))
+            placement_hint = PlacementHint.from_header(request.headers.get(PLACEMENT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)

@@ -24,12 +24,8 @@ from common.errors import InvalidRequestError
 from common.openai.prompt_ids import PromptIds
 from common.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from common.text.tokenizer import TextCodec
-from common.text.tokenizer_document import (
-    TOKENIZER_ROUTE,
-    TokenizerDocument,
-    UnusableTokenizerError,
-    create_codec,
-)
+from common.text.tokenizer_document import TokenizerDocument, UnusableTokenizerError, create_codec
+from common.wire.routes import TOKENIZER_ROUTE
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node

@@ -15,7 +15,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from proxy.metrics.recent_requests import REPORT_HEADER, RecentRequest
+from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
+from proxy.metrics.recent_requests import RecentRequest
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ _DROPPED_HEADERS = frozenset(
         "content-encoding",
         "date",
         "server",
-        "x-request-id",
-        REPORT_HEADER,
+        REQUEST_ID_HEADER.lower(),
+        REPORT_HEADER.lower(),
     }
 )
 

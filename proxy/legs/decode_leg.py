@@ -10,13 +10,13 @@ from typing import Any
 
 from common.errors import DeadlineExceededError, QueueFullError, TransferError
 from common.telemetry.tracing import NO_SPAN, RequestSpan
+from common.wire.headers import PREFILL_NODE_HEADER
 from proxy.legs.body_encoder import BodyEncoder
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.migration import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.legs.protocol import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
 from proxy.metrics.proxy_metrics import ProxyMetrics
-from proxy.metrics.recent_requests import PREFILL_NODE_HEADER
 from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
 from proxy.nodes.breaker import Leg

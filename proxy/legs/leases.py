@@ -14,13 +14,13 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
+from common.wire.routes import LEASE_RELEASE_ROUTE
 from proxy.legs.body_encoder import encode
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
 
 logger = logging.getLogger(__name__)
 
-RELEASE_ROUTE = "/internal/v1/leases/release"
 RELEASE_TIMEOUT_S = 2.0
 
 
@@ -85,7 +85,7 @@ class LeaseReleaser:
         try:
             answer = await node.client.request(
                 "POST",
-                RELEASE_ROUTE,
+                LEASE_RELEASE_ROUTE,
                 # A leg whose connection was closed may still be on its way into the node.
                 content=encode({"lease_ids": lease_ids, "may_come": True}),
                 headers=self._headers,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
+from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 from common.wire.resume import RESUME_KEY
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.concurrent import Pair, PairedLegs, PrefillBusyError
@@ -281,5 +282,5 @@ class Orchestrator:
         headers = self._headers(run.job, node)
         if node.is_vllm:
             return headers
-        headers |= {"x-tandem-proxy-seconds": f"{run.queue_s:.6f},{elapsed_s:.6f}"}
-        return headers if prefill_node is None else headers | {"x-tandem-prefill-node": prefill_node}
+        headers |= {PROXY_SECONDS_HEADER: f"{run.queue_s:.6f},{elapsed_s:.6f}"}
+        return headers if prefill_node is None else headers | {PREFILL_NODE_HEADER: prefill_node}

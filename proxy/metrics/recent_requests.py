@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.wire.headers import REPORT_HEADER
 from proxy.metrics.proxy_metrics import RequestRecord
 
 KEPT = 50
 RUNNING_SHOWN = 50
 """Of the requests that run, how many are told of: a thousand streams are no list to read."""
-REPORT_HEADER = "x-tandem-report"
-PREFILL_NODE_HEADER = "x-tandem-prefill-node"
 MAX_REPORT_CHARS = 4096
 PHASES = ("proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token")
 _COUNTS = (
@@ -64,11 +63,11 @@ class RecentRequest:
         self.decode_node, self.prefill_node = decode_node, prefill_node
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        """The client's answer begins. ``headers`` are the node's, or our own of an error."""
+        """The client's answer begins. ``headers`` are the node's, in lower case, or our own of an error."""
         self.status = status
         if self.answer_s is None and self.end_s is None:
             self.answer_s = time.monotonic()
-        report = headers.get(REPORT_HEADER)
+        report = headers.get(REPORT_HEADER.lower())
         if report is not None and len(report) <= MAX_REPORT_CHARS:
             self._report = report
 

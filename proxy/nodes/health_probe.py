@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.wire.routes import INFO_ROUTE, READY_ROUTE
 from proxy.node_http.client import NodeAnswer, NodeClient
 from proxy.node_http.errors import REASON_LENGTH, NodeClientError, NodeRefusedError, NodeTimeoutError, describe
 from proxy.nodes.node import NodeInfo, NodeKind
@@ -34,7 +35,7 @@ async def look(client: NodeClient, kind: str, headers: Mapping[str, str]) -> See
     try:
         if kind == NodeKind.VLLM.value:
             return Seen(await read_vllm_info(client, LOOK_TIMEOUT_S))
-        answer = await client.request("GET", "/ready", timeout_s=LOOK_TIMEOUT_S)
+        answer = await client.request("GET", READY_ROUTE, timeout_s=LOOK_TIMEOUT_S)
         if answer.status == 404 and kind == "auto":
             return Seen(await read_vllm_info(client, LOOK_TIMEOUT_S))
         if answer.status != 200:
@@ -47,14 +48,14 @@ async def look(client: NodeClient, kind: str, headers: Mapping[str, str]) -> See
 
 
 async def _read_info(client: NodeClient, headers: Mapping[str, str]) -> NodeInfo:
-    answer = await client.request("GET", "/internal/v1/info", headers=headers, timeout_s=LOOK_TIMEOUT_S)
+    answer = await client.request("GET", INFO_ROUTE, headers=headers, timeout_s=LOOK_TIMEOUT_S)
     if answer.status == 200:
         body = answer.json()
         if not isinstance(body, dict):
-            raise ValueError("/internal/v1/info is not a JSON object")
+            raise ValueError(f"{INFO_ROUTE} is not a JSON object")
         return NodeInfo.from_json(body)
     if answer.status != 404:
-        raise ValueError(f"/internal/v1/info answers {answer.status}")
+        raise ValueError(f"{INFO_ROUTE} answers {answer.status}")
     return NodeInfo()
 
 

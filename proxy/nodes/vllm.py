@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.routes import HEALTH_ROUTE, MODELS_ROUTE
 from proxy.node_http.client import NodeClient
 from proxy.nodes.node import NodeInfo, NodeKind
 
@@ -21,10 +22,10 @@ _DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "min_completion_tokens", 
 
 async def read_vllm_info(client: NodeClient, timeout_s: float) -> NodeInfo:
     """What a server says about itself. Raises ValueError when it is not healthy, and NodeClientError."""
-    health = await client.request("GET", "/health", timeout_s=timeout_s)
+    health = await client.request("GET", HEALTH_ROUTE, timeout_s=timeout_s)
     if health.status != 200:
         raise ValueError(f"/health answers {health.status}")
-    answer = await client.request("GET", "/v1/models", timeout_s=timeout_s)
+    answer = await client.request("GET", MODELS_ROUTE, timeout_s=timeout_s)
     if answer.status in (401, 403):
         return NodeInfo(kind=NodeKind.VLLM)  # it wants the client's key, which a look does not have
     if answer.status != 200:

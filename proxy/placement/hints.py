@@ -9,9 +9,8 @@ import enum
 from collections import OrderedDict
 
 from common.errors import InvalidRequestError
+from common.wire.headers import PLACEMENT_HEADER, SESSION_HEADER
 
-HINT_HEADER = "x-tandem-placement"
-SESSION_HEADER = "x-session-id"
 MAX_SESSION_ID_LENGTH = 256
 MAX_SESSIONS = 10_000
 
@@ -31,7 +30,7 @@ class PlacementHint(enum.Enum):
         except ValueError:
             allowed = ", ".join(each.value for each in cls)
             raise InvalidRequestError(
-                f"header X-Tandem-Placement {value[:40]!r} is not one of {allowed}", param="X-Tandem-Placement"
+                f"header {PLACEMENT_HEADER} {value[:40]!r} is not one of {allowed}", param=PLACEMENT_HEADER
             ) from None
 
 
@@ -39,8 +38,8 @@ def session_from_header(value: str | None) -> str | None:
     """Raises InvalidRequestError naming the header when it is too long to be remembered."""
     if value is not None and len(value) > MAX_SESSION_ID_LENGTH:
         raise InvalidRequestError(
-            f"header X-Session-Id has {len(value)} characters, at most {MAX_SESSION_ID_LENGTH} are allowed",
-            param="X-Session-Id",
+            f"header {SESSION_HEADER} has {len(value)} characters, at most {MAX_SESSION_ID_LENGTH} are allowed",
+            param=SESSION_HEADER,
         )
     return value or None
 

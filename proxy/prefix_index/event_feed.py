@@ -16,7 +16,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from common.wire.cache_events import EVENTS_ROUTE, WAIT_S, CacheNews
+from common.wire.cache_events import WAIT_S, CacheNews
+from common.wire.routes import CACHE_EVENTS_ROUTE
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
@@ -107,7 +108,7 @@ class EventFeeds:
         query = urllib.parse.urlencode(position or {"limit": str(self._index.max_entries)})
         answer = await node.client.request(
             "GET",
-            f"{EVENTS_ROUTE}?{query}",
+            f"{CACHE_EVENTS_ROUTE}?{query}",
             headers=self._headers,
             timeout_s=ANSWER_TIMEOUT_S,
             max_bytes=MAX_ANSWER_BYTES,
@@ -115,7 +116,7 @@ class EventFeeds:
         if answer.status == 404:
             raise NoFeedError
         if answer.status != 200:
-            raise ValueError(f"{EVENTS_ROUTE} answers {answer.status}")
+            raise ValueError(f"{CACHE_EVENTS_ROUTE} answers {answer.status}")
         if len(answer.body) > THREAD_BYTES:
             news, cache = await asyncio.to_thread(_read, answer.body)
         else:
@@ -133,7 +134,7 @@ def _read(body: bytes) -> tuple[CacheNews, NodeCache | None]:
     """An answer, and what a snapshot amounts to. Raises ValueError for what is no answer of the route."""
     value: Any = json.loads(body)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{EVENTS_ROUTE} answers {type(value).__name__}")
+        raise ValueError(f"{CACHE_EVENTS_ROUTE} answers {type(value).__name__}")
     news = CacheNews.from_json(value)
     if not news.is_snapshot:
         return news, None

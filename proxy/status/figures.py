@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE
+
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.9
@@ -138,7 +140,7 @@ class NodeFigures:
     @staticmethod
     async def _look(watched: _Watched, fetch: Fetch) -> None:
         try:
-            await fetch("/health", HEALTH_TIMEOUT_S)
+            await fetch(HEALTH_ROUTE, HEALTH_TIMEOUT_S)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the node does not answer
             if not watched.is_silent:
                 logger.info("a node on the status page does not answer: %s", exc)
@@ -149,7 +151,7 @@ class NodeFigures:
     @staticmethod
     async def _read(watched: _Watched, fetch: Fetch) -> None:
         try:
-            text = (await fetch("/metrics", FIGURES_TIMEOUT_S)).decode(errors="replace")
+            text = (await fetch(METRICS_ROUTE, FIGURES_TIMEOUT_S)).decode(errors="replace")
         except Exception as exc:  # noqa: BLE001 - the page then shows how old its figures are
             logger.debug("no figures of a node: %s", exc)
             return

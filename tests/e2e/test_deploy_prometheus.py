@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.table import PREFIX
-from proxy.placement.hints import HINT_HEADER
+from common.wire.headers import PLACEMENT_HEADER
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import completion_body, together
 from tests.support.hangup import wait_until
@@ -37,7 +37,7 @@ RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 # Series that only come into being with the first failure, eviction or preemption.
 EMPTY_WHILE_ALL_IS_WELL = {"Evictions", "Tokens found and computed again"}
 LOAD_S = 20.0
-MOVED, STAYS = {HINT_HEADER: "remote"}, {HINT_HEADER: "local"}
+MOVED, STAYS = {PLACEMENT_HEADER: "remote"}, {PLACEMENT_HEADER: "local"}
 
 
 @pytest.fixture(scope="module")

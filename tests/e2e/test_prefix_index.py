@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from common.config.proxy import ProxyConfig
-from common.text.tokenizer_document import TOKENIZER_ROUTE, TokenizerDocument
-from common.wire.cache_events import CHECKPOINT, EVENTS_ROUTE, CacheNews
+from common.text.tokenizer_document import TokenizerDocument
+from common.wire.cache_events import CHECKPOINT, CacheNews
+from common.wire.routes import CACHE_EVENTS_ROUTE, TOKENIZER_ROUTE
 from proxy.app import Service as ProxyService
 from proxy.app import create_app
 from proxy.prefix_index.index import Coverage
@@ -50,7 +51,7 @@ class Site:
 
 
 def _num_entries(node: Node) -> int:
-    news = CacheNews.from_json(httpx.get(node.url + EVENTS_ROUTE).json())
+    news = CacheNews.from_json(httpx.get(node.url + CACHE_EVENTS_ROUTE).json())
     assert news.is_snapshot
     return len({(change.group == CHECKPOINT, key) for change in news.changes for key in change.keys})
 

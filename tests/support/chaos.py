@@ -22,12 +22,12 @@ from typing import Any
 
 import httpx
 
+from common.wire.routes import COMPLETIONS_ROUTE
 from tests.support.client import completion_body
 from tests.support.hangup import OpenRequest
 from tests.support.reference import Greedy, Reference, random_tokens
 from tests.support.service import Node, Service, wait_ready
 
-ROUTE = "/v1/completions"
 ANSWER_TIMEOUT_S = 60.0
 """A request without an end after this hangs."""
 ERRORS = {
@@ -136,7 +136,7 @@ Read = tuple[list[int], list[float], tuple[int, Any] | None]
 
 
 def _read_whole(url: str, body: dict[str, Any]) -> Read:
-    response = httpx.post(url + ROUTE, json=body, timeout=ANSWER_TIMEOUT_S)
+    response = httpx.post(url + COMPLETIONS_ROUTE, json=body, timeout=ANSWER_TIMEOUT_S)
     if response.status_code != 200:
         return [], [], (response.status_code, response.json().get("error"))
     [choice] = response.json()["choices"]
@@ -146,7 +146,7 @@ def _read_whole(url: str, body: dict[str, Any]) -> Read:
 def _read_stream(url: str, body: dict[str, Any]) -> Read:
     token_ids: list[int] = []
     logprobs: list[float] = []
-    with httpx.stream("POST", url + ROUTE, json=body, timeout=ANSWER_TIMEOUT_S) as response:
+    with httpx.stream("POST", url + COMPLETIONS_ROUTE, json=body, timeout=ANSWER_TIMEOUT_S) as response:
         if response.status_code != 200:
             response.read()
             return [], [], (response.status_code, response.json().get("error"))
@@ -167,7 +167,7 @@ def _read_stream(url: str, body: dict[str, Any]) -> Read:
 def hang_up(url: str, question: Question, moment_s: float) -> None:
     """A client that leaves in the middle."""
     body = completion_body(question.prompt, 300, stream=True)
-    with contextlib.suppress(OSError), OpenRequest(url, ROUTE, body):
+    with contextlib.suppress(OSError), OpenRequest(url, COMPLETIONS_ROUTE, body):
         threading.Event().wait(moment_s)
 
 

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.wire.headers import TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE, INFO_ROUTE, METRICS_ROUTE
 from tests.support.service import Node
 
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 240.0
 SETTLE_TIMEOUT_S = 20.0
-TRACE_HEADERS = {"X-Tandem-Trace": "1"}
+TRACE_HEADERS = {TRACE_HEADER: "1"}
 Prompt = str | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -68,7 +70,7 @@ def post(url: str, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(url: str, prompt: Prompt, num_tokens: int = 48, **fields: Any) -> Answer:
-    return Answer(post(url, "/v1/completions", completion_body(prompt, num_tokens, **fields)))
+    return Answer(post(url, COMPLETIONS_ROUTE, completion_body(prompt, num_tokens, **fields)))
 
 
 def together(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -79,7 +81,7 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 def metric(node: Node, name: str, /, **labels: str) -> float:
     """Sum of the samples of ``tandem_NAME`` that have these labels; 0 without any."""
-    text = _get(node.url + "/metrics").text
+    text = _get(node.url + METRICS_ROUTE).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return sum(s.value for s in samples if s.name == "tandem_" + name and labels.items() <= s.labels.items())
 
@@ -90,7 +92,7 @@ def computed_prompt_tokens(nodes: Sequence[Node]) -> list[float]:
 
 
 def info(node: Node) -> dict[str, Any]:
-    return dict(_get(node.url + "/internal/v1/info").json())
+    return dict(_get(node.url + INFO_ROUTE).json())
 
 
 def _get(url: str) -> httpx.Response:

@@ -7,6 +7,9 @@ from typing import Any
 
 import httpx
 
+from common.wire.headers import TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE, LEASE_RELEASE_ROUTE
+
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -18,7 +21,7 @@ PREFILL_PARAMS: Mapping[str, Any] = {
 TIMEOUT_S = 120.0
 
 
-def send_prefill_leg(url: str, body: Mapping[str, Any], route: str = "/v1/completions") -> dict[str, Any]:
+def send_prefill_leg(url: str, body: Mapping[str, Any], route: str = COMPLETIONS_ROUTE) -> dict[str, Any]:
     """The whole answer of the prefill leg; the client's own fields stay in, however little they fit."""
     leg = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
     response = httpx.post(url + route, json=leg, timeout=TIMEOUT_S)
@@ -26,15 +29,15 @@ def send_prefill_leg(url: str, body: Mapping[str, Any], route: str = "/v1/comple
     return dict(response.json())
 
 
-def prefill(url: str, body: Mapping[str, Any], route: str = "/v1/completions") -> dict[str, Any]:
+def prefill(url: str, body: Mapping[str, Any], route: str = COMPLETIONS_ROUTE) -> dict[str, Any]:
     """``kv_transfer_params`` of the prefill leg's answer."""
     return dict(send_prefill_leg(url, body, route)["kv_transfer_params"])
 
 
-def decode(url: str, body: Mapping[str, Any], params: object, route: str = "/v1/completions") -> httpx.Response:
+def decode(url: str, body: Mapping[str, Any], params: object, route: str = COMPLETIONS_ROUTE) -> httpx.Response:
     """The decode leg: the client's body with what the prefill leg answered."""
     leg = {**body, "kv_transfer_params": params}
-    return httpx.post(url + route, json=leg, headers={"X-Tandem-Trace": "1"}, timeout=TIMEOUT_S)
+    return httpx.post(url + route, json=leg, headers={TRACE_HEADER: "1"}, timeout=TIMEOUT_S)
 
 
 def rendezvous(url: str, name: str) -> dict[str, Any]:
@@ -46,5 +49,5 @@ def rendezvous(url: str, name: str) -> dict[str, Any]:
 
 def release(url: str, params: Mapping[str, Any]) -> None:
     """Ends the lease early, as a decode node does after its read."""
-    response = httpx.post(url + "/internal/v1/leases/release", json={"lease_ids": [params["tandem_lease_id"]]})
+    response = httpx.post(url + LEASE_RELEASE_ROUTE, json={"lease_ids": [params["tandem_lease_id"]]})
     assert response.status_code == 200, response.text

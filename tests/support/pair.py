@@ -31,7 +31,8 @@ from common.transfer.regions import Peer
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from common.wire.handoff import Rendezvous
 from common.wire.manifest import Manifest
-from common.wire.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
+from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
+from common.wire.routes import PULL_ROUTE
 from decode_node.intake import Intake
 from prefill_node.handoff import PrefillLeg
 from tests.support.models import checkpoint

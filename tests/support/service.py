@@ -22,6 +22,7 @@ from types import TracebackType
 
 import httpx
 
+from common.wire.routes import CACHE_CHECK_ROUTE, READY_ROUTE
 from tests.support.warm import WarmPopen, die_with_parent, warm_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,7 @@ class Node:
 
     def check_cache(self) -> dict[str, object]:
         """``/internal/v1/cache/check`` of a node: {"ok", "violations", "blocks", "slots", "leases", "sequences"}."""
-        response = httpx.get(self.url + "/internal/v1/cache/check", timeout=30)
+        response = httpx.get(self.url + CACHE_CHECK_ROUTE, timeout=30)
         response.raise_for_status()
         return dict(response.json())
 
@@ -145,7 +146,7 @@ def wait_ready(node: Node, timeout_s: float = START_TIMEOUT_S) -> None:
         if node.process.popen.poll() is not None:
             raise AssertionError(f"{node.role} exited with {node.process.popen.returncode}:\n{node.process.tail()}")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(node.url + "/ready", timeout=2).status_code == 200:
+            if httpx.get(node.url + READY_ROUTE, timeout=2).status_code == 200:
                 return
         time.sleep(0.1)
     raise AssertionError(f"{node.role} not ready after {timeout_s} s:\n{node.process.tail()}")

@@ -51,7 +51,7 @@ ALLOWED = {
     "common.text": {"common.openai", "common.wire"},
     "common.openai": {"common.wire", "common.text", "common.request"},
     "common.wire": set(),
-    "common.server": {"common.openai.errors", "common.telemetry"},
+    "common.server": {"common.openai.errors", "common.wire", "common.telemetry"},
     "common.demo_model": set(),
     "common.cli": {
         "common.config",
@@ -60,6 +60,7 @@ ALLOWED = {
         "common.metrics.labels",
         "common.metrics.table",
         "common.telemetry",
+        "common.wire",
     },
     "common.metrics": set(),
     "common.telemetry": set(),

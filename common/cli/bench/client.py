@@ -12,9 +12,10 @@ import aiohttp
 
 from common.cli.bench.settings import BenchSettings
 from common.cli.bench.workload import Prompt
+from common.wire.headers import TRACE_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
 
-ROUTE = "/v1/completions"
-TRACE_HEADERS = {"X-Tandem-Trace": "1"}
+TRACE_HEADERS = {TRACE_HEADER: "1"}
 CUT = "the stream ended without [DONE]"
 MAX_EVENT_BYTES = 16 * 2**20
 
@@ -64,7 +65,7 @@ class BenchClient:
         start_s = time.perf_counter()
         answer.sample.start_s = start_s - run_start_s
         try:
-            async with self._session.post(ROUTE, data=content, headers=self._headers) as response:
+            async with self._session.post(COMPLETIONS_ROUTE, data=content, headers=self._headers) as response:
                 if response.status != 200:
                     answer.sample.error = _refusal(response.status, await response.read())
                 else:

@@ -29,6 +29,7 @@ from common.cli.bench.report import as_text, distribution, row, summarize
 from common.cli.bench.settings import BenchSettings, parse_settings
 from common.cli.bench.workload import Conversation, conversations, join
 from common.errors import ConfigError
+from common.wire.routes import MODELS_ROUTE, VERSION_ROUTE
 
 DISTRIBUTION = "tandem-serve"
 INTERRUPTED_STATUS = 130
@@ -163,10 +164,10 @@ async def _session(settings: BenchSettings) -> AsyncIterator[aiohttp.ClientSessi
 
 async def _look(session: aiohttp.ClientSession) -> dict[str, Any]:
     """Names of the served models and the versions of the service, as far as it answers."""
-    models = await _get(session, "/v1/models")
+    models = await _get(session, MODELS_ROUTE)
     data = models.get("data") if isinstance(models, dict) else None
     names = [each["id"] for each in data if isinstance(each, dict) and isinstance(each.get("id"), str)] if data else []
-    return {"models": names, "version": await _get(session, "/version")}
+    return {"models": names, "version": await _get(session, VERSION_ROUTE)}
 
 
 async def _get(session: aiohttp.ClientSession, route: str) -> Any:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import httpx
 
 from common.errors import TransferError
+from common.wire.routes import LIVENESS_ROUTE
 
 logger = logging.getLogger(__name__)
 
-LIVENESS_ROUTE = "/internal/v1/liveness"
 BEAT_S = 0.5
 SILENT_S = 1.5
 REOPEN_S = 5.0

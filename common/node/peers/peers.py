@@ -28,16 +28,14 @@ from common.errors import (
 from common.node.peers.liveness import Liveness
 from common.transfer.backend import TransferBackend
 from common.transfer.regions import Peer
+from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER
+from common.wire.routes import TRANSFER_ROUTE
 
 logger = logging.getLogger(__name__)
 
-CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
 HANDSHAKE_TIMEOUT_S = 1.5
 OWN_CODES = ("unknown_pull", "fingerprint_mismatch")
 """Codes of the pull route itself that are worth telling apart."""
-
-LEG_HEADER = "X-Tandem-Leg"
-"""Says in an error that it is not about the question but about the leg that was asked for: ``failed``."""
 
 
 class PeerDirectory:
@@ -168,7 +166,7 @@ class PeerDirectory:
 
     async def _shake_hands(self, url: str) -> Peer:
         try:
-            response = await self._http.get(url + "/internal/v1/transfer")
+            response = await self._http.get(url + TRANSFER_ROUTE)
             response.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc

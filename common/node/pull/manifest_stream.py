@@ -24,7 +24,8 @@ from common.node.lend.digests import PrefixDigests
 from common.node.peers.peers import PeerDirectory
 from common.node.pull.remote_leases import RemoteLeases
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
-from common.wire.pull import MAX_WAIT_SECONDS, PULL_ROUTE, RendezvousQuery, read_answer
+from common.wire.pull import MAX_WAIT_SECONDS, RendezvousQuery, read_answer
+from common.wire.routes import PULL_ROUTE
 
 logger = logging.getLogger(__name__)
 

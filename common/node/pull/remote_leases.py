@@ -17,6 +17,7 @@ from typing import Any
 
 from common.errors import TransferError
 from common.node.peers.peers import PeerDirectory
+from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class RemoteLeases:
 
     async def _release(self, url: str, body: dict[str, Any]) -> None:
         try:
-            await self._peers.post(url, "/internal/v1/leases/release", body, RELEASE_TIMEOUT_S)
+            await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S)
         except TransferError as exc:
             logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
 
@@ -112,7 +113,7 @@ class RemoteLeases:
 
     async def _renew(self, url: str, lease_ids: list[str]) -> None:
         try:
-            await self._peers.post(url, "/internal/v1/leases/renew", {"lease_ids": lease_ids}, RENEW_TIMEOUT_S)
+            await self._peers.post(url, LEASE_RENEW_ROUTE, {"lease_ids": lease_ids}, RENEW_TIMEOUT_S)
         except TransferError as exc:
             logger.warning("%d leases not renewed: %s", len(lease_ids), exc)
         finally:

@@ -20,7 +20,8 @@ from common.node.lend.manifests import leased_manifest
 from common.node.pull.manifest_stream import FixedOffers, Offer
 from common.node.pull.pull_task import RemotePrefix
 from common.wire.manifest import Manifest, ManifestShape
-from common.wire.pull import PULL_ROUTE, ContentQuery, miss_answer, read_answer
+from common.wire.pull import ContentQuery, miss_answer, read_answer
+from common.wire.routes import PULL_ROUTE
 from common.wire.source_hints import SourceHint
 
 if TYPE_CHECKING:

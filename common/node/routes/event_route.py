@@ -15,8 +15,9 @@ from common.kv_cache.groups.recurrent_state import STATE_LABEL
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
 from common.node.node import Node
 from common.server.http import encode_json
-from common.wire.cache_events import CHECKPOINT, EVENTS_ROUTE, MAX_KEYS, WAIT_S, CacheChange, CacheNews, hint
+from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, hint
 from common.wire.fields import invalid
+from common.wire.routes import CACHE_EVENTS_ROUTE
 
 POLL_S = 0.02
 """Between two looks at the log while there is no news: the engine must not be made to wake anybody."""
@@ -27,7 +28,7 @@ assert STATE_LABEL == CHECKPOINT
 def add_event_route(app: FastAPI, node: Node) -> None:
     manager = node.model.manager
 
-    @app.get(EVENTS_ROUTE)
+    @app.get(CACHE_EVENTS_ROUTE)
     async def events(http: HttpRequest) -> Response:
         """Query: ``since`` (without: a snapshot), ``epoch``, ``limit`` (blocks and checkpoints of a snapshot)."""
         since = _number(http, "since")

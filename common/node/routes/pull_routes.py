@@ -16,13 +16,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from common.errors import InvalidRequestError, QueueFullError, TandemError
 from common.node.lend.rendezvous import UnknownPullError
 from common.node.node import Node
-from common.node.peers.liveness import BEAT_S, LIVENESS_ROUTE
-from common.node.peers.peers import LEG_HEADER
+from common.node.peers.liveness import BEAT_S
 from common.node.pull.sources import answer_content
 from common.openai.errors import error_response
 from common.server.http import read_json_object, run_until_disconnect
 from common.wire.fields import Fields
-from common.wire.pull import PULL_ROUTE, RendezvousQuery, nothing_new_answer, parse_query
+from common.wire.headers import LEG_HEADER
+from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
+from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
 
 MAX_LEASES_PER_CALL = 10_000
 
@@ -31,7 +32,7 @@ def add_pull_routes(app: FastAPI, node: Node) -> None:
     manager = node.model.manager
     vocab_size = node.model.cache_config.geometry.vocab_size
 
-    @app.get("/internal/v1/transfer")
+    @app.get(TRANSFER_ROUTE)
     async def transfer() -> Response:
         # In a thread: it waits while a read is being posted or the agent is made again.
         return Response(await asyncio.to_thread(node.backend.metadata), media_type="application/json")
@@ -47,14 +48,14 @@ def add_pull_routes(app: FastAPI, node: Node) -> None:
             return await run_until_disconnect(http, _follow(node, query))
         return JSONResponse(await answer_content(node, query))
 
-    @app.post("/internal/v1/leases/renew")
+    @app.post(LEASE_RENEW_ROUTE)
     async def renew(http: HttpRequest) -> dict[str, Any]:
         """Extends each lease by a full period from now, never shortens it; names those that are gone."""
         lease_ids = _lease_ids(await read_json_object(http))
         deadline_s = time.monotonic() + node.config.kv_lease_seconds
         return {"unknown": [lease_id for lease_id in lease_ids if not manager.leases.renew(lease_id, deadline_s)]}
 
-    @app.post("/internal/v1/leases/release")
+    @app.post(LEASE_RELEASE_ROUTE)
     async def release(http: HttpRequest) -> dict[str, Any]:
         """Ends leases, and legs whose prompt was to be leased under such an id; names those that are neither. With
         ``may_come`` also legs that are not here yet."""

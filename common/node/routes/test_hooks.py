@@ -18,6 +18,7 @@ from common.node.node import Node
 from common.server.http import read_json_object
 from common.transfer.testing.faulty import Fault, FaultyBackend
 from common.wire.fields import invalid
+from common.wire.routes import TEST_DAMAGE_ROUTE, TEST_TRANSFER_FAULT_ROUTE
 
 TARGETS = ("state", "block", "blocks")
 FAULT_FIELDS = frozenset(field.name for field in dataclasses.fields(Fault))
@@ -29,7 +30,7 @@ def add_test_hooks(app: FastAPI, node: Node) -> None:
     ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on"}`` queues a ``Fault`` of its reads,
     kind ``clear`` ends all of them."""
 
-    @app.post("/internal/v1/test/damage")
+    @app.post(TEST_DAMAGE_ROUTE)
     async def damage(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
         target, index, group_id = body.get("target"), body.get("index", 0), body.get("group", 0)
@@ -48,7 +49,7 @@ def add_test_hooks(app: FastAPI, node: Node) -> None:
         node.source.after_read = after_read
         return {"armed": target}
 
-    @app.post("/internal/v1/test/transfer-fault")
+    @app.post(TEST_TRANSFER_FAULT_ROUTE)
     async def transfer_fault(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
         backend = node.backend

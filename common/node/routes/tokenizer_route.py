@@ -16,13 +16,13 @@ from common.node.node import Node
 from common.server.http import encode_json
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import (
-    TOKENIZER_ROUTE,
     TokenizerDocument,
     TokenizerParts,
     UnusableTokenizerError,
     probe_chats,
     probe_texts,
 )
+from common.wire.routes import TOKENIZER_ROUTE
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ from common.node.node import Node
 from common.node.serving.choices import ChoiceDelta
 from common.node.serving.metrics import RequestRecord
 from common.node.serving.prompt_jobs import PromptJob
-from common.node.serving.tracing import REPORT_HEADER, RequestTrace
+from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
 from common.server.http import request_id_of, wants_trace
+from common.wire.headers import REPORT_HEADER
 from common.wire.resume import state_line
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from common.node.pull.pull_task import RemotePrefix
 from common.node.serving.metrics import RequestRecord
 from common.node.serving.prompt_jobs import EncodedPrompt, PromptJob, PromptReader, engine_request_id
 from common.node.serving.response_builder import EventStream, ResponseBuilder, outcome_of, response_id
-from common.node.serving.tracing import PROXY_SECONDS_HEADER, RequestTrace
+from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.request import Request
@@ -35,6 +35,7 @@ from common.server.http import is_peer, read_json_object, request_id_of, run_unt
 from common.server.pacer import Pacer
 from common.text.tokenizer import TextCodec
 from common.wire.handoff import TransferMode, rendezvous_id_of
+from common.wire.headers import PROXY_SECONDS_HEADER
 from common.wire.manifest import Manifest
 
 logger = logging.getLogger(__name__)

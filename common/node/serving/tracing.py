@@ -17,10 +17,8 @@ from common.engine.outputs import RequestOutput
 from common.node.node import Node
 from common.node.pull.handoff import Taken
 from common.openai.responses import trace_block
+from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 
-PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
-PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
-REPORT_HEADER = "X-Tandem-Report"
 MAX_HEADER_SECONDS = 1e6
 
 

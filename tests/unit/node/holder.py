@@ -16,6 +16,7 @@ from common.kv_cache.pools.generations import content_tag
 from common.node.pull.manifest_stream import Offer
 from common.server.http import read_json_object
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
+from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 
 ENGINE_ID = "holder"
@@ -66,27 +67,27 @@ class PeerHolder:
     def app(self) -> FastAPI:
         app = FastAPI()
 
-        @app.get("/internal/v1/transfer")
+        @app.get(TRANSFER_ROUTE)
         async def transfer() -> Response:
             self.num_handshakes += 1
             return Response(self.backend.metadata())
 
-        @app.get("/internal/v1/liveness")
+        @app.get(LIVENESS_ROUTE)
         async def liveness() -> Response:
             if not self.has_beats_route:
                 return Response(status_code=404)
             return StreamingResponse(self._beat())
 
-        @app.post("/internal/v1/leases/release")
+        @app.post(LEASE_RELEASE_ROUTE)
         async def release(request: Request) -> dict[str, Any]:
             self.released += (await read_json_object(request))["lease_ids"]
             return {"unknown": []}
 
-        @app.post("/internal/v1/leases/renew")
+        @app.post(LEASE_RENEW_ROUTE)
         async def renew() -> dict[str, Any]:
             return {"unknown": []}
 
-        @app.post("/internal/v1/pull")
+        @app.post(PULL_ROUTE)
         async def pull(request: Request) -> Response:
             """Answers what the test has queued: a body, or (status, headers, body); waits while there is nothing."""
             self.queries.append(await read_json_object(request))

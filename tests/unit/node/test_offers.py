@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from common.errors import PrefillLegFailedError, PrefillLegRejectedError, TransferError
 from common.node.pull.manifest_stream import Offer, RendezvousOffers
+from common.wire.headers import LEG_HEADER
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import BLOCK_SIZE, ENGINE_ID
@@ -98,7 +99,7 @@ async def test_close_when_nothing_is_final_then_the_leg_is_called_off(offers: Re
 async def test_poll_when_the_leg_failed_then_says_so_and_there_is_nothing_to_call_off(
     offers: RendezvousOffers, served: Served
 ) -> None:
-    served.holder.answers += [(500, {"X-Tandem-Leg": "failed"}, {"error": {"message": "oops", "code": "x"}})]
+    served.holder.answers += [(500, {LEG_HEADER: "failed"}, {"error": {"message": "oops", "code": "x"}})]
     with pytest.raises(PrefillLegFailedError) as caught:
         await beyond(offers, 0)
     assert (caught.value.status, caught.value.code) == (502, "leg_failed")
@@ -112,7 +113,7 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
     offers: RendezvousOffers, served: Served, retry_after: str, seconds: int
 ) -> None:
     error = {"message": "257 wait", "code": "queue_full", "type": "rate_limit_error", "param": None}
-    served.holder.answers += [(429, {"X-Tandem-Leg": "failed", "Retry-After": retry_after}, {"error": error})]
+    served.holder.answers += [(429, {LEG_HEADER: "failed", "Retry-After": retry_after}, {"error": error})]
     with pytest.raises(PrefillLegRejectedError) as caught:
         await beyond(offers, 0)
     rejected = caught.value
@@ -128,7 +129,7 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
     ("answer", "code"),
     [
         ((404, {}, {"error": {"message": "no leg", "code": "unknown_pull"}}), "unknown_pull"),
-        ((499, {"X-Tandem-Leg": "failed"}, {}), "leg_aborted"),
+        ((499, {LEG_HEADER: "failed"}, {}), "leg_aborted"),
         ((401, {}, {"error": {"message": "key", "code": "invalid_cluster_key"}}), "transfer_failed"),
         ({"final": False, "remote_num_tokens": 7}, "bad_manifest"),
         ({"final": True, "remote_num_tokens": 5}, "bad_manifest"),

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from common.config.proxy import ProxyConfig
+from common.wire.routes import METRICS_ROUTE, READY_ROUTE
 from proxy.app import create_app
 from tests.support.http_server import AppServer, wait_for
 from tests.unit.proxy.fake_node import FakeNode
@@ -45,7 +46,7 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         """The value of one series of the proxy; 0 when it is not there."""
         wanted = {f'{key}="{value}"' for key, value in labels.items()}
-        for line in self.client.get("/metrics").text.splitlines():
+        for line in self.client.get(METRICS_ROUTE).text.splitlines():
             series, _, value = line.rpartition(" ")
             given, _, rest = series.partition("{")
             if given == name and wanted <= set(rest.rstrip("}").split(",")):
@@ -105,7 +106,7 @@ def start_cluster() -> Iterator[StartCluster]:
                 stack.callback(server.ask_to_stop)
             client = stack.enter_context(httpx.Client(base_url=proxy.url, timeout=20, trust_env=False))
             if wait:
-                wait_for(lambda: client.get("/ready").status_code == 200, "the proxy to be ready")
+                wait_for(lambda: client.get(READY_ROUTE).status_code == 200, "the proxy to be ready")
                 names = [*(server.url for server in servers.values()), *more_prefill, *more_decode]
                 cluster = Cluster(client, prefill, decode, servers, proxy)
                 wait_for(lambda: all(cluster.metric("tandem_node_up", node=url) for url in names), "all nodes up")

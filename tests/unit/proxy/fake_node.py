@@ -18,6 +18,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from common.wire.headers import REPORT_HEADER
+from common.wire.routes import (
+    CHAT_ROUTE,
+    COMPLETIONS_ROUTE,
+    HEALTH_ROUTE,
+    INFO_ROUTE,
+    LEASE_RELEASE_ROUTE,
+    METRICS_ROUTE,
+    MODELS_ROUTE,
+    READY_ROUTE,
+    TOKENIZE_ROUTE,
+)
+
 NUM_CHUNKS = 3
 
 
@@ -90,7 +103,7 @@ class FakeNode:
     def app(self) -> FastAPI:
         app = FastAPI()
 
-        @app.get("/ready")
+        @app.get(READY_ROUTE)
         async def ready() -> Response:
             while self.is_silent:
                 await asyncio.sleep(0.02)
@@ -98,17 +111,17 @@ class FakeNode:
                 return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
 
-        @app.get("/health")
+        @app.get(HEALTH_ROUTE)
         async def health() -> dict[str, str]:
             if self.is_frozen:
                 await asyncio.sleep(30)
             return {}
 
-        @app.get("/metrics")
+        @app.get(METRICS_ROUTE)
         async def metrics() -> Response:
             return Response(self.metrics)
 
-        @app.get("/internal/v1/info")
+        @app.get(INFO_ROUTE)
         async def info(request: Request) -> dict[str, Any]:
             body = {
                 "node_name": self.name,
@@ -129,24 +142,24 @@ class FakeNode:
             known = path in self.documents
             return JSONResponse(self.documents.get(path), 200 if known else 404)
 
-        @app.post("/internal/v1/leases/release")
+        @app.post(LEASE_RELEASE_ROUTE)
         async def release(request: Request) -> dict[str, Any]:
             self.released += (await request.json())["lease_ids"]
             return {}
 
-        @app.post("/v1/completions")
+        @app.post(COMPLETIONS_ROUTE)
         async def completions(request: Request) -> Response:
             return await self._generate(request)
 
-        @app.post("/v1/chat/completions")
+        @app.post(CHAT_ROUTE)
         async def chat(request: Request) -> Response:
             return await self._generate(request)
 
-        @app.get("/v1/models")
+        @app.get(MODELS_ROUTE)
         async def models() -> dict[str, Any]:
             return {"object": "list", "data": [{"id": self.model, "max_model_len": 128}]}
 
-        @app.post("/tokenize")
+        @app.post(TOKENIZE_ROUTE)
         async def tokenize(request: Request) -> dict[str, Any]:
             return {"node": self.name, "got": await request.json()}
 
@@ -179,7 +192,7 @@ class FakeNode:
         await self._follow(body.get("kv_transfer_params"))
         while not self.may_answer.is_set():
             await asyncio.sleep(0.01)
-        headers = {"X-Tandem-Report": self.report} if self.report else {}
+        headers = {REPORT_HEADER: self.report} if self.report else {}
         if body.get("stream"):
             return StreamingResponse(self._events(body), media_type="text/event-stream", headers=headers)
         return JSONResponse({"node": self.name, "object": "text_completion"}, headers=headers)

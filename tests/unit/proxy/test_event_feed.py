@@ -19,7 +19,8 @@ from fastapi.responses import JSONResponse, Response
 from common.kv_cache.manager import KVCacheManager
 from common.node.routes.event_route import add_event_route
 from common.openai.errors import install_error_handlers
-from common.wire.cache_events import EVENTS_ROUTE, MAX_KEYS, CacheNews
+from common.wire.cache_events import MAX_KEYS, CacheNews
+from common.wire.routes import CACHE_EVENTS_ROUTE
 from proxy.node_http.client import NodeClient
 from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.prefix_index import event_feed
@@ -265,13 +266,13 @@ async def _until(condition: Callable[[], bool]) -> None:
 def test_route_when_there_is_much_news_then_it_comes_in_bounded_parts() -> None:
     node = CacheNode(new_manager(num_blocks=3 * MAX_KEYS))
     with serving(node.app()) as server, httpx.Client(base_url=server.url) as client:
-        first = CacheNews.from_json(client.get(EVENTS_ROUTE).json())
+        first = CacheNews.from_json(client.get(CACHE_EVENTS_ROUTE).json())
         assert (first.is_snapshot, first.last, first.changes) == (True, 0, ())
         for number in range(10):
             run_turn(node.manager, [number] * MAX_KEYS, budget=200)
         last, sizes = 0, []
         while not sizes or sizes[-1]:
-            answer = client.get(EVENTS_ROUTE, params={"since": last, "epoch": first.epoch})
+            answer = client.get(CACHE_EVENTS_ROUTE, params={"since": last, "epoch": first.epoch})
             news = CacheNews.from_json(answer.json())
             assert not news.is_snapshot
             assert news.last > last or not news.changes
@@ -285,7 +286,7 @@ def test_route_when_there_is_much_news_then_it_comes_in_bounded_parts() -> None:
 @pytest.mark.parametrize("query", ["since=x", "since=-1", "since=1&limit=1e3", "since=" + "9" * 30])
 def test_route_when_a_number_is_none_then_400_names_it(query: str) -> None:
     with serving(CacheNode().app()) as server:
-        answer = httpx.get(f"{server.url}{EVENTS_ROUTE}?{query}")
+        answer = httpx.get(f"{server.url}{CACHE_EVENTS_ROUTE}?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] in query
 
@@ -294,8 +295,8 @@ def test_route_when_asked_with_another_life_or_a_number_to_come_then_it_is_a_sna
     node = CacheNode()
     run_turn(node.manager, A)
     with serving(node.app()) as server, httpx.Client(base_url=server.url) as client:
-        epoch = client.get(EVENTS_ROUTE).json()["epoch"]
+        epoch = client.get(CACHE_EVENTS_ROUTE).json()["epoch"]
         for query in ({"since": 1, "epoch": "5"}, {"since": 1}, {"since": 99, "epoch": epoch}):
-            answer = client.get(EVENTS_ROUTE, params=query).json()
+            answer = client.get(CACHE_EVENTS_ROUTE, params=query).json()
             assert answer["snapshot"], query
             assert len(answer["changes"]) == 2

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.ports import free_ports
-from benchmarks.proxy.__main__ import ROUTE, make_body
+from benchmarks.proxy.__main__ import make_body
 from benchmarks.proxy.contestants import Process, running
 from benchmarks.proxy.load import User, make_leg
 from common.server.pacer import Pacer
+from common.wire.routes import COMPLETIONS_ROUTE
 
 NUM_STREAMS = 1000
 MAX_RESIDENT_MIB = 400.0
@@ -54,7 +55,7 @@ def probing(port: int, process: Process) -> Iterator[list[float]]:
 
 
 async def ask_all(port: int) -> int:
-    users = [User([[make_leg(port, ROUTE, make_body(256))]]) for _ in range(NUM_STREAMS)]
+    users = [User([[make_leg(port, COMPLETIONS_ROUTE, make_body(256))]]) for _ in range(NUM_STREAMS)]
     try:
         return len(await asyncio.gather(*(user.ask() for user in users)))  # each of them to its last chunk
     finally:

@@ -21,7 +21,6 @@ from common.errors import (
 )
 from common.openai.errors import install_error_handlers
 from common.server.http import (
-    CLUSTER_KEY_HEADER,
     MAX_JSON_DEPTH,
     Gate,
     install_middleware,
@@ -30,6 +29,7 @@ from common.server.http import (
     request_id_of,
     run_until_disconnect,
 )
+from common.wire.headers import CLUSTER_KEY_HEADER
 
 
 class Item(BaseModel):

@@ -1,0 +1,36 @@
+"""Paths of our HTTP routes. Clients and operators use the public ones. Our own processes call each other's internal
+ones, which need the cluster key when one is set."""
+
+from __future__ import annotations
+
+COMPLETIONS_ROUTE = "/v1/completions"
+CHAT_ROUTE = "/v1/chat/completions"
+MODELS_ROUTE = "/v1/models"
+TOKENIZE_ROUTE = "/tokenize"
+DETOKENIZE_ROUTE = "/detokenize"
+
+HEALTH_ROUTE = "/health"
+READY_ROUTE = "/ready"
+METRICS_ROUTE = "/metrics"
+VERSION_ROUTE = "/version"
+
+INTERNAL_PREFIX = "/internal/"
+# Of both kinds of process.
+DRAIN_ROUTE = "/internal/v1/drain"
+# Of the proxy, for operators.
+NODES_ROUTE = "/internal/v1/nodes"
+# Of nodes, called by the proxy.
+INFO_ROUTE = "/internal/v1/info"
+LOAD_ROUTE = "/internal/v1/load"
+TOKENIZER_ROUTE = "/internal/v1/tokenizer"
+CACHE_EVENTS_ROUTE = "/internal/v1/cache/events"
+# Of nodes, called by nodes; the proxy releases leases too.
+TRANSFER_ROUTE = "/internal/v1/transfer"
+LIVENESS_ROUTE = "/internal/v1/liveness"
+PULL_ROUTE = "/internal/v1/pull"
+LEASE_RENEW_ROUTE = "/internal/v1/leases/renew"
+LEASE_RELEASE_ROUTE = "/internal/v1/leases/release"
+# Of nodes, for tests and operators.
+CACHE_CHECK_ROUTE = "/internal/v1/cache/check"
+TEST_DAMAGE_ROUTE = "/internal/v1/test/damage"
+TEST_TRANSFER_FAULT_ROUTE = "/internal/v1/test/transfer-fault"
