@@ -34,7 +34,7 @@ from common.engine.plan import Segment
 from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops, StepSize
 from common.ops.select import create_ops
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512
@@ -62,10 +62,10 @@ class Work:
     def __str__(self) -> str:
         return f"decode {self.batch} @{self.start}" if self.start else f"prefill {self.batch}x{self.num_tokens}"
 
-    def index(self) -> StepIndex:
+    def metadata(self) -> AttentionMetadata:
         """Sequence i reads and writes slot i + 1 and has blocks of its own."""
         blocks = -(-(self.start + self.num_tokens) // BLOCK_SIZE)
-        return StepIndex.build(
+        return AttentionMetadata(
             [
                 Segment(
                     str(i),
@@ -103,7 +103,7 @@ def make_calls(
     """One call per contestant, all on the same inputs."""
     hidden, layers = SIZES[size]
     torch.manual_seed(0)
-    n, index, slots, pools = work.rows, work.index(), work.batch + 1, min(max_pools, layers * 3 // 4)
+    n, metadata, slots, pools = work.rows, work.metadata(), work.batch + 1, min(max_pools, layers * 3 // 4)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype)
@@ -121,7 +121,7 @@ def make_calls(
         a, d, bias = -torch.rand(heads) * 8 - 1, torch.ones(heads), torch.randn(heads) - 3
         pool, steps = Layers(pools, slots, heads, dim, state), StepSize(bias, True, 0.0, float("inf"))
         return of(
-            lambda ops: ops.mamba2(x, dt, a, b, c, d, index, pool.next(), step_size=steps),
+            lambda ops: ops.mamba2(x, dt, a, b, c, d, metadata, pool.next(), step_size=steps),
             lambda: mamba2_chunk_scan(
                 *(batched(t) for t in (x, dt)), a, batched(b), batched(c), chunk_size=256, D=d, dt_bias=bias,
                 dt_softplus=True,
@@ -135,7 +135,7 @@ def make_calls(
         rule = torch_chunk_gated_delta_rule if kernel == "gated_delta" else chunk_kimi_delta_attention
         queries, keys = (x.repeat_interleave(heads // (hidden // 128), 1) for x in (q, k))
         return of(
-            lambda ops: getattr(ops, kernel)(q, k, v, decay, beta, index, pool.next()),
+            lambda ops: getattr(ops, kernel)(q, k, v, decay, beta, metadata, pool.next()),
             lambda: rule(
                 *(batched(t) for t in (queries, keys, v)), g=batched(decay), beta=batched(beta),
                 use_qk_l2norm_in_kernel=True,
@@ -146,13 +146,13 @@ def make_calls(
         x, dt, b, c = rand(n, channels), rand(n, channels), rand(n, state), rand(n, state)
         a, d, bias = -torch.rand(channels, state) * 8 - 1, torch.ones(channels), torch.randn(channels) - 3
         pool, steps = Layers(pools, slots, channels, state), StepSize(bias, True)
-        return of(lambda ops: ops.mamba1(x, dt, a, b, c, d, index, pool.next(), step_size=steps), None)
+        return of(lambda ops: ops.mamba1(x, dt, a, b, c, d, metadata, pool.next(), step_size=steps), None)
     if kernel == "conv1d":
         channels, width = 2 * hidden + 256, 4
         x, weight, bias = rand(n, channels), rand(channels, width), rand(channels)
         pool = Layers(pools, slots, channels, width - 1, dtype=dtype)
         return of(
-            lambda ops: ops.conv1d(x, weight, bias, index, pool.next(), silu=True),
+            lambda ops: ops.conv1d(x, weight, bias, metadata, pool.next(), silu=True),
             lambda: F.silu(F.conv1d(batched(x).transpose(1, 2), weight[:, None], bias, padding=3, groups=channels)),
         )
     heads, kv_heads, dim = (16, 4, 64) if kernel.endswith("16/4") else (hidden // 64, hidden // 128, 64)
@@ -162,8 +162,8 @@ def make_calls(
 
     def attend(ops: Ops) -> None:
         k_pool, v_pool = pool.next()
-        ops.write_kv(k, v, k_pool, v_pool, index)
-        ops.attention(q, k, v, k_pool, v_pool, index, dim**-0.5)
+        ops.write_kv(k, v, k_pool, v_pool, metadata)
+        ops.attention(q, k, v, k_pool, v_pool, metadata, dim**-0.5)
 
     return of(
         attend,

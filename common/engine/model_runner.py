@@ -1,6 +1,6 @@
 """Runs one step plan through the model.
 
-1 copy the blocks that the plan asks for. 2 make the step's index tensors. 3 one packed forward of the base model,
+1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
 which reads and writes blocks and slots in place; of decode rows alone, a recorded one is replayed. 4 hand back the
 wanted rows. Synchronous; owns nothing but views of the storage.
 """
@@ -17,7 +17,7 @@ from common.engine.plan import Rows, StepPlan
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.adapter.arguments import step_arguments
-from common.models.adapter.forward_context import ActiveStep, PoolViews, run_step
+from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
 from common.models.adapter.patching import EngineCache
 from common.models.cpu.replay import Replay
 from common.models.loading.loader import LoadedModel
@@ -45,17 +45,17 @@ class ModelRunner:
             if not segments:
                 return []
             device = self._model.device
-            step = ActiveStep.of(
+            context = ForwardContext.of(
                 segments, self._views, self._model.ops, block_size=self._config.block_size, device=device
             )
             token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
             if self._replay is not None and len(token_ids) == len(segments):
-                hidden = self._replay.forward(self._run, step, token_ids, [s.start for s in segments])
+                hidden = self._replay.forward(self._run, context, token_ids, [s.start for s in segments])
             else:
                 # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
                 ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
-                with run_step(step):
-                    hidden = self._run(ids, step.positions)
+                with set_forward_context(context):
+                    hidden = self._run(ids, context.positions)
             ends = itertools.accumulate(segment.num_tokens for segment in segments)
             rows = []
             for segment, end in zip(segments, ends, strict=True):

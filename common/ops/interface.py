@@ -1,7 +1,7 @@
 """The ops that the models need, and what every backend of them promises.
 
-All take the packed rows of one step, the :class:`~common.ops.step.attention_metadata.StepIndex` that says which rows
-belong to which segment, and the pool views of one layer, which are read and written in place: the state before a
+All take the packed rows of one step, the :class:`~common.ops.step.attention_metadata.AttentionMetadata` that says which
+rows belong to which segment, and the pool views of one layer, which are read and written in place: the state before a
 segment comes from its source slot (slot 0 is the zero state), the state after it goes to its destination slot, states
 inside it to its save slots; K/V go to their blocks. Pools have one layout for every backend, so backends may follow
 each other on one pool, or work on two nodes that read each other's.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Ops(ABC):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         silu: bool = False,
@@ -75,7 +75,7 @@ class Ops(ABC):
         b: Tensor,
         c: Tensor,
         d: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         step_size: StepSize = FINAL_STEP_SIZE,
@@ -92,7 +92,14 @@ class Ops(ABC):
 
     @abstractmethod
     def gated_delta(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
     ) -> Tensor:
         """Gated delta rule.
 
@@ -106,7 +113,14 @@ class Ops(ABC):
 
     @abstractmethod
     def kimi_delta(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
     ) -> Tensor:
         """Kimi delta rule: the gated delta rule with a decay of its own for every channel of the key.
 
@@ -127,7 +141,7 @@ class Ops(ABC):
         b: Tensor,
         c: Tensor,
         d: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         step_size: StepSize = FINAL_STEP_SIZE,
@@ -143,7 +157,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata) -> None:
         """Write ``key`` [num_tokens, num_kv_heads, head_size], ``value`` [.., head_size_v] to their blocks; rows below
         their segment's ``write_from`` are left out. Pools: [num_blocks, block_size, num_kv_heads, head_size(_v)]."""
 
@@ -155,10 +169,10 @@ class Ops(ABC):
         value: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         scale: float,
     ) -> Tensor:
-        """Causal attention of every packed row over its own sequence, within ``index.window`` where that is not 0.
+        """Causal attention of every packed row over its own sequence, within ``metadata.window`` where that is not 0.
 
         Values may be columns of the keys (MLA latents: one K/V head of some 576 columns, values the first 512 of them).
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.engine.plan import Segment
 from common.ops.interface import Ops
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 CPU = torch.device("cpu")
@@ -38,12 +38,12 @@ class Mix:
     def num_tokens(self) -> int:
         return sum(s[0] for s in self.segments)
 
-    def index(self) -> StepIndex:
+    def metadata(self) -> AttentionMetadata:
         built = [
             Segment("r", [0] * n, 3, [], 0, src, dst, tuple(saves), tuple(saves.values()))
             for n, src, dst, saves in self.segments
         ]
-        return StepIndex.build(built, block_size=BLOCK_SIZE, device=CPU)
+        return AttentionMetadata(built, block_size=BLOCK_SIZE, device=CPU)
 
 
 MIXES = {
@@ -116,7 +116,7 @@ def test_conv1d_when_mixed_then_equals_the_sliding_window(
         return output * gates[1][row] if is_gated else output, window[:, 1:]
 
     expected, after = reference(mix, pool, step)
-    assert_close(ops.conv1d(x, weight, bias, mix.index(), pool, gates=gates if is_gated else None), expected)
+    assert_close(ops.conv1d(x, weight, bias, mix.metadata(), pool, gates=gates if is_gated else None), expected)
     assert_close(pool, after, 1e-7)
 
 
@@ -138,7 +138,7 @@ def test_mamba2_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix, groups
         return (state @ queries[..., None])[..., 0] + x[row] * d[:, None], state
 
     expected, after = reference(mix, pool, step)
-    assert_close(ops.mamba2(x, dt, a, b, c, d, mix.index(), pool), expected)
+    assert_close(ops.mamba2(x, dt, a, b, c, d, mix.metadata(), pool), expected)
     assert_close(pool, after)
 
 
@@ -169,7 +169,7 @@ def test_delta_rule_when_mixed_then_equals_the_recurrence(
 
     expected, after = reference(mix, pool, step)
     rule = ops.kimi_delta if per_channel else ops.gated_delta
-    assert_close(rule(query, key, value, decay, beta, mix.index(), pool), expected, 1e-4)
+    assert_close(rule(query, key, value, decay, beta, mix.metadata(), pool), expected, 1e-4)
     assert_close(pool, after, 1e-4)
 
 
@@ -188,7 +188,7 @@ def test_mamba1_when_mixed_then_equals_the_recurrence(ops: Ops, mix: Mix) -> Non
         return state @ c[row].double() + x[row] * d, state
 
     expected, after = reference(mix, pool, step)
-    assert_close(ops.mamba1(x, dt, a, b, c, d, mix.index(), pool), expected)
+    assert_close(ops.mamba1(x, dt, a, b, c, d, mix.metadata(), pool), expected)
     assert_close(pool, after)
 
 
@@ -197,7 +197,7 @@ def test_ops_when_steps_decay_to_nothing_then_stay_finite(ops: Ops) -> None:
     x, b = rand(131, 4, 6, seed=1), rand(131, 1, 5, seed=2)
     dt = torch.full((131, 4), 50.0)  # exp(-50 * 20 * 64) is far below the smallest float32
     a = torch.full((4,), -20.0)
-    found = ops.mamba2(x, dt, a, b, b, None, mix.index(), slot_pool(4, 6, 5))
+    found = ops.mamba2(x, dt, a, b, b, None, mix.metadata(), slot_pool(4, 6, 5))
     assert bool(found.isfinite().all())
 
 
@@ -222,10 +222,10 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
             k_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[i][position]
             v_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[i][position]
         segments.append(Segment("r", [0] * count, start, table, start, 0, 0))
-    index = StepIndex.build(segments, block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
     q, k, v = (torch.cat([x[s:] for x, (s, _) in zip(xs, shapes, strict=True)]) for xs in (queries, keys, values))
-    ops.write_kv(k, v, k_pool, v_pool, index)
-    found = ops.attention(q, k, v, k_pool, v_pool, index, 0.3)
+    ops.write_kv(k, v, k_pool, v_pool, metadata)
+    found = ops.attention(q, k, v, k_pool, v_pool, metadata, 0.3)
     expected = []
     for (start, count), qs, ks, vs in zip(shapes, queries, keys, values, strict=True):
         repeat = num_heads // num_kv_heads
@@ -259,9 +259,9 @@ def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
         Segment("other", [0] * 2, 0, [4], 0, 0, 0),
         Segment("row", [0], 0, [5], 0, 0, 0),
     ]
-    index = StepIndex.build(segments, block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
     key = torch.arange(1.0, count + 4)[:, None, None].expand(-1, 1, 2)
-    ops.write_kv(key, key, k_pool, v_pool, index)
+    ops.write_kv(key, key, k_pool, v_pool, metadata)
     assert k_pool[:4, :, 0, 0].nonzero().tolist() == expected
     if expected:
         assert [float(k_pool[b, o, 0, 0]) for b, o in expected] == list(range(count - len(expected) + 1, count + 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.engine.plan import Segment
 from common.ops.interface import Ops
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 from tests.engine.test_ops import BLOCK_SIZE, CPU, assert_close, rand
 from tests.support.ops import OPS_BACKENDS, make_ops
 
@@ -31,7 +31,7 @@ class Case:
     key: Tensor
     value: Tensor
     expected: Tensor
-    index: StepIndex
+    metadata: AttentionMetadata
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,7 @@ def make_case(
         segments.append(Segment("r", [0] * count, start, [0] * passed + table[passed:], start, 0, 0))
         parts.append((query[start:], key[start:], value[start:], attend(query, key, value, start, window)))
     q, k, v, expected = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Case(q, k, v, expected, StepIndex.build(segments, block_size=BLOCK_SIZE, device=CPU, window=window))
+    return Case(q, k, v, expected, AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, window=window))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, start: int, window: int) -> Tensor:
@@ -89,8 +89,8 @@ def pools(num_kv_heads: int, head_size: int, head_size_v: int, dtype: torch.dtyp
 def test_attention_when_it_has_a_window_then_sees_that_many_keys(ops: Ops, window: int, dtype: torch.dtype) -> None:
     k_pool, v_pool = pools(2, 16, 12, dtype)
     case = make_case(k_pool, v_pool, 4, window, None, dtype)
-    ops.write_kv(case.key, case.value, k_pool, v_pool, case.index)
-    found = ops.attention(case.query, case.key, case.value, k_pool, v_pool, case.index, case.scale)
+    ops.write_kv(case.key, case.value, k_pool, v_pool, case.metadata)
+    found = ops.attention(case.query, case.key, case.value, k_pool, v_pool, case.metadata, case.scale)
     assert_close(found, case.expected, 2e-6 if dtype == torch.float32 else 2e-2)
 
 
@@ -101,6 +101,6 @@ def test_attention_when_values_are_columns_of_the_keys_then_equals_attention_ove
 ) -> None:
     k_pool, v_pool = pools(1, width, 0, dtype)
     case = make_case(k_pool, v_pool, 4, 0, rank, dtype)
-    ops.write_kv(case.key, case.key[..., :0], k_pool, v_pool, case.index)
-    found = ops.attention(case.query, case.key, case.value, k_pool, k_pool[..., :rank], case.index, case.scale)
+    ops.write_kv(case.key, case.key[..., :0], k_pool, v_pool, case.metadata)
+    found = ops.attention(case.query, case.key, case.value, k_pool, k_pool[..., :rank], case.metadata, case.scale)
     assert_close(found, case.expected, 2e-6 if dtype == torch.float32 else 2e-2)

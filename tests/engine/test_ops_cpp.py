@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.plan import Rows, Segment
 from common.ops.interface import Ops, StepSize
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 from common.ops.torch.backend import TorchOps
 from tests.engine.harness import Harness, Work, random_tokens, stock_logits, tolerance
 from tests.support.models import FAMILIES, tiered
@@ -45,11 +45,11 @@ def rand(*shape: int, seed: int) -> Tensor:
 
 @dataclass
 class Scan:
-    """An op on the rows of one sequence: ``run`` takes the rows' slice, the index and the pool of one layer."""
+    """An op on the rows of one sequence: ``run`` takes the rows' slice, the metadata and the pool of one layer."""
 
     pool_shape: tuple[int, ...]
     pool_dtype: torch.dtype
-    run: Callable[[slice, StepIndex, Tensor], Tensor]
+    run: Callable[[slice, AttentionMetadata, Tensor], Tensor]
 
     def cut(self, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs, and the pool after the sequence went through in pieces: from the state in slot 1; the state after
@@ -60,8 +60,8 @@ class Scan:
             saves = {130 - begin: 3} if begin < 130 <= end else {}
             source = 2 if begin else 1
             segment = Segment("r", [0] * (end - begin), begin, [], 0, source, 2, tuple(saves), tuple(saves.values()))
-            index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU)
-            outputs.append(self.run(slice(begin, end), index, pool))
+            metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU)
+            outputs.append(self.run(slice(begin, end), metadata, pool))
         return torch.cat(outputs), pool
 
 
@@ -135,16 +135,16 @@ def test_scan_when_a_state_decays_below_normal_numbers_then_it_is_zero_and_torch
 ) -> None:
     """Such numbers are slow, and worth nothing beside what a token adds."""
     n, nothing = num_tokens, torch.zeros(num_tokens, 4, 32)
-    index = StepIndex.build([Segment("r", [0] * n, 8, [], 0, 1, 2)], block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata([Segment("r", [0] * n, 8, [], 0, 1, 2)], block_size=BLOCK_SIZE, device=CPU)
     pools = [torch.full((4, 4, 32, 32), 1e-38) for _ in range(4)]
     a, tenth = torch.full((4,), -0.1), torch.full((n, 4), 0.9)
-    ops.mamba2(nothing, torch.full((n, 4), 1.0), a, nothing, nothing, None, index, pools[0])
-    ops.gated_delta(nothing, nothing, nothing, tenth.log(), tenth, index, pools[1])
-    ops.kimi_delta(nothing, nothing, nothing, nothing - 0.1, tenth, index, pools[2])
+    ops.mamba2(nothing, torch.full((n, 4), 1.0), a, nothing, nothing, None, metadata, pools[0])
+    ops.gated_delta(nothing, nothing, nothing, tenth.log(), tenth, metadata, pools[1])
+    ops.kimi_delta(nothing, nothing, nothing, nothing - 0.1, tenth, metadata, pools[2])
     channels = pools[3].flatten(1, 2)
     ops.mamba1(
         nothing.flatten(1), torch.full((n, 128), 1.0), torch.full((128, 32), -0.1),
-        torch.zeros(n, 32), torch.zeros(n, 32), None, index, channels,
+        torch.zeros(n, 32), torch.zeros(n, 32), None, metadata, channels,
     )  # fmt: skip
     assert [bool(pool[2].any()) for pool in pools] == [False] * 4
     assert (torch.tensor(1e-38) * torch.tensor(0.5)).item() > 0
@@ -181,10 +181,17 @@ class _Widened(TorchOps):
     """Attention of the torch ops in float32, whatever comes in."""
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> Tensor:
         widened = (x.float() for x in (query, key, value, k_pool, v_pool))
-        return super().attention(*widened, index, scale)
+        return super().attention(*widened, metadata, scale)
 
 
 @dataclass(frozen=True)
@@ -215,10 +222,10 @@ def attend_in_pieces(ops: Ops, heads: Heads, dtype: torch.dtype, cuts: Sequence[
         seen_from = max(0, begin - window + 1) if window else 0
         blocks = [0] * (seen_from // BLOCK_SIZE) + table[seen_from // BLOCK_SIZE :]
         segment = Segment("r", [0] * (end - begin), begin, blocks, 0, 0, 0)
-        index = StepIndex.build([segment], block_size=BLOCK_SIZE, device=CPU, window=window)
+        metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, window=window)
         k_pool[0] = v_pool[0] = 0.0
-        ops.write_kv(k[begin:end], v[begin:end], k_pool, v_pool, index)
-        outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], k_pool, v_pool, index, 0.2))
+        ops.write_kv(k[begin:end], v[begin:end], k_pool, v_pool, metadata)
+        outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], k_pool, v_pool, metadata, 0.2))
     return torch.cat(outputs)
 
 
@@ -295,9 +302,9 @@ def test_scan_when_in_bfloat16_then_is_no_further_from_the_truth_than_torch(name
 def test_step_size_when_extreme_then_equals_softplus(ops: Ops, value: float) -> None:
     """A state of one channel that begins at 0 becomes step size * x * b."""
     pool = torch.zeros(2, 1, 1)
-    index = StepIndex.build([Segment("r", [0], 0, [], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata([Segment("r", [0], 0, [], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
     one = torch.ones(1, 1)
-    ops.mamba1(one, torch.tensor([[value]]), -one, one, one, None, index, pool, step_size=StepSize(None, True))
+    ops.mamba1(one, torch.tensor([[value]]), -one, one, one, None, metadata, pool, step_size=StepSize(None, True))
     expected = torch.nn.functional.softplus(torch.tensor(value, dtype=torch.float64))
     assert float(pool[1, 0, 0]) == pytest.approx(float(expected), rel=1e-6, abs=1e-37)
 
@@ -306,13 +313,13 @@ def test_decay_when_of_any_size_then_equals_the_exponential(ops: Ops) -> None:
     """With beta 0 nothing is written: the state is what it was, times e to the decay."""
     decays = torch.cat([-torch.logspace(-9, 2, 500), torch.tensor([0.0, -1000.0, float("-inf")])])
     pool = torch.ones(2, len(decays), 1, 1)
-    index = StepIndex.build([Segment("r", [0], 0, [], 0, 1, 1)], block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata([Segment("r", [0], 0, [], 0, 1, 1)], block_size=BLOCK_SIZE, device=CPU)
     key = torch.ones(1, len(decays), 1)
-    ops.gated_delta(key, key, key, decays[None], torch.zeros(1, len(decays)), index, pool)
+    ops.gated_delta(key, key, key, decays[None], torch.zeros(1, len(decays)), metadata, pool)
     assert torch.allclose(pool[1, :, 0, 0].double(), decays.double().exp(), rtol=3e-7, atol=2e-38)
 
 
-def _bad_calls(ops: Ops) -> dict[str, Callable[[StepIndex], object]]:
+def _bad_calls(ops: Ops) -> dict[str, Callable[[AttentionMetadata], object]]:
     x = torch.zeros(3, 4, 8)
     flat = torch.zeros(3, 4)
     kv = torch.zeros(5, BLOCK_SIZE, 4, 8)
@@ -339,9 +346,9 @@ def _bad_calls(ops: Ops) -> dict[str, Callable[[StepIndex], object]]:
 
 @pytest.mark.parametrize("name", _bad_calls(None))  # type: ignore[arg-type]
 def test_op_when_shapes_do_not_fit_then_raises_before_touching_memory(ops: Ops, name: str) -> None:
-    index = StepIndex.build([Segment("r", [0] * 3, 0, [1], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata([Segment("r", [0] * 3, 0, [1], 0, 0, 1)], block_size=BLOCK_SIZE, device=CPU)
     with pytest.raises(RuntimeError, match=r"fit|needed"):
-        _bad_calls(ops)[name](index)
+        _bad_calls(ops)[name](metadata)
 
 
 @pytest.mark.parametrize("family", tiered(FAMILIES))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
-from common.models.adapter.forward_context import PoolViews, active_step
+from common.models.adapter.forward_context import PoolViews, get_forward_context
 from common.models.cpu.recorder import Arena, Program, Recorder
 from common.models.cpu.replay import Replay
 from common.ops.cpu.backend import CppOps
@@ -85,9 +85,9 @@ def test_decode_steps_when_an_operation_reads_the_steps_tensors_then_are_not_rep
     run = ModelRunner._run
 
     def run_and_look(self: ModelRunner, token_ids: Tensor, positions: Tensor) -> Tensor:
-        step = active_step()
-        assert step is not None
-        return run(self, token_ids, positions) + 0.0 * step.positions[:, None]
+        context = get_forward_context()
+        assert context is not None
+        return run(self, token_ids, positions) + 0.0 * context.positions[:, None]
 
     monkeypatch.setattr(ModelRunner, "_run", run_and_look)
     found, runner = decode("granitemoehybrid", "float32", is_replayed=True)

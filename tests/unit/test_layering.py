@@ -83,6 +83,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "remote_prefixes",
         "core",
     ),
+    "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
     "common.ops": ("step", "interface", "torch", "cpu", "select"),
     "common.transfer": (
         "codes",

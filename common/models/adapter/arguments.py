@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 @functools.cache
-def _takes_positions(model_class: type) -> bool:
+def _takes_positions(model_class: Any) -> bool:
     # The class is asked, not the object: the head stands in for the base model's bound forward.
-    return "position_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    return "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def step_arguments(model: Any, cache: Any, positions: Tensor) -> dict[str, Any]:
@@ -21,7 +21,8 @@ def step_arguments(model: Any, cache: Any, positions: Tensor) -> dict[str, Any]:
 
     A given cache is used whatever ``use_cache`` says; with it minimax would insist on a cache class of its own.
     """
-    if _takes_positions(type(model)):
+    model_class: Any = type(model)
+    if _takes_positions(model_class):
         return {"position_ids": positions[None], "past_key_values": cache, "use_cache": False}
     return {"cache_params": cache, "use_cache": False}
 

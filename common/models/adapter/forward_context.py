@@ -1,8 +1,8 @@
-"""The step that is running on this thread: what the replaced functions read instead of arguments.
+"""The forward that is running on this thread: what the replaced functions read instead of arguments.
 
-Model code calls a few functions without telling them which request a row belongs to, so the step's index and pools
-travel out of band, in a context variable. No step is active outside :func:`run_step`: then every replaced function is
-the stock one, and other models in the same process are not disturbed.
+Model code calls a few functions without telling them which request a row belongs to, so the step's attention metadata
+and pools travel in a context variable. None is set outside :func:`set_forward_context`: then every replaced function
+is the stock one, and other models in the same process are not disturbed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from common.kv_cache.spec import GroupKind, ModelGeometry
 from common.ops.interface import Ops
-from common.ops.step.attention_metadata import StepIndex
-from common.ops.step.packed import SegmentLike
+from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.step.segment import SegmentLike
 
 
 class GroupedSegment(SegmentLike, Protocol):
@@ -78,18 +78,18 @@ class PoolViews:
 
 
 @dataclass(slots=True)
-class ActiveStep:
-    """One forward under way.
+class ForwardContext:
+    """One forward in progress.
 
     Attributes:
-        indices: one per attention group (at least one); they differ in block tables and window alone.
+        group_metadata: one per attention group (at least one); they differ in block tables and window alone.
         layer_idx: the layer whose cache call came last, set by the cache object.
         latents: the latent rows of that layer, [num_tokens, 1, width], if it keeps any.
         num_scanned: channels of that layer which a scan has taken since (a layer may be scanned in several calls, each
             for some channels).
     """
 
-    indices: tuple[StepIndex, ...]
+    group_metadata: tuple[AttentionMetadata, ...]
     pools: PoolViews
     ops: Ops
     layer_idx: int = -1
@@ -99,10 +99,10 @@ class ActiveStep:
     @classmethod
     def of(
         cls, segments: Sequence[GroupedSegment], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
-    ) -> ActiveStep:
-        """The step that runs ``segments``, packed in this order."""
-        indices = [
-            StepIndex.build(
+    ) -> ForwardContext:
+        """That of a step that runs ``segments``, packed in this order."""
+        group_metadata = [
+            AttentionMetadata(
                 [segment.in_group(group_id) for segment in segments] if group_id else segments,
                 block_size=block_size,
                 device=device,
@@ -110,43 +110,43 @@ class ActiveStep:
             )
             for group_id, window in enumerate(pools.windows or (0,))
         ]
-        return cls(tuple(indices), pools, ops)
+        return cls(tuple(group_metadata), pools, ops)
 
     @property
-    def index(self) -> StepIndex:
-        """Rows, slots and positions; for block tables see :meth:`attention_index`."""
-        return self.indices[0]
+    def metadata(self) -> AttentionMetadata:
+        """Rows, slots and positions; for block tables see :meth:`attention_metadata`."""
+        return self.group_metadata[0]
 
     @property
     def positions(self) -> Tensor:
         """[num_tokens] position of each packed row in its sequence."""
-        return self.index.positions
+        return self.metadata.positions
 
     def attention_pool(self) -> AttentionPool:
         return self.pools.attention[self.layer_idx]
 
-    def attention_index(self) -> StepIndex:
-        """The index of the current layer's attention group."""
-        return self.indices[self.attention_pool().group_id]
+    def attention_metadata(self) -> AttentionMetadata:
+        """That of the current layer's attention group."""
+        return self.group_metadata[self.attention_pool().group_id]
 
     def state_pool(self, name: str) -> Tensor:
         return self.pools.state[self.layer_idx][name]
 
 
-_ACTIVE_STEP: ContextVar[ActiveStep | None] = ContextVar("active_step", default=None)
+_FORWARD_CONTEXT: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
 
 
-def active_step() -> ActiveStep | None:
-    """The step running in this context, or None."""
-    return _ACTIVE_STEP.get()
+def get_forward_context() -> ForwardContext | None:
+    """The forward running in this context, or None."""
+    return _FORWARD_CONTEXT.get()
 
 
 @contextmanager
-def run_step(step: ActiveStep) -> Iterator[ActiveStep]:
-    """Make ``step`` the active one for the body; steps do not nest."""
-    assert _ACTIVE_STEP.get() is None, "a step is already running in this context"
-    token = _ACTIVE_STEP.set(step)
+def set_forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make ``context`` the current one for the body; forwards do not nest."""
+    assert _FORWARD_CONTEXT.get() is None, "a forward is already running in this context"
+    token = _FORWARD_CONTEXT.set(context)
     try:
-        yield step
+        yield
     finally:
-        _ACTIVE_STEP.reset(token)
+        _FORWARD_CONTEXT.reset(token)

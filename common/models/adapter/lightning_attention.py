@@ -14,26 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.models.adapter.forward_context import active_step
+from common.models.adapter.forward_context import get_forward_context
 
 
 def lightning_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``MiniMaxLightningAttention.forward`` that runs a step while one is active, and is ``stock`` otherwise."""
+    """``MiniMaxLightningAttention.forward`` that runs on the forward context while one is set, else is ``stock``."""
 
     @functools.wraps(stock)
     def forward(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        step = active_step()
-        if step is None:
-            return stock(mixer, hidden_states, *args, **kwargs)
-        step.layer_idx = mixer.layer_idx
+        context = get_forward_context()
+        if context is None:
+            out, nothing = stock(mixer, hidden_states, *args, **kwargs)
+            return out, nothing
+        context.layer_idx = mixer.layer_idx
         num_tokens, num_heads = hidden_states.shape[1], mixer.num_attention_heads
         # [num_tokens, heads, 3 * head_dim]
         projected = mixer.act_fn(mixer.qkv_proj(hidden_states))[0].view(num_tokens, num_heads, -1)
         query, key, value = projected.split(mixer.head_dim, dim=-1)
         step_size = projected.new_ones(num_tokens, num_heads)
         decay = -mixer.slope_rate.flatten()
-        pool = step.state_pool("recurrent")
-        out = step.ops.mamba2(value, step_size, decay, key, query, None, step.index, pool).reshape(1, num_tokens, -1)
+        pool = context.state_pool("recurrent")
+        out = context.ops.mamba2(value, step_size, decay, key, query, None, context.metadata, pool).reshape(
+            1, num_tokens, -1
+        )
         out = torch.sigmoid(mixer.output_gate(hidden_states)) * mixer.norm(out)
         return mixer.out_proj(out), None
 

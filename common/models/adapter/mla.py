@@ -15,36 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.models.adapter.forward_context import ActiveStep
+from common.models.adapter.forward_context import ForwardContext
 
 
-def store(step: ActiveStep, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
+def store(context: ForwardContext, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
     """Write this step's rows to their blocks. latent: [1, 1, num_tokens, rank]; shared_key: [1, 1, num_tokens, width].
 
     Returns one row of each: as little as the model's expansion to keys and values takes. What it makes is not read.
     """
-    pool = step.attention_pool()
+    pool = context.attention_pool()
     rows = torch.cat([latent, shared_key], -1)[0].transpose(0, 1)
-    step.latents = rows
+    context.latents = rows
     nothing = slice(0, 0)
-    step.ops.write_kv(rows, rows[..., nothing], pool.key, pool.key[..., nothing], step.attention_index())
+    context.ops.write_kv(rows, rows[..., nothing], pool.key, pool.key[..., nothing], context.attention_metadata())
     return latent[:, :, :1], shared_key[:, :, :1]
 
 
-def attend(step: ActiveStep, module: Any, query: Tensor, scale: float) -> Tensor:
+def attend(context: ForwardContext, module: Any, query: Tensor, scale: float) -> Tensor:
     """query: [1, num_heads, num_tokens, own + shared columns] -> [1, num_tokens, num_heads, value columns].
 
     ``module``: the attention module, with ``kv_b_proj`` (latent to each head's own key columns, then its value
     columns), ``kv_lora_rank`` and ``qk_nope_head_dim``.
     """
-    pool, rows = step.attention_pool(), step.latents
+    pool, rows = context.attention_pool(), context.latents
     assert rows is not None, "attention comes after the cache's update"
     rank, num_own = int(module.kv_lora_rank), int(module.qk_nope_head_dim)
     expand = module.kv_b_proj.weight.view(query.shape[1], -1, rank)  # [num_heads, own + value columns, rank]
     own, shared = query[0, :, :, :num_own], query[0, :, :, num_own:]
     absorbed = torch.cat([own @ expand[:, :num_own], shared], -1).transpose(0, 1)
-    attended = step.ops.attention(
-        absorbed, rows, rows[..., :rank], pool.key, pool.key[..., :rank], step.attention_index(), scale
+    attended = context.ops.attention(
+        absorbed, rows, rows[..., :rank], pool.key, pool.key[..., :rank], context.attention_metadata(), scale
     )
     values = attended.transpose(0, 1) @ expand[:, num_own:].transpose(1, 2)
     return values.transpose(0, 1)[None]

@@ -3,7 +3,7 @@ functions.
 
 Mixers keep their own forward (projections, norms, gates). They are handed :class:`EngineCache`, which has no state to
 give, so they take their many-tokens branch for any number of rows; the functions which that branch calls are
-replaced, in the mixer's module, by wrappers that go to the varlen ops while a step is active and to the stock
+replaced, in the mixer's module, by wrappers that go to the varlen ops while a forward context is set and to the stock
 function otherwise.
 """
 
@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 
 from common.models.adapter import mla
 from common.models.adapter.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2
-from common.models.adapter.forward_context import active_step
+from common.models.adapter.forward_context import get_forward_context
 from common.models.adapter.lightning_attention import lightning_forward
 from common.models.adapter.short_conv import short_conv_forward
 from common.ops.interface import StepSize
@@ -44,20 +44,20 @@ class EngineCache:
         """key, value: [1, num_kv_heads, num_tokens, head_size]; with MLA a latent and the shared part of its key.
 
         Given back as they are (latents: cut short): attention reads the blocks itself."""
-        step = active_step()
-        assert step is not None, "the engine's cache was used outside a step"
-        step.layer_idx = layer_idx
-        pool = step.attention_pool()
+        context = get_forward_context()
+        assert context is not None, "the engine's cache was used outside a forward context"
+        context.layer_idx = layer_idx
+        pool = context.attention_pool()
         if pool.is_latent:
-            return mla.store(step, key, value)
-        index = step.attention_index()
-        step.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool.key, pool.value, index)
+            return mla.store(context, key, value)
+        metadata = context.attention_metadata()
+        context.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool.key, pool.value, metadata)
         return key, value
 
     def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        step = active_step()
-        assert step is not None, "the engine's cache was used outside a step"
-        step.layer_idx, step.num_scanned = layer_idx, 0
+        context = get_forward_context()
+        assert context is not None, "the engine's cache was used outside a forward context"
+        context.layer_idx, context.num_scanned = layer_idx, 0
         return x
 
     def update_recurrent_state(self, state: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -97,16 +97,18 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention call: [1, heads, num_tokens, head_size] in, [1, num_tokens, heads, head_size_v] out."""
-    step = active_step()
-    assert step is not None, "a model prepared for the engine was called outside a step"
-    pool = step.attention_pool()
+    context = get_forward_context()
+    assert context is not None, "a model prepared for the engine was called outside a forward context"
+    pool = context.attention_pool()
     if (sliding_window or 0) != pool.window:
-        raise RuntimeError(f"layer {step.layer_idx} has a window of {sliding_window} tokens, planned is {pool.window}")
+        raise RuntimeError(
+            f"layer {context.layer_idx} has a window of {sliding_window} tokens, planned is {pool.window}"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if pool.is_latent:
-        return mla.attend(step, module, query, scale), None
+        return mla.attend(context, module, query, scale), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return step.ops.attention(q, k, v, pool.key, pool.value, step.attention_index(), scale)[None], None
+    return context.ops.attention(q, k, v, pool.key, pool.value, context.attention_metadata(), scale)[None], None
 
 
 def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,12 +120,12 @@ def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        step = active_step()
-        if step is None:
+        context = get_forward_context()
+        if context is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
-        x, pool = hidden_states[0].T.to(weight.dtype), step.state_pool("conv")
+        x, pool = hidden_states[0].T.to(weight.dtype), context.state_pool("conv")
         silu = activation in ("silu", "swish")
-        out = step.ops.conv1d(x, weight, bias, step.index, pool, silu=silu)
+        out = context.ops.conv1d(x, weight, bias, context.metadata, pool, silu=silu)
         if activation is not None and not silu:
             out = ACT2FN[activation](out)
         return out.to(hidden_states.dtype).T[None]
@@ -142,15 +144,17 @@ def _mamba2(stock: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        step = active_step()
-        if step is None:
+        context = get_forward_context()
+        if context is None:
             return stock(hidden_states, dt, A, B, C, *args, **kwargs)
         assert kwargs.get("z") is None, "gating inside the Mamba-2 scan is not used by any listed family"
         size = StepSize(
             kwargs.get("dt_bias"), bool(kwargs.get("dt_softplus")), *(kwargs.get("dt_limit") or (0.0, float("inf")))
         )
-        pool = step.state_pool("recurrent")
-        out = step.ops.mamba2(hidden_states[0], dt[0], A, B[0], C[0], kwargs.get("D"), step.index, pool, step_size=size)
+        pool = context.state_pool("recurrent")
+        out = context.ops.mamba2(
+            hidden_states[0], dt[0], A, B[0], C[0], kwargs.get("D"), context.metadata, pool, step_size=size
+        )
         return (out[None], None) if kwargs.get("return_final_states") else out[None]
 
     return scan
@@ -167,15 +171,15 @@ def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        step = active_step()
-        if step is None:
+        context = get_forward_context()
+        if context is None:
             return stock(hidden_states, dt, A, B, C, *args, **kwargs)
         size = StepSize(kwargs.get("delta_bias"), bool(kwargs.get("delta_softplus")))
         x, b, c = hidden_states[0].T, B[0].T, C[0].T
         # zamba calls once per head, in order; each takes its channels of the layer's state.
-        begin, step.num_scanned = step.num_scanned, step.num_scanned + x.shape[1]
-        pool = step.state_pool("recurrent").flatten(1, -2)[:, begin : step.num_scanned]
-        out = step.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), step.index, pool, step_size=size).T[None]
+        begin, context.num_scanned = context.num_scanned, context.num_scanned + x.shape[1]
+        pool = context.state_pool("recurrent").flatten(1, -2)[:, begin : context.num_scanned]
+        out = context.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), context.metadata, pool, step_size=size).T[None]
         if (gate := kwargs.get("z")) is not None:
             out = out * F.silu(gate)
         return (out, out.new_empty(0)) if kwargs.get("return_last_state") else out  # zamba stacks the heads' states
@@ -188,13 +192,13 @@ def _delta_rule(op: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        step = active_step()
-        if step is None:
+        context = get_forward_context()
+        if context is None:
             return stock(query, key, value, *args, **kwargs)
         assert kwargs.get("use_qk_l2norm_in_kernel"), "every listed family normalises query and key inside the rule"
-        pool = step.state_pool("recurrent")
+        pool = context.state_pool("recurrent")
         decay, beta = kwargs["g"][0], kwargs["beta"][0]
-        out = getattr(step.ops, op)(query[0], key[0], value[0], decay, beta, step.index, pool)
+        out = getattr(context.ops, op)(query[0], key[0], value[0], decay, beta, context.metadata, pool)
         return out[None], _NO_STATE
 
     return rule
@@ -229,8 +233,8 @@ def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
 
 
 def install(mixer_class: type, names: tuple[str, ...]) -> None:
-    """Replace the functions in the mixer's module (or its forward), once per process; without an active step they stay
-    what they were."""
+    """Replace the functions in the mixer's module (or its forward), once per process; without a forward context they
+    stay what they were."""
     module = sys.modules[mixer_class.__module__]
     for name in names:
         current = getattr(module, name)

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def fuse_norms(model: nn.Module, ops: NormOps) -> None:
     fused = 0
     norms = [(p, n, m) for p in model.modules() for n, m in p.named_children() if _is_norm(m)]
     for parent, name, norm in norms:
-        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        epsilon = _epsilon(norm)
         variant = next((v for v in _variants(norm) if _fits(norm, v, epsilon, ops)), None)
         if variant is not None:
             setattr(parent, name, FusedNorm(ops, norm.weight, epsilon, variant))
@@ -74,8 +75,12 @@ def _is_norm(module: nn.Module) -> bool:
         and list(parameters) == ["weight"]
         and module.weight.ndim == 1
         and module.weight.dtype in (torch.float32, torch.bfloat16)
-        and isinstance(getattr(module, "variance_epsilon", getattr(module, "eps", None)), float)
+        and isinstance(_epsilon(module), float)
     )
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def _is_gated(norm: nn.Module) -> bool:
@@ -100,4 +105,6 @@ def _fits(norm: nn.Module, variant: _Variant, epsilon: float, ops: NormOps) -> b
         x, norm.weight, gate, epsilon=epsilon, offset=variant.offset, group=variant.group, kind=variant.kind
     )
     expected = norm(x) if gate is None else norm(x, gate)
-    return expected.shape == found.shape and torch.allclose(expected.float(), found, rtol=_TOLERANCE, atol=_TOLERANCE)
+    if expected.shape != found.shape:
+        return False
+    return bool(torch.allclose(expected.float(), found, rtol=_TOLERANCE, atol=_TOLERANCE))

@@ -50,11 +50,11 @@ class Arena:
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._num_bytes = num_bytes
-        self._begin = self._bytes.data_ptr()
+        self._begin: int = self._bytes.data_ptr()
         self._taken: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, who: in order
 
     def holds(self, x: Tensor) -> bool:
-        return self._begin <= x.untyped_storage().data_ptr() < self._begin + self._num_bytes
+        return 0 <= int(x.untyped_storage().data_ptr()) - self._begin < self._num_bytes
 
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """A tensor in memory that no living one has; None: there is no room."""

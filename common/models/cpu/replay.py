@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.models.adapter.forward_context import ActiveStep, PoolViews, run_step
+from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
 from common.models.cpu.recorder import Arena, Program, Recorder
 from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +46,29 @@ class Replay:
     def forward(
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
-        step: ActiveStep,
+        context: ForwardContext,
         token_ids: Sequence[int],
         positions: Sequence[int],
     ) -> Tensor:
-        """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], while ``step`` is active."""
+        """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
         inputs = (torch.tensor(token_ids), torch.tensor(positions))
 
         def call(*tensors: Tensor) -> Tensor:
-            with run_step(step):
+            with set_forward_context(context):
                 return forward(*tensors)
 
-        return self._run("forward", call, inputs, step.indices)
+        return self._run("forward", call, inputs, context.group_metadata)
 
     def head(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """``head``(rows [num_rows, hidden]) -> [num_rows, vocab]."""
         return self._run("head", head, (rows,), ())
 
     def _run(
-        self, name: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], indices: Sequence[StepIndex]
+        self,
+        name: str,
+        call: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        group_metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         """What is returned is the caller's own."""
         num_rows = inputs[0].shape[0]
@@ -75,13 +79,13 @@ class Replay:
             self._seen[key] = self._seen.get(key, -1) + 1
             if self._seen[key] < _SEEN_BEFORE:
                 return call(*inputs)
-            return self._record(key, call, inputs, indices)
+            return self._record(key, call, inputs, group_metadata)
         program = self._programs[key]
         if program is None:
             return call(*inputs)
         for place, x in zip(program.inputs, inputs, strict=True):
             place.copy_(x)
-        program.run([index.packed for index in indices])
+        program.run([metadata.packed for metadata in group_metadata])
         return program.output.clone()
 
     def _record(
@@ -89,10 +93,10 @@ class Replay:
         key: tuple[str, int, int],
         call: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
-        indices: Sequence[StepIndex],
+        group_metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         self._programs[key] = None  # a recording that raised is not tried again
-        steps = [index.packed for index in indices]
+        steps = [metadata.packed for metadata in group_metadata]
         recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
         try:
             with recorder.recording():
@@ -100,8 +104,8 @@ class Replay:
         except BaseException:
             self._constants.clear()
             raise
-        if any(index.has_tensors for index in indices):
-            recorder.refuse("an operation read the step's index as a tensor")
+        if any(metadata.has_tensors for metadata in group_metadata):
+            recorder.refuse("an operation read the attention metadata as a tensor")
         self._programs[key] = recorder.finish(output)
         if recorder.reason:
             # They are known by their arguments' addresses, which only a program keeps from being used again.

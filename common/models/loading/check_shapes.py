@@ -66,9 +66,8 @@ def _planned(attention: AttentionLayerSpec | None, state: StateLayerSpec | None)
 def _measured(layer: Any) -> LayerShapes:
     """``layer`` is one of transformers' cache layers; each has keys and values, or states, or both, or neither."""
     kv = None
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if keys is not None and keys.numel():
-        kv = (keys.shape[1], keys.shape[-1] + values.shape[-1], getattr(layer, "sliding_window", None) or 0)
+    if (keys := getattr(layer, "keys", None)) is not None and keys.numel():
+        kv = (keys.shape[1], keys.shape[-1] + layer.values.shape[-1], getattr(layer, "sliding_window", None) or 0)
     state: dict[str, tuple[int, ...]] = {}
     conv = [tensor for tensor in getattr(layer, "conv_states", {}).values() if tensor is not None]
     recurrent = [tensor for tensor in getattr(layer, "recurrent_states", {}).values() if tensor is not None]

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.arguments import step_arguments, stock_cache
-from common.models.adapter.forward_context import ActiveStep, PoolViews, run_step
+from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
 from common.models.cpu.replay import Replay
 from common.models.loading.check_shapes import check_shapes
 from common.ops.interface import Ops
@@ -141,10 +141,10 @@ def check_numbers(
     views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 7, device), geometry)
     differences = []
     for pieces in _SCHEDULE:
-        step = ActiveStep.of(pieces, views, ops, block_size=_BLOCK_SIZE, device=device)
+        context = ForwardContext.of(pieces, views, ops, block_size=_BLOCK_SIZE, device=device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
-        with _shape_errors(geometry), run_step(step):
-            output = model(input_ids=ids, **step_arguments(model, cache, step.positions))
+        with _shape_errors(geometry), set_forward_context(context):
+            output = model(input_ids=ids, **step_arguments(model, cache, context.positions))
         want = torch.cat([expected[p.sequence, p.start : p.end] for p in pieces])
         differences.append((output.logits[0].float() - want).abs() / expected.std().clamp_min(1e-12))
     difference = torch.cat(differences)
@@ -186,13 +186,13 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
                 _Piece(s, p + shift, p + shift + 1, s, s + 1, s + 1) for s, p in ((0, begin[0].end), (1, begin[1].end))
             ]
             for each in (begin, pieces) if shift == 0 else (pieces,):
-                step = ActiveStep.of(each, views, ops, block_size=_BLOCK_SIZE, device=torch.device("cpu"))
+                context = ForwardContext.of(each, views, ops, block_size=_BLOCK_SIZE, device=torch.device("cpu"))
                 ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in each])
                 if replay is not None and each is pieces:
-                    found.append(replay.forward(forward, step, ids.tolist(), [p.start for p in each]))
+                    found.append(replay.forward(forward, context, ids.tolist(), [p.start for p in each]))
                     continue
-                with run_step(step):
-                    logits = forward(ids, step.positions)
+                with set_forward_context(context):
+                    logits = forward(ids, context.positions)
                 if each is pieces:
                     found.append(logits)
         rows.append(found)

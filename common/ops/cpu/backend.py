@@ -18,7 +18,7 @@ from common.ops.cpu.launch import DTYPES, find_kernel, launch
 from common.ops.cpu.linear import LinearOps
 from common.ops.cpu.norm import NormOps
 from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
-from common.ops.step.attention_metadata import StepIndex
+from common.ops.step.attention_metadata import AttentionMetadata
 
 _OPS = ("conv1d", "mamba2", "gated_delta", "kimi_delta", "mamba1", "write_kv", "attention")
 
@@ -37,15 +37,15 @@ class CppOps(Ops):
         self.elementwise = ElementwiseOps(library)
         self._functions = {name: find_kernel(library, name) for name in _OPS}
 
-    def _call(self, name: str, words: list[int], index: StepIndex, *kept: object) -> None:
-        launch(self._functions[name], words, index.packed.address, kept)
+    def _call(self, name: str, words: list[int], metadata: AttentionMetadata, *kept: object) -> None:
+        launch(self._functions[name], words, metadata.packed.address, kept)
 
     def conv1d(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         silu: bool = False,
@@ -53,7 +53,7 @@ class CppOps(Ops):
     ) -> Tensor:
         num_tokens, channels = x.shape
         kernel = weight.shape[1]
-        _check("conv1d", num_tokens == index.num_tokens, x)
+        _check("conv1d", num_tokens == metadata.num_tokens, x)
         _check("conv1d weight", weight.shape == (channels, kernel), weight)
         _check_pool("conv1d", pool, (channels, kernel - 1))
         x = _adjacent(x)
@@ -72,7 +72,7 @@ class CppOps(Ops):
             *(channels, kernel, silu, torch.get_num_threads()),
             *gate_words,
         ]
-        self._call("conv1d", words, index, weight, bias)
+        self._call("conv1d", words, metadata, weight, bias)
         return out
 
     def mamba2(
@@ -83,14 +83,14 @@ class CppOps(Ops):
         b: Tensor,
         c: Tensor,
         d: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         step_size: StepSize = FINAL_STEP_SIZE,
     ) -> Tensor:
         num_tokens, heads, head_dim = x.shape
         groups, state = b.shape[1:]
-        _check("mamba2", num_tokens == index.num_tokens and heads % groups == 0, x)
+        _check("mamba2", num_tokens == metadata.num_tokens and heads % groups == 0, x)
         _check("mamba2 dt", dt.shape == (num_tokens, heads), dt)
         _check("mamba2 b", b.shape == c.shape == (num_tokens, groups, state), b)
         _check_pool("mamba2", pool, (heads, head_dim, state), torch.float32)
@@ -110,20 +110,34 @@ class CppOps(Ops):
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(heads, groups, head_dim, state, torch.get_num_threads()),
         ]
-        self._call("mamba2", words, index, limits, a, d, bias)
+        self._call("mamba2", words, metadata, limits, a, d, bias)
         return out
 
     def gated_delta(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
     ) -> Tensor:
         _check("gated_delta decay", decay.shape == beta.shape, decay)
-        return self._delta("gated_delta", query, key, value, decay, beta, index, pool)
+        return self._delta("gated_delta", query, key, value, decay, beta, metadata, pool)
 
     def kimi_delta(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StepIndex, pool: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
     ) -> Tensor:
         _check("kimi_delta decay", decay.shape == (*beta.shape, key.shape[-1]), decay)
-        return self._delta("kimi_delta", query, key, value, _adjacent(decay), beta, index, pool)
+        return self._delta("kimi_delta", query, key, value, _adjacent(decay), beta, metadata, pool)
 
     def _delta(
         self,
@@ -133,12 +147,12 @@ class CppOps(Ops):
         value: Tensor,
         decay: Tensor,
         beta: Tensor,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
     ) -> Tensor:
         num_tokens, key_heads, key_dim = key.shape
         heads, value_dim = value.shape[1:]
-        _check(name, num_tokens == index.num_tokens and heads % key_heads == 0, key)
+        _check(name, num_tokens == metadata.num_tokens and heads % key_heads == 0, key)
         _check(f"{name} query", query.shape == key.shape, query)
         _check(f"{name} value", value.shape[0] == num_tokens, value)
         _check(f"{name} beta", beta.shape == (num_tokens, heads), beta)
@@ -154,7 +168,7 @@ class CppOps(Ops):
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(key_heads, heads, key_dim, value_dim, torch.get_num_threads()),
         ]
-        self._call(name, words, index)
+        self._call(name, words, metadata)
         return out
 
     def mamba1(
@@ -165,14 +179,14 @@ class CppOps(Ops):
         b: Tensor,
         c: Tensor,
         d: Tensor | None,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         pool: Tensor,
         *,
         step_size: StepSize = FINAL_STEP_SIZE,
     ) -> Tensor:
         num_tokens, channels = x.shape
         state = b.shape[1]
-        _check("mamba1", num_tokens == index.num_tokens, x)
+        _check("mamba1", num_tokens == metadata.num_tokens, x)
         _check("mamba1 dt", dt.shape == x.shape, dt)
         _check("mamba1 a", a.shape == (channels, state), a)
         _check("mamba1 b", b.shape == c.shape == (num_tokens, state), b)
@@ -191,19 +205,19 @@ class CppOps(Ops):
             *(pool.data_ptr(), pool.stride(0), out.data_ptr()),
             *(channels, state, torch.get_num_threads()),
         ]
-        self._call("mamba1", words, index, limits, a, d, bias)
+        self._call("mamba1", words, metadata, limits, a, d, bias)
         return out
 
-    def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex) -> None:
-        kv_heads, head_size, head_size_v = *key.shape[1:], value.shape[-1]
-        _check_kv(key, value, k_pool, v_pool, index)
+    def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata) -> None:
+        (kv_heads, head_size), head_size_v = key.shape[1:], value.shape[-1]
+        _check_kv(key, value, k_pool, v_pool, metadata)
         key, value = _adjacent(key.to(k_pool.dtype)), _adjacent(value.to(v_pool.dtype))
         words = [
             *(key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2]),
             *(k_pool.data_ptr(), *k_pool.stride()[:3], v_pool.data_ptr(), *v_pool.stride()[:3]),
             *(k_pool.element_size(), kv_heads, head_size, head_size_v),
         ]
-        self._call("write_kv", words, index)
+        self._call("write_kv", words, metadata)
 
     def attention(
         self,
@@ -212,14 +226,14 @@ class CppOps(Ops):
         value: Tensor,
         k_pool: Tensor,
         v_pool: Tensor,
-        index: StepIndex,
+        metadata: AttentionMetadata,
         scale: float,
     ) -> Tensor:
         num_tokens, heads, head_size = query.shape
         kv_heads, head_size_v = value.shape[1:]
-        _check_kv(key, value, k_pool, v_pool, index)
+        _check_kv(key, value, k_pool, v_pool, metadata)
         _check("attention", key.shape[2] == head_size and heads % kv_heads == 0, query)
-        _check("attention", num_tokens == index.num_tokens, query)
+        _check("attention", num_tokens == metadata.num_tokens, query)
         query, key, value = _adjacent(query), _adjacent(key.to(k_pool.dtype)), _adjacent(value.to(v_pool.dtype))
         scales = array("f", (scale,))
         out = query.new_empty(num_tokens, heads, head_size_v)
@@ -228,9 +242,9 @@ class CppOps(Ops):
             *(key.data_ptr(), *key.stride()[:2], value.data_ptr(), *value.stride()[:2]),
             *(k_pool.data_ptr(), *k_pool.stride()[:3], v_pool.data_ptr(), *v_pool.stride()[:3]),
             *(DTYPES[k_pool.dtype], out.data_ptr(), scales.buffer_info()[0]),
-            *(heads, kv_heads, head_size, head_size_v, index.window, torch.get_num_threads()),
+            *(heads, kv_heads, head_size, head_size_v, metadata.window, torch.get_num_threads()),
         ]
-        self._call("attention", words, index, scales)
+        self._call("attention", words, metadata, scales)
         return out
 
 
@@ -270,9 +284,9 @@ def _check_pool(what: str, pool: Tensor, shape: tuple[int, ...], dtype: torch.dt
         raise RuntimeError(f"{what}: the pool holds {pool.dtype} {tuple(pool.shape[1:])}, needed is {shape}")
 
 
-def _check_kv(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: StepIndex) -> None:
+def _check_kv(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata) -> None:
     for x, pool in ((key, k_pool), (value, v_pool)):
-        if x.shape[0] != index.num_tokens or x.shape[1:] != pool.shape[2:] or pool.stride(3) != 1:
+        if x.shape[0] != metadata.num_tokens or x.shape[1:] != pool.shape[2:] or pool.stride(3) != 1:
             raise RuntimeError(f"attention: {tuple(x.shape)} rows do not fit a pool of {tuple(pool.shape[2:])}")
     if k_pool.dtype != v_pool.dtype:
         raise RuntimeError(f"attention: pools of {k_pool.dtype} and {v_pool.dtype}")

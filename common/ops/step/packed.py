@@ -8,28 +8,8 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class SegmentLike(Protocol):
-    """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def block_ids(self) -> Sequence[int]: ...
-    @property
-    def write_from(self) -> int: ...
-    @property
-    def src_slot(self) -> int: ...
-    @property
-    def dst_slot(self) -> int: ...
-    @property
-    def save_offsets(self) -> tuple[int, ...]: ...
-    @property
-    def save_slots(self) -> tuple[int, ...]: ...
+from common.ops.step.segment import SegmentLike
 
 
 class PackedStep:

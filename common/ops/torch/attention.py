@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.ops.step.attention_metadata import AttentionIndex
+from common.ops.step.paged_metadata import PagedMetadata
 
 
-def write_kv(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex) -> None:
+def write_kv(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: PagedMetadata) -> None:
     """Write ``key``, ``value`` [num_tokens, num_kv_heads, head_size] to their blocks; rows below ``write_from`` are
     left out."""
-    if index.write_rows is not None:
-        key, value = key[index.write_rows], value[index.write_rows]
-    k_pool[index.write_blocks, index.write_offsets] = key.to(k_pool.dtype)
-    v_pool[index.write_blocks, index.write_offsets] = value.to(v_pool.dtype)
+    if metadata.write_rows is not None:
+        key, value = key[metadata.write_rows], value[metadata.write_rows]
+    k_pool[metadata.write_blocks, metadata.write_offsets] = key.to(k_pool.dtype)
+    v_pool[metadata.write_blocks, metadata.write_offsets] = value.to(v_pool.dtype)
 
 
 def paged_attention(
-    query: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex, scale: float
+    query: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: PagedMetadata, scale: float
 ) -> Tensor:
     """Attention of every packed row over its own sequence.
 
@@ -36,7 +36,7 @@ def paged_attention(
     Returns: [num_tokens, num_heads, head_size_v] in the query's dtype.
     """
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-    for tile in index.tiles:
+    for tile in metadata.tiles:
         if tile.block_ids is None:
             k, v = key[tile.key_begin : tile.end], value[tile.key_begin : tile.end]
         else:
@@ -52,12 +52,12 @@ def paged_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         out[tile.begin : tile.end] = attended[0].transpose(0, 1)
-    if index.decode_rows.shape[0]:
-        out[index.decode_rows] = _decode(query[index.decode_rows], k_pool, v_pool, index, scale)
+    if metadata.decode_rows.shape[0]:
+        out[metadata.decode_rows] = _decode(query[metadata.decode_rows], k_pool, v_pool, metadata, scale)
     return out
 
 
-def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex, scale: float) -> Tensor:
+def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: PagedMetadata, scale: float) -> Tensor:
     """[num_decode, num_heads, head_size] -> [num_decode, num_heads, head_size_v].
 
     Query heads that share a K/V head form the rows of one product, so nothing is repeated: bf16, 8 rows, context 1,024:
@@ -66,11 +66,11 @@ def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex
     num_rows, num_heads, head_size = query.shape
     num_kv_heads = k_pool.shape[2]
     # [num_kv_heads, num_decode, blocks, block_size, head_size] -> [num_kv_heads * num_decode, keys, head_size]
-    k = k_pool.permute(2, 0, 1, 3)[:, index.decode_tables].reshape(num_kv_heads * num_rows, -1, head_size)
-    v = v_pool.permute(2, 0, 1, 3)[:, index.decode_tables]
+    k = k_pool.permute(2, 0, 1, 3)[:, metadata.decode_tables].reshape(num_kv_heads * num_rows, -1, head_size)
+    v = v_pool.permute(2, 0, 1, 3)[:, metadata.decode_tables]
     # A weight of 0 does not silence what a former owner left in the last block if that is infinite or no number.
     every = torch.arange(num_rows, device=v.device)
-    v[:, every, index.decode_last] = v[:, every, index.decode_last].masked_fill(index.decode_stale, 0.0)
+    v[:, every, metadata.decode_last] = v[:, every, metadata.decode_last].masked_fill(metadata.decode_stale, 0.0)
     v = v.reshape(num_kv_heads * num_rows, -1, v_pool.shape[-1])
     q = (
         query.view(num_rows, num_kv_heads, -1, head_size)
@@ -78,7 +78,7 @@ def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, index: AttentionIndex
         .reshape(num_kv_heads * num_rows, -1, head_size)
     )
     scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-    hidden = index.decode_hidden.repeat(num_kv_heads, 1, 1)
+    hidden = metadata.decode_hidden.repeat(num_kv_heads, 1, 1)
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(v.dtype)
     out = torch.bmm(weights, v).view(num_kv_heads, num_rows, -1, v.shape[-1])
     return out.transpose(0, 1).reshape(num_rows, num_heads, -1)

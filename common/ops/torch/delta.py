@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.ops.step.attention_metadata import ChunkIndex, StateIndex, chunk_size
+from common.ops.step.chunks import SpanChunks, chunk_size
+from common.ops.step.state_metadata import StateMetadata
 
 _HEAD_CHUNK = 64
 _CHANNEL_CHUNK = 16
@@ -16,7 +17,7 @@ _L2_EPS = 1e-6
 
 
 def delta_varlen(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, metadata: StateMetadata, pool: Tensor
 ) -> Tensor:
     """The delta rule over the packed rows of a step.
 
@@ -31,20 +32,20 @@ def delta_varlen(
     query = _l2norm(query.float()) * query.shape[-1] ** -0.5
     key = _l2norm(key.float())
     decay, beta = decay.float(), beta.float()
-    if index.num_decode:
-        rows = index.decode_rows
-        out[rows] = _decode(query[rows], key[rows], value[rows].float(), decay[rows], beta[rows], index, pool).to(
+    if metadata.num_decode:
+        rows = metadata.decode_rows
+        out[rows] = _decode(query[rows], key[rows], value[rows].float(), decay[rows], beta[rows], metadata, pool).to(
             out.dtype
         )
-    if index.spans:
+    if metadata.spans:
         limit = _HEAD_CHUNK if decay.shape[-1] == 1 else _CHANNEL_CHUNK
-        chunks = index.chunks(chunk_size(index.longest_run, limit))
+        chunks = metadata.chunks(chunk_size(metadata.longest_run, limit))
         _spans(query, key, value, decay, beta, chunks, pool, out)
     return out
 
 
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, index: StateIndex, pool: Tensor
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, metadata: StateMetadata, pool: Tensor
 ) -> Tensor:
     num_rows, num_heads, value_dim = value.shape
     key_dim = key.shape[-1]
@@ -52,11 +53,11 @@ def _decode(
     batch = num_rows * num_heads
     q = query[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
     k = key[:, :, None].expand(-1, -1, repeats, -1).reshape(batch, 1, key_dim)
-    state = pool[index.decode_src].view(batch, key_dim, value_dim)
+    state = pool[metadata.decode_src].view(batch, key_dim, value_dim)
     state.mul_(decay.exp().view(batch, -1, 1))
     delta = (value.view(batch, 1, value_dim) - torch.bmm(k, state)) * beta.view(batch, 1, 1)
     state.baddbmm_(k.transpose(1, 2), delta)
-    index.store_decode(pool, state.view(num_rows, num_heads, key_dim, value_dim))
+    metadata.store_decode(pool, state.view(num_rows, num_heads, key_dim, value_dim))
     return torch.bmm(q, state).view(num_rows, num_heads, value_dim)
 
 
@@ -66,7 +67,7 @@ def _spans(
     value: Tensor,
     decay: Tensor,
     beta: Tensor,
-    chunks: ChunkIndex,
+    chunks: SpanChunks,
     pool: Tensor,
     out: Tensor,
 ) -> None:

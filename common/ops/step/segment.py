@@ -1,0 +1,27 @@
+"""The segment that ops read: consecutive tokens of one sequence, with the memory that they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class SegmentLike(Protocol):
+    """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def write_from(self) -> int: ...
+    @property
+    def src_slot(self) -> int: ...
+    @property
+    def dst_slot(self) -> int: ...
+    @property
+    def save_offsets(self) -> tuple[int, ...]: ...
+    @property
+    def save_slots(self) -> tuple[int, ...]: ...
