@@ -1,8 +1,10 @@
-"""Which published block follows which, and which checkpoints hang on them: what is *warm* and what is *cold*.
+"""Which published block follows which, and which checkpoints hang on them: what leads to a checkpoint, what nowhere.
 
-A block is warm while a checkpoint hangs on it or on a block after it; else nothing can be resumed from it. A run of
-blocks gets consecutive serial numbers, so the block before is one number less; only a run's first block needs a link.
-Serial numbers are never used twice: a link to an evicted block leads nowhere.
+A block leads to a checkpoint while one hangs on it or on a block after it. Else it is a dead end: nothing can be
+resumed from it.
+
+A run of blocks gets consecutive serial numbers, so the block before is one number less; only a run's first block needs
+a link. Serial numbers are never used twice: a link to an evicted block finds nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ class Record:
     Attributes:
         depth: how often the line of prefixes it ends was continued before.
         num_new_tokens: tokens beyond the deepest prefix known when its request came.
-        born: admission count when it was stored or last used; -1 when forgotten.
+        age_start: admission count when it was stored or last used; -1 when forgotten.
         reached: its class's live counts by age.
         block_id: the full block its checkpoint hangs on, 0: none.
-        num_own_blocks: blocks that turn cold with it; 0 while another follows.
+        num_own_blocks: blocks that become dead ends when it goes; 0 while another checkpoint follows.
         version: of its newest entry among the slots; older entries are void.
     """
 
@@ -34,7 +36,7 @@ class Record:
     origin: str
     depth: int
     num_new_tokens: int
-    born: int = 0
+    age_start: int = 0
     uses: int = 0
     bin: int = 0
     reuse_class: ReuseClass = ()
@@ -48,7 +50,7 @@ class Record:
 class BlockTree:
     """
     Attributes:
-        num_followers: by block: warm blocks right after it.
+        num_followers: by block: how many of the blocks right after it lead to a checkpoint.
         hanging: block -> the checkpoints that hang on it.
         tails: block -> the checkpoints whose tail it holds.
     """
@@ -75,31 +77,32 @@ class BlockTree:
             serial[block_id] = number
 
     def remove(self, block_ids: Sequence[int]) -> list[int]:
-        """Forget evicted blocks. Returns those that are warm: they must be removed one by one."""
+        """Forget evicted blocks. Returns those that lead to a checkpoint: they must be removed one by one."""
         serials, block_at, first_link = self._serial, self._block_at, self._first_link
         num_followers, hanging = self.num_followers, self.hanging
-        warm: list[int] = []
+        leading: list[int] = []
         for block_id in block_ids:
             if num_followers[block_id] or block_id in hanging:
-                warm.append(block_id)
+                leading.append(block_id)
                 continue
             serial = serials[block_id]
             serials[block_id] = 0
             del block_at[serial]
             if serial in first_link:
                 del first_link[serial]
-        return warm
+        return leading
 
-    def remove_warm(self, block_id: int) -> tuple[list[int], int]:
-        """Forget an evicted block. Returns the blocks before it that turned cold, deepest first, and the block before
-        them, which may be a leaf now (0: nothing changed)."""
+    def remove_leading(self, block_id: int) -> tuple[list[int], int]:
+        """Forget an evicted block that leads to a checkpoint. Returns the blocks before it that are dead ends now,
+        deepest first, and the block before them, which may be a leaf now (0: nothing changed)."""
         self.hanging.pop(block_id, None)
         self.num_followers[block_id] = 0
-        cold, leaf = self._cool(block_id)
+        dead_ends, leaf = self._collect_dead_ends(block_id)
         self.remove((block_id,))
-        return cold[1:], leaf
+        return dead_ends[1:], leaf
 
-    def is_warm(self, block_id: int) -> bool:
+    def leads_to_checkpoint(self, block_id: int) -> bool:
+        """Whether a checkpoint hangs on it or after it, or has its tail in it."""
         return self.num_followers[block_id] > 0 or block_id in self.hanging or block_id in self.tails
 
     def before(self, block_id: int) -> int:
@@ -109,7 +112,8 @@ class BlockTree:
         return self._block_at.get(serial - 1 if link is None else link, 0)
 
     def own_stretch(self, block_id: int) -> tuple[int, int]:
-        """Of a warm block where something hangs or hung: how many blocks lead only to it, and the block before."""
+        """How many blocks lead only to this one, and the block before them. Of a block that leads to a checkpoint, and
+        where one hangs or hung."""
         return self._stretch.get(block_id, (0, 0))
 
     def add_tail(self, block_id: int, record: Record) -> None:
@@ -119,7 +123,8 @@ class BlockTree:
         _discard(self.tails, block_id, record)
 
     def hang(self, block_id: int, record: Record) -> tuple[list[int], int]:
-        """Returns the blocks that turned warm, and the block before them, which is no leaf any more (0: none)."""
+        """Returns the blocks that lead to a checkpoint only now, and the block before them, which is no leaf any more
+        (0: none)."""
         records = self.hanging.get(block_id)
         if records is not None:
             records.append(record)
@@ -128,7 +133,7 @@ class BlockTree:
         if self.num_followers[block_id]:
             self._stretch[block_id] = self._measure(block_id)
             return [], 0
-        warm = [block_id]
+        leading = [block_id]
         num_followers, hanging = self.num_followers, self.hanging
         serials, block_at, first_link = self._serial, self._block_at, self._first_link
         number = serials[block_id]
@@ -140,14 +145,14 @@ class BlockTree:
             num_followers[before] += 1
             if num_followers[before] > 1 or before in hanging:
                 break
-            warm.append(before)
-        self._stretch[block_id] = (len(warm), before)
-        return warm, before
+            leading.append(before)
+        self._stretch[block_id] = (len(leading), before)
+        return leading, before
 
     def unhang(self, block_id: int, record: Record) -> tuple[list[int], int]:
-        """Returns the blocks that turned cold, deepest first, and the block before them, which may be a leaf now."""
+        """Returns the blocks that are dead ends now, deepest first, and the block before them, which may be a leaf."""
         _discard(self.hanging, block_id, record)
-        return ([], 0) if block_id in self.hanging else self._cool(block_id)
+        return ([], 0) if block_id in self.hanging else self._collect_dead_ends(block_id)
 
     def _measure(self, block_id: int) -> tuple[int, int]:
         count, before = 1, self.before(block_id)
@@ -155,20 +160,21 @@ class BlockTree:
             count, before = count + 1, self.before(before)
         return count, before
 
-    def _cool(self, block_id: int) -> tuple[list[int], int]:
-        cold: list[int] = []
+    def _collect_dead_ends(self, block_id: int) -> tuple[list[int], int]:
+        """From the block backwards: what leads to no checkpoint any more, and the block before."""
+        dead_ends: list[int] = []
         num_followers, hanging, stretch = self.num_followers, self.hanging, self._stretch
         block_at, first_link = self._block_at, self._first_link
         number = self._serial[block_id]
         while block_id and not num_followers[block_id] and block_id not in hanging:
-            cold.append(block_id)
+            dead_ends.append(block_id)
             if block_id in stretch:
                 del stretch[block_id]
             number = first_link[number] if number in first_link else number - 1
             block_id = block_at.get(number, 0)
             num_followers[block_id] -= 1
         num_followers[0] = 0
-        return cold, block_id if cold else 0
+        return dead_ends, block_id if dead_ends else 0
 
 
 def _discard(index: dict[int, list[Record]], block_id: int, record: Record) -> None:

@@ -18,7 +18,7 @@ class Valuer(Protocol):
     block_bytes: int
     tree: BlockTree
 
-    def promise(self, record: Record) -> float: ...
+    def expected_tokens(self, record: Record) -> float: ...
 
     def value(self, record: Record) -> float: ...
 
@@ -84,13 +84,13 @@ class SlotOrder(EvictionOrder):
 
 
 class BlockOrder(EvictionOrder):
-    """Cold blocks, oldest first, then the leaves of the least valuable branches."""
+    """Dead ends (blocks that lead to no checkpoint), oldest first, then the leaves of the least valuable branches."""
 
     def __init__(self, valuer: Valuer) -> None:
         self._valuer = valuer
         self._tree = valuer.tree
-        self._cold: OrderedDict[int, None] = OrderedDict()
-        self._warm: OrderedDict[int, None] = OrderedDict()
+        self._dead_ends: OrderedDict[int, None] = OrderedDict()
+        self._leading: OrderedDict[int, None] = OrderedDict()
         self._heap: list[tuple[float, int, int, Record]] = []
         self._count = 0
 
@@ -108,59 +108,60 @@ class BlockOrder(EvictionOrder):
         self._count = len(self._heap)
         heapify(self._heap)
 
-    def warm_up(self, block_ids: Iterable[int]) -> None:
-        cold, warm = self._cold, self._warm
+    def mark_leading(self, block_ids: Iterable[int]) -> None:
+        """A checkpoint hangs on these or after them now."""
+        dead_ends, leading = self._dead_ends, self._leading
         for block_id in block_ids:
-            if block_id in cold:
-                del cold[block_id]
-                warm[block_id] = None
+            if block_id in dead_ends:
+                del dead_ends[block_id]
+                leading[block_id] = None
 
-    def cool(self, block_ids: Iterable[int]) -> None:
+    def mark_dead_ends(self, block_ids: Iterable[int]) -> None:
         """Nothing follows these, nothing hangs on them any more."""
-        cold, warm, tails = self._cold, self._warm, self._tree.tails
+        dead_ends, leading, tails = self._dead_ends, self._leading, self._tree.tails
         for block_id in block_ids:
-            if block_id in warm and block_id not in tails:
-                del warm[block_id]
-                cold[block_id] = None
+            if block_id in leading and block_id not in tails:
+                del leading[block_id]
+                dead_ends[block_id] = None
 
     def add(self, unit_id: int) -> None:
         tree = self._tree
-        if not tree.is_warm(unit_id):
-            self._cold[unit_id] = None
+        if not tree.leads_to_checkpoint(unit_id):
+            self._dead_ends[unit_id] = None
             return
-        self._warm[unit_id] = None
+        self._leading[unit_id] = None
         for records in (tree.hanging.get(unit_id), tree.tails.get(unit_id)):
             for record in records or ():
                 self.push(record)
 
     def add_all(self, unit_ids: Iterable[int]) -> None:
-        cold, warm, tree = self._cold, self._warm, self._tree
+        dead_ends, leading, tree = self._dead_ends, self._leading, self._tree
         num_followers, hanging, tails = tree.num_followers, tree.hanging, tree.tails
         for unit_id in unit_ids:
             if unit_id in hanging or unit_id in tails:
                 self.add(unit_id)
             elif num_followers[unit_id]:
-                warm[unit_id] = None
+                leading[unit_id] = None
             else:
-                cold[unit_id] = None
+                dead_ends[unit_id] = None
 
     def discard(self, unit_id: int) -> None:
         self.discard_all((unit_id,))
 
     def discard_all(self, unit_ids: Iterable[int]) -> None:
-        cold, warm = self._cold, self._warm
+        dead_ends, leading = self._dead_ends, self._leading
         for unit_id in unit_ids:
-            if unit_id in warm:
-                del warm[unit_id]
-            elif unit_id in cold:
-                del cold[unit_id]
+            if unit_id in leading:
+                del leading[unit_id]
+            elif unit_id in dead_ends:
+                del dead_ends[unit_id]
 
     def victims(self, num_units: int) -> Sequence[int]:
-        return list(islice(self._cold, num_units)) or (self.victim(),)
+        return list(islice(self._dead_ends, num_units)) or (self.victim(),)
 
     def victim(self) -> int:
-        if self._cold:
-            return next(iter(self._cold))
+        if self._dead_ends:
+            return next(iter(self._dead_ends))
         heap = self._heap
         while heap:
             _, _, version, record = heap[0]
@@ -168,7 +169,7 @@ class BlockOrder(EvictionOrder):
             if target:
                 return target
             heappop(heap)
-        return next(iter(self._warm))
+        return next(iter(self._leading))
 
     def _target(self, record: Record) -> int:
         """The block to evict so that this leaf goes; 0 when it is no leaf, or in use."""
@@ -178,7 +179,7 @@ class BlockOrder(EvictionOrder):
         if record.block_id and self._tree.num_followers[record.block_id]:
             return 0
         target = checkpoint.tail_block_id or record.block_id
-        return target if target in self._warm else 0
+        return target if target in self._leading else 0
 
     def _branch_value(self, record: Record) -> float:
         """The least value per byte of the stretches of the branch that end with this leaf."""
@@ -186,23 +187,23 @@ class BlockOrder(EvictionOrder):
         block_id = record.block_id
         if not block_id:
             return valuer.value(record)
-        promise, num_bytes, least = 0.0, 0, float("inf")
+        num_tokens, num_bytes, least = 0.0, 0, float("inf")
         while block_id:
             num_own, before = tree.own_stretch(block_id)
             for other in tree.hanging.get(block_id, ()):
-                promise += valuer.promise(other)
+                num_tokens += valuer.expected_tokens(other)
                 num_bytes += valuer.slot_bytes
             num_bytes += num_own * valuer.block_bytes
-            least = min(least, promise / num_bytes)
+            least = min(least, num_tokens / num_bytes)
             block_id = before if tree.num_followers[before] == 1 and num_own else 0
         return least
 
     def __len__(self) -> int:
-        return len(self._warm) + len(self._cold)
+        return len(self._leading) + len(self._dead_ends)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._cold
-        yield from self._warm
+        yield from self._dead_ends
+        yield from self._leading
 
     def __contains__(self, unit_id: object) -> bool:
-        return unit_id in self._warm or unit_id in self._cold
+        return unit_id in self._leading or unit_id in self._dead_ends

@@ -1,18 +1,18 @@
 """Eviction by value: expected returns per byte and time, states and the blocks below them together, leaf first.
 
-The value of a checkpoint is what its class and age promise (``reuse``) times the tokens it saves, over the bytes it
-keeps: its slot, and the blocks that lead to no other checkpoint. A class is why it was kept, how often it was used, how
-often its line of prefixes was continued before, and how many new tokens it came with: a short addition to a known
-prefix is a conversation, a long one seldom is.
+The value of a checkpoint is the tokens it saves, times how likely and how soon checkpoints of its class and age are
+asked for (``reuse``), over the bytes it keeps: its slot, and the blocks that lead to no other checkpoint. A class is
+why it was kept, how often it was used, how often its line of prefixes was continued before, and how many new tokens it
+came with: a short addition to a known prefix is a conversation, a long one seldom is.
 
-When a slot is wanted, the least valuable checkpoint goes; blocks that lead nowhere any more turn cold. When a block is
-wanted, cold ones go first (oldest first), then a *leaf*: a block on which checkpoints hang and which nothing warm
-follows. Of the leaves that one goes whose branch is worth least: a cheap state at the end of a long worthless branch
-must not keep the branch, so a leaf counts as the worst stretch of its branch that could go with it.
+When a slot is wanted, the least valuable checkpoint goes; blocks that led to no other are dead ends from then on. When
+a block is wanted, dead ends go first (oldest first), then a *leaf*: a block on which checkpoints hang, with none after
+it that leads to another. Of the leaves that one goes whose branch is worth least: a cheap state at the end of a long
+worthless branch must not keep the branch, so a leaf counts as the worst stretch of its branch that could go with it.
 
 Life of a record: 1 stored with its checkpoint, 2 aged from bin to bin, 3 the checkpoint is evicted: a ghost, which
-still learns, 4 asked for again, by a prompt whose deepest known prefix it is: counted, and born anew in another class;
-or forgotten, the longest unused ghost first.
+still learns, 4 asked for again, by a prompt whose deepest known prefix it is: counted, and at age 0 again, in another
+class; or forgotten, the longest unused ghost first.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class ValuePolicy(EvictionPolicy):
             keys.history = (0, 0)
             return
         keys.history = (known.position, known.depth + 1)
-        self._statistics.count_return(known.reuse_class, max(known.bin, age_bin(self._now - known.born)))
+        self._statistics.count_return(known.reuse_class, max(known.bin, age_bin(self._now - known.age_start)))
         known.uses += 1
         self._records.move_to_end(known.key)
-        self._bear(known)
+        self._restart_age(known)
         if known.checkpoint is not None:
             self._revalue(known)
 
@@ -100,7 +100,7 @@ class ValuePolicy(EvictionPolicy):
         for block_id in self.tree.remove(block_ids):
             for record in self.tree.hanging.get(block_id, ()):
                 record.block_id = 0
-            self._cool(*self.tree.remove_warm(block_id))
+            self._mark_dead_ends(*self.tree.remove_leading(block_id))
 
     def checkpoint_stored(self, checkpoint: Checkpoint, block_id: int) -> None:
         record = self._records.get(checkpoint.key)
@@ -112,8 +112,8 @@ class ValuePolicy(EvictionPolicy):
         if checkpoint.tail_block_id:
             self.tree.add_tail(checkpoint.tail_block_id, record)
         if block_id:
-            warm, before = self.tree.hang(block_id, record)
-            self._blocks.warm_up(warm)
+            leading, before = self.tree.hang(block_id, record)
+            self._blocks.mark_leading(leading)
             self._appraise(before)
             self._appraise(block_id)
         else:
@@ -126,21 +126,21 @@ class ValuePolicy(EvictionPolicy):
         record.version += 1
         if checkpoint.tail_block_id:
             self.tree.remove_tail(checkpoint.tail_block_id, record)
-            if not self.tree.is_warm(checkpoint.tail_block_id):
-                self._blocks.cool((checkpoint.tail_block_id,))
+            if not self.tree.leads_to_checkpoint(checkpoint.tail_block_id):
+                self._blocks.mark_dead_ends((checkpoint.tail_block_id,))
         if block_id:
-            self._cool(*self.tree.unhang(block_id, record))
+            self._mark_dead_ends(*self.tree.unhang(block_id, record))
             self._appraise(block_id)
 
     # -- value --------------------------------------------------------------------------------------------------------
 
-    def promise(self, record: Record) -> float:
+    def expected_tokens(self, record: Record) -> float:
         """Tokens expected to be saved per request waited."""
         return self._statistics.index(record.reuse_class)[record.bin] * record.position
 
     def value(self, record: Record) -> float:
         """Tokens expected to be saved per byte kept and request waited."""
-        return self.promise(record) / (self.slot_bytes + record.num_own_blocks * self.block_bytes)
+        return self.expected_tokens(record) / (self.slot_bytes + record.num_own_blocks * self.block_bytes)
 
     def resident(self) -> Iterator[Record]:
         return iter(self._resident.values())
@@ -159,8 +159,8 @@ class ValuePolicy(EvictionPolicy):
         self._slots.push(record)
         self._blocks.push(record)
 
-    def _cool(self, cold: list[int], leaf: int) -> None:
-        self._blocks.cool(cold)
+    def _mark_dead_ends(self, dead_ends: list[int], leaf: int) -> None:
+        self._blocks.mark_dead_ends(dead_ends)
         self._appraise(leaf)
 
     # -- records ------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class ValuePolicy(EvictionPolicy):
         record = Record(checkpoint.key, checkpoint.boundary_key, checkpoint.position, checkpoint.origin, depth, num_new)
         self._records[record.key] = record
         self._by_boundary.setdefault(record.boundary_key, []).append(record)
-        self._bear(record)
+        self._restart_age(record)
         while self.num_ghosts > self._max_ghosts:
             self._forget_oldest()
         return record
@@ -182,19 +182,19 @@ class ValuePolicy(EvictionPolicy):
             self._records.move_to_end(oldest.key)
             return
         del self._records[oldest.key]
-        oldest.born = -1
+        oldest.age_start = -1
         bucket = self._by_boundary[oldest.boundary_key]
         bucket.remove(oldest)
         if not bucket:
             del self._by_boundary[oldest.boundary_key]
 
-    def _bear(self, record: Record) -> None:
+    def _restart_age(self, record: Record) -> None:
         """Age 0 from now on, in the class that fits by now."""
         new_bits = min(MAX_NEW_BITS, (record.num_new_tokens // NEW_TOKENS_UNIT).bit_length())
         record.reuse_class = (record.origin, min(record.uses, MAX_USES), min(record.depth, MAX_DEPTH), new_bits)
         record.reached = self._statistics.reached(record.reuse_class)
         record.reached[0] += 1
-        record.born = self._now
+        record.age_start = self._now
         record.bin = 0
         self._ageing[0].append((record, self._now))
 
@@ -206,7 +206,7 @@ class ValuePolicy(EvictionPolicy):
             while queue and queue[0][1] <= limit:
                 entry = queue.popleft()
                 record = entry[0]
-                if record.born != entry[1]:
+                if record.age_start != entry[1]:
                     continue  # used again, or forgotten
                 record.bin = age + 1
                 record.reached[age + 1] += 1

@@ -72,7 +72,7 @@ def test_age_bins_when_listed_then_each_age_is_between_its_edges() -> None:
     assert age_bin(10**9) == NUM_BINS
 
 
-def test_tree_when_things_hang_then_what_leads_there_is_warm() -> None:
+def test_tree_when_checkpoints_hang_then_it_knows_the_blocks_that_lead_there() -> None:
     tree = BlockTree(20)
     tree.store(0, [1, 2, 3, 4])
     tree.store(2, [5, 6])  # a fork after block 2
@@ -81,7 +81,7 @@ def test_tree_when_things_hang_then_what_leads_there_is_warm() -> None:
     assert tree.hang(6, fork) == ([6, 5], 2)
     assert (tree.own_stretch(4), tree.own_stretch(6)) == ((4, 0), (2, 2))
     assert tree.unhang(4, deep) == ([4, 3], 2)
-    assert [block for block in range(1, 7) if tree.is_warm(block)] == [1, 2, 5, 6]
+    assert [block for block in range(1, 7) if tree.leads_to_checkpoint(block)] == [1, 2, 5, 6]
     assert tree.unhang(6, fork) == ([6, 5, 2, 1], 0)
 
 
@@ -91,9 +91,9 @@ def test_tree_when_a_block_is_evicted_and_used_again_then_old_links_lead_nowhere
     assert tree.remove([2]) == []
     tree.store(0, [2])
     assert tree.hang(3, make_record()) == ([3], 0)
-    assert not tree.is_warm(2)
+    assert not tree.leads_to_checkpoint(2)
     assert tree.remove([3]) == [3]
-    assert tree.remove_warm(3) == ([], 0)
+    assert tree.remove_leading(3) == ([], 0)
 
 
 def serve(manager: KVCacheManager, prompt: list[int], boundary: int) -> int:
@@ -144,15 +144,15 @@ def test_kinds_of_states_when_one_never_returns_then_it_goes_first() -> None:
 
 def test_blocks_when_short_then_those_that_lead_nowhere_go_first() -> None:
     manager = make_manager("value", num_blocks=24, num_slots=16)
-    keep, cold = list(range(100, 132)), list(range(200, 232))
+    keep, dead_end = list(range(100, 132)), list(range(200, 232))
     serve(manager, keep, boundary=16)
-    keys = manager.prefix_keys(cold)
-    assert manager.admit("cold", keys, None, len(cold))
-    manager.complete_step("cold", len(cold))
-    manager.free("cold", donate=False)  # published blocks, no state: newer than those of ``keep``, but worthless
+    keys = manager.prefix_keys(dead_end)
+    assert manager.admit("dead end", keys, None, len(dead_end))
+    manager.complete_step("dead end", len(dead_end))
+    manager.free("dead end", donate=False)  # published blocks, no state: newer than those of ``keep``, but worthless
     serve(manager, list(range(300, 356)), boundary=16)
     assert manager.lookup(manager.prefix_keys(keep), len(keep)).num_tokens == len(keep)
-    assert manager.lookup(manager.prefix_keys(cold), len(cold)).num_attention_tokens < len(cold)
+    assert manager.lookup(manager.prefix_keys(dead_end), len(dead_end)).num_attention_tokens < len(dead_end)
     assert manager.check() == []
 
 
