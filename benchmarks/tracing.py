@@ -29,7 +29,7 @@ import httpx
 from common import demo_model
 from common.engine.outputs import PhaseSeconds
 from common.node.serving.metrics import trace_phases
-from common.telemetry.tracing import create_tracer
+from common.telemetry.create import create_tracer
 from tests.support.collector import collecting
 from tests.support.service import Service
 

@@ -10,8 +10,8 @@ import sys
 from common.config.command_line import parse_config
 from common.config.proxy import ProxyConfig
 from common.server.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
+from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
-from common.telemetry.tracing import check_tracing
 from proxy.app import create_app
 
 NODE_CONNECTIONS = 2

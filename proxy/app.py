@@ -21,7 +21,8 @@ from common.openai.errors import install_error_handlers
 from common.server import drain as draining
 from common.server.http import OPEN_PATHS, Gate, GateMiddleware, read_json_object
 from common.server.versions import installed_versions
-from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY, create_tracer
+from common.telemetry.create import create_tracer
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.wire.headers import CLUSTER_KEY_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from common.config.node import NodeConfig, parse_node_config
 from common.server.serve import bind_socket, run_app, run_main
+from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
-from common.telemetry.tracing import check_tracing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -32,7 +32,8 @@ from common.node.runtime import NodeModel, create_backend, create_core, new_engi
 from common.node.serving.metrics import cache_samples, failure_label, record_pull
 from common.server.drain import Drain
 from common.server.versions import installed_versions
-from common.telemetry.tracing import Tracer, create_tracer
+from common.telemetry.create import create_tracer
+from common.telemetry.tracing import Tracer
 from common.transfer.backend import TransferBackend
 from common.transfer.jobs import PullReason
 from common.transfer.puller import Puller

@@ -12,10 +12,11 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.openai.sampling import MAX_TOKEN_ID
-from common.text.boundaries import MAX_BOUNDARIES
 from common.wire.fields import Fields, invalid
 
 PROMPT_IDS_KEY = "tandem_prompt"
+MAX_BOUNDARIES = 6
+"""Positions of a prompt, besides its end, at which states are worth keeping."""
 
 _TEMPLATE_FIELDS = (
     "messages",
@@ -28,7 +29,8 @@ _TEMPLATE_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """Token ids, and the positions of ``common.text.boundaries`` in them."""
+    """Token ids, and the positions in them at which later prompts are likely to part from this one, the most reusable
+    first (``common.text.boundaries`` finds them)."""
 
     token_ids: Sequence[int]
     boundaries: tuple[int, ...] = ()

@@ -9,22 +9,16 @@ of hosts must agree about as well as the figure is to be believed). Each node al
 leg there. Without a proxy the node's span is the request span. 4 ``end``, on every way out; a span that was never ended
 is never exported.
 
-This module is all there is while tracing is off: objects that do nothing. OpenTelemetry's SDK and exporter need not be
-installed then and are not imported (its API may be: FastAPI imports that for itself).
-``common.telemetry.otel`` is the one that works. Names and attributes come from small fixed sets, or are counts and ids:
-never from what is asked or answered.
+Here is what everybody uses, as it is while tracing is off: objects that do nothing. ``common.telemetry.otel`` has those
+that record. Names and attributes come from small fixed sets, or are counts and ids: never from what is asked or
+answered.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from common.errors import ConfigError
-
-ENDPOINT_FLAG = "--otlp-traces-endpoint"
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 MAX_HEADER_CHARS = 1024
 
@@ -72,37 +66,7 @@ class Tracer:
         """Send what is left. May block for a few seconds; nothing is recorded any more."""
 
 
-def create_tracer(endpoint: str | None, *, role: str, name: str, version: str) -> Tracer:
-    """``endpoint`` None: tracing is off. ``name``: of this process, among those of its ``role``.
-
-    Raises ConfigError when OpenTelemetry is not installed.
-    """
-    if endpoint is None:
-        return Tracer()
-    check_tracing(endpoint)
-    otel = importlib.import_module("common.telemetry.otel")
-    tracer: Tracer = otel.create_otlp_tracer(endpoint, role=role, name=name, version=version)
-    return tracer
-
-
-def check_tracing(endpoint: str | None) -> None:
-    """Raise ConfigError when ``endpoint`` is set and OpenTelemetry is not installed. Imports none of its modules but
-    empty packages."""
-    if endpoint is not None and not _is_installed():
-        raise ConfigError(
-            f"{ENDPOINT_FLAG} {endpoint} needs OpenTelemetry: pip install 'tandem-serve[otel]'", param=ENDPOINT_FLAG
-        )
-
-
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """A client's trace context as it goes on when this process does not trace itself."""
     found = {name: headers.get(name) for name in CONTEXT_HEADERS}
     return {name: value for name, value in found.items() if value is not None and len(value) <= MAX_HEADER_CHARS}
-
-
-def _is_installed() -> bool:
-    try:
-        names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
-        return all(importlib.util.find_spec(name) is not None for name in names)
-    except ModuleNotFoundError:  # of a parent package
-        return False

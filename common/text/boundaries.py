@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.openai.messages import CacheMark
-
-MAX_BOUNDARIES = 6
-"""Positions that stay, besides the prompt's own end."""
+from common.openai.prompt_ids import MAX_BOUNDARIES
 
 MAX_CANDIDATES = 12
 """Places that are looked at."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
+from common.openai.logprobs import TokenPiece
 from common.openai.protocol import ChatRequest, Prompt, check_token_ids
 from common.text.boundaries import Conversation, semantic_boundaries
 from common.text.detokenizer import REPLACEMENT, Decoder
@@ -31,22 +31,6 @@ class Tokenizer(Decoder, Protocol):
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any: ...
 
     def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPiece:
-    """One token as log-probability blocks show it: ``text`` (``bytes:\\x..`` when it is no whole character), its
-    bytes."""
-
-    token_id: int
-    text: str
-    data: bytes
-    is_special: bool = False
-
-    @property
-    def num_chars(self) -> int:
-        """Characters that begin in this token, so that sums over tokens are offsets into the text."""
-        return sum(1 for byte in self.data if byte & 0xC0 != 0x80)
 
 
 # Arguments of apply_chat_template that are not the caller's to set: they change the result's type, cost, or the

@@ -11,8 +11,8 @@ from typing import Any
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError
+from common.openai.logprobs import chat_logprobs, completion_logprobs
 from common.openai.protocol import OutputFields
-from common.openai.responses import chat_logprobs, completion_logprobs
 from common.request import FinishReason, TokenLogprob
 from common.text.detokenizer import TextStream
 from common.text.tokenizer import TextCodec

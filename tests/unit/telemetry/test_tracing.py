@@ -14,7 +14,8 @@ from common.engine.outputs import PhaseSeconds
 from common.errors import ConfigError
 from common.node.serving.metrics import trace_phases
 from common.telemetry.context import current_context, enter_request, leave_request
-from common.telemetry.tracing import NO_SPAN, Tracer, create_tracer, passed_on
+from common.telemetry.create import create_tracer
+from common.telemetry.tracing import NO_SPAN, Tracer, passed_on
 from tests.support.service import ROOT, child_environment
 
 pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry: pip install 'tandem-serve[otel]'")
@@ -192,11 +193,11 @@ def test_process_when_tracing_is_off_then_neither_sdk_nor_exporter_is_imported()
         "import sys\n"
         "from common.config.proxy import ProxyConfig\n"
         "from proxy.app import create_app\n"
-        "import proxy.__main__, common.node.serving.metrics, common.cli.main, common.telemetry.tracing as tracing\n"
+        "import proxy.__main__, common.node.serving.metrics, common.cli.main, common.telemetry.create as create\n"
         "from fastapi.testclient import TestClient\n"
         "with TestClient(create_app(ProxyConfig(decode=('http://127.0.0.1:9',)))) as client:\n"
         "    assert client.post('/v1/completions', json={'prompt': 'a'}).status_code == 503\n"
-        "tracing.create_tracer(None, role='proxy', name='proxy', version='1')\n"
+        "create.create_tracer(None, role='proxy', name='proxy', version='1')\n"
         "parts = ('opentelemetry.sdk', 'opentelemetry.exporter', 'common.telemetry.otel')\n"
         "print([name for name in sys.modules if name.startswith(parts)])\n"
     )
