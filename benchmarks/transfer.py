@@ -35,7 +35,8 @@ from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometr
 from common.node.lend.digests import VERIFY_ALL, find_mismatch, make_digests
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
-from common.transfer.nixl.backend import PROGRESS_TIMEOUT_US, NixlBackend
+from common.transfer.nixl.agent import PROGRESS_TIMEOUT_US
+from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.puller import Puller
 from common.transfer.reads import Read

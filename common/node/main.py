@@ -37,7 +37,7 @@ def run_node(role: str, default_port: int, import_app: Callable[[], Callable[[No
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         gc.disable()
         try:
-            from common.transfer.nixl.backend import check_plugins
+            from common.transfer.nixl.agent import check_plugins
 
             check_plugins(config.nixl_backends)
             create_app = import_app()

@@ -1,22 +1,7 @@
 """READs over NIXL: UCX by default (shared memory, TCP or RDMA, whatever ``UCX_TLS`` and UCX itself choose).
 
 One NIXL agent per backend, under a name that is new with each process start: metadata of an earlier life can never be
-taken for this one's. NIXL facts this file is built on (1.5.1):
-
-- A disconnect makes NIXL drop the peer's metadata, later posts raise "not found" until the metadata is loaded again.
-- Releasing an unfinished transfer does not stop the bytes. Only a terminal status, or the end of the agent, does.
-- Its Python class starts the progress thread with a poll timeout of 0: a core at 100 % per idle agent (measured), and
-  reads at half speed where cores are few. The bindings below that class take a timeout, so they are used directly; with
-  10 ms an idle agent costs 0.5 % and a 16 KiB read still takes 0.03 ms (shared memory), because traffic wakes the
-  thread.
-- A holder answers reads over TCP from its progress thread; without one it answers nothing.
-- UCX emulates READs over TCP, and may end the *holder's* process (SIGABRT "unexpected error: Endpoint timeout", or a
-  SIGSEGV) when a reader goes away while large answers to it are half sent: a frozen holder that wakes up after its
-  reader made itself a new agent (2 of 3 runs), a healthy one whose reader is killed in mid-read (4 of 26 kills within
-  reads of 96 MiB) or makes itself a new agent (1 of 12). No setting of UCX was found that avoids it; a supervisor has
-  to start the node again. Over shared memory nothing is answered, so nothing breaks.
-- Over shared memory the copy happens inside the post, with the GIL released and the lock of UCX's worker held, for
-  which the progress thread spins: what else a copy would have to wait for is done before (``FreshPages``).
+taken for this one's. This file keeps what the contract promises about peers and handles; ``NixlAgent`` makes the calls.
 """
 
 from __future__ import annotations
@@ -34,26 +19,24 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
+from common.transfer.nixl.agent import NixlAgent
 from common.transfer.nixl.bindings import load_bindings
-from common.transfer.nixl.descriptors import by_memory, descriptor_rows, memory_kind
 from common.transfer.nixl.fresh_pages import FreshPages
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
 from common.transfer.regions import Peer, PeerMetadata, Region
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_TIMEOUT_US = 10_000
-
 
 class _NixlHandle(Handle):
-    """One NIXL transfer per pair of memory kinds; together they are one read."""
+    """``transfers``: NIXL's numbers of what the read consists of; ``pending``: those that are not terminal."""
 
     __slots__ = ("pending", "remote", "transfers")
 
-    def __init__(self, remote: _Remote, reads: Sequence[CheckedRead]) -> None:
+    def __init__(self, remote: _Remote, reads: Sequence[CheckedRead], transfers: list[int]) -> None:
         super().__init__(remote.peer, reads)
         self.remote = remote
-        self.transfers: list[int] = []
+        self.transfers = transfers
         self.pending: list[int] = []
 
 
@@ -64,26 +47,9 @@ class _Remote:
 
     peer: Peer
     blob: bytes
-    loaded: bool = True
+    loaded: bool = False
     accepting: bool = True
     num_handles: int = 0
-
-
-def check_plugins(names: Sequence[str]) -> None:
-    """That a ``NixlBackend`` of these ``backends`` can be made, before anything slow. Raises as it does."""
-    nixl = load_bindings()
-    _check_plugins(nixl.nixlAgent("check", nixl.nixlAgentConfig()), names)
-
-
-def _check_plugins(agent: Any, names: Sequence[str]) -> None:
-    available = agent.getAvailPlugins()
-    missing = [name for name in names if name not in available]
-    if missing or not names:
-        raise TransferError(
-            f"--nixl-backends {' '.join(names)}: NIXL has no {missing}, only {sorted(available)}",
-            param="nixl_backends",
-            code=TransferCode.BACKEND_UNAVAILABLE,
-        )
 
 
 class NixlBackend(TransferBackend):
@@ -108,14 +74,7 @@ class NixlBackend(TransferBackend):
         """
         super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
         self._nixl = load_bindings() if bindings is None else bindings
-        # NIXL's own errors have no common base; the bindings raise the built-in ones for arguments they cannot convert.
-        self._errors: tuple[type[Exception], ...] = (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            *(kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)),
-        )
-        self._backends = list(backends)
+        self._plugins = tuple(backends)
         self._name = self._new_name()
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
@@ -126,32 +85,10 @@ class NixlBackend(TransferBackend):
         # What ``metadata`` returned, as long as it holds: a peer that shakes hands need not wait for a post, which over
         # shared memory lasts as long as the whole copy.
         self._announced: bytes | None = None
-        self._agent: Any = self._create_agent()
+        self._agent: NixlAgent | None = NixlAgent(self._nixl, self._name, self._plugins)
 
     def _new_name(self) -> str:
         return f"{self.engine_id}-{secrets.token_hex(8)}"
-
-    def _create_agent(self) -> Any:
-        nixl, backends = self._nixl, self._backends
-        try:
-            config = nixl.nixlAgentConfig()
-            config.useProgThread = True
-            config.pthrDelay = PROGRESS_TIMEOUT_US
-            config.useListenThread = False
-            config.captureTelemetry = False
-            # Peers are added and removed from other threads than the one that posts and polls.
-            config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
-            agent = nixl.nixlAgent(self._name, config)
-            _check_plugins(agent, backends)
-            for name in backends:
-                agent.createBackend(name, {})
-        except TransferError:
-            raise
-        except self._errors as exc:
-            raise TransferError(
-                f"NIXL agent with backends {backends} did not start: {exc}", code=TransferCode.BACKEND_UNAVAILABLE
-            ) from exc
-        return agent
 
     @property
     def regions(self) -> Mapping[str, Region]:
@@ -164,7 +101,7 @@ class NixlBackend(TransferBackend):
             taken = sorted(name for name in names if name in self._regions or names.count(name) > 1)
             if taken:
                 raise TransferError(f"regions {taken} registered twice", code=TransferCode.REGISTRATION_FAILED)
-            self._register_with(agent, regions)
+            agent.register(regions)
             self._regions.update({region.name: region for region in regions})
             self._fresh.update({region.name: FreshPages(region) for region in regions if region.device == "cpu"})
             self._announced = None
@@ -174,12 +111,7 @@ class NixlBackend(TransferBackend):
         if announced is not None:
             return announced
         with self._lock:
-            try:
-                blob = self._open_agent().getLocalMD()
-            except TransferError:
-                raise
-            except self._errors as exc:
-                raise TransferError(f"NIXL gave no metadata: {exc}") from exc
+            blob = self._open_agent().metadata()
             self._announced = PeerMetadata(
                 backend=self.kind,
                 name=self._name,
@@ -194,7 +126,7 @@ class NixlBackend(TransferBackend):
     def add_peer(self, metadata: bytes) -> Peer:
         announced = PeerMetadata.from_bytes(metadata)
         with self._lock:
-            self._open_agent()
+            agent = self._open_agent()
             self._check_announcement(announced)
             blob = announced.agent_blob()
             remote = self._remotes.get(announced.name)
@@ -208,10 +140,10 @@ class NixlBackend(TransferBackend):
                 if remote is not None:
                     self._unload(remote)
                 remote = _Remote(peer, blob)
-                self._load(remote)
-                self._remotes[peer.name] = remote
-            elif not remote.loaded:
-                self._load(remote)
+            if not remote.loaded:
+                agent.load_peer(remote.peer.name, blob)
+                remote.loaded = True
+                self._remotes[remote.peer.name] = remote
             remote.accepting = True
             for other in list(self._remotes.values()):
                 if other is not remote and other.peer.engine_id == announced.engine_id:
@@ -242,35 +174,23 @@ class NixlBackend(TransferBackend):
             for read in checked:
                 if read.local.name in self._fresh:
                     self._fresh[read.local.name].touch(read.runs)
-            handle = _NixlHandle(remote, checked)
-            # All transfers are created before the first is posted, so that an error raised from here means: nothing
-            # moves.
+            # All transfers are created before the first is posted: an error raised from here means that nothing moves.
             try:
-                for (local_memory, remote_memory), group in by_memory(checked).items():
-                    handle.transfers.append(
-                        agent.createXferReq(
-                            self._nixl.NIXL_READ,
-                            self._nixl.nixlXferDList(
-                                getattr(self._nixl, local_memory), descriptor_rows(group, local=True)
-                            ),
-                            self._nixl.nixlXferDList(
-                                getattr(self._nixl, remote_memory), descriptor_rows(group, local=False)
-                            ),
-                            peer.name,
-                        )
-                    )
-            except self._errors as exc:
-                self._release_transfers(handle)
-                raise self._translate(exc, remote, "creating a read") from exc
+                transfers = agent.create_transfers(peer.name, checked)
+            except TransferError as exc:
+                _note_disconnect(remote, exc)
+                raise
+            handle = _NixlHandle(remote, checked, transfers)
             remote.num_handles += 1
             self._handles.add(handle)
-            for transfer in handle.transfers:
+            for transfer in transfers:
                 try:
-                    if agent.postXferReq(transfer) != self._nixl.NIXL_SUCCESS:
+                    if not agent.post(peer.name, transfer):
                         handle.pending.append(transfer)
-                except self._errors as exc:
+                except TransferError as exc:
                     # Part of it may be on its way: the status says when it no longer is.
-                    handle.error = self._translate(exc, remote, "posting a read", cause=exc)
+                    _note_disconnect(remote, exc)
+                    handle.error = exc
                     handle.pending.append(transfer)
                     break
             return handle
@@ -284,15 +204,12 @@ class NixlBackend(TransferBackend):
         still_pending: list[int] = []
         for transfer in handle.pending:
             try:
-                state = agent.getXferStatus(transfer)
-            except self._errors as exc:
+                if not agent.poll(handle.peer.name, transfer):
+                    still_pending.append(transfer)
+            except TransferError as exc:
                 if handle.error is None:
-                    handle.error = self._translate(exc, handle.remote, "reading", cause=exc)
-                continue
-            if state == self._nixl.NIXL_IN_PROG:
-                still_pending.append(transfer)
-            elif state != self._nixl.NIXL_SUCCESS and handle.error is None:
-                handle.error = TransferError(f"reading, peer {handle.peer.name}: NIXL status {state}")
+                    _note_disconnect(handle.remote, exc)
+                    handle.error = exc
         handle.pending = still_pending
         if not still_pending:
             handle.status = ReadStatus.DONE if handle.error is None else ReadStatus.FAILED
@@ -323,8 +240,8 @@ class NixlBackend(TransferBackend):
             self._destroy_agent()
             destroyed_s = time.monotonic()
             self._name = self._new_name()
-            agent = self._create_agent()
-            self._register_with(agent, list(self._regions.values()))
+            agent = NixlAgent(self._nixl, self._name, self._plugins)
+            agent.register(list(self._regions.values()))
             self._agent = agent
             logger.warning(
                 "transfer agent recreated name=%s reads_ended=%d seconds=%.3f (destroying %.3f)",
@@ -345,7 +262,7 @@ class NixlBackend(TransferBackend):
         if self._closed:
             raise TransferError(f"transfer backend of {self.engine_id} is closed", code=TransferCode.CLOSED)
 
-    def _open_agent(self) -> Any:
+    def _open_agent(self) -> NixlAgent:
         self._check_open()
         if self._agent is None:
             raise TransferError(
@@ -360,8 +277,8 @@ class NixlBackend(TransferBackend):
         for handle in self._handles:
             self._release_transfers(handle)
         self._announced = None
-        # The last reference: the agent ends here, and with it whatever it still had in flight.
-        self._agent = None
+        agent, self._agent = self._agent, None
+        agent.close()
         for handle in self._handles:
             if not handle.status.is_terminal:
                 handle.error = TransferError(
@@ -371,48 +288,13 @@ class NixlBackend(TransferBackend):
         self._handles.clear()
         self._remotes.clear()
 
-    def _register_with(self, agent: Any, regions: Sequence[Region]) -> None:
-        entries: dict[str, list[tuple[int, int, int, str]]] = {}
-        for region in regions:
-            memory, device_id = memory_kind(region.device)
-            entries.setdefault(memory, []).append((region.address, region.num_bytes, device_id, region.name))
-        registered: list[Any] = []
-        try:
-            for memory, rows in entries.items():
-                descriptors = self._nixl.nixlRegDList(getattr(self._nixl, memory), rows)
-                agent.registerMem(descriptors, [])
-                registered.append(descriptors)
-        except self._errors as exc:
-            for descriptors in registered:
-                agent.deregisterMem(descriptors, [])
-            sizes = {region.name: region.num_bytes for region in regions}
-            raise TransferError(
-                f"NIXL refused to register {sizes} (bytes): {exc}", code=TransferCode.REGISTRATION_FAILED
-            ) from exc
-
-    def _load(self, remote: _Remote) -> None:
-        try:
-            name = self._agent.loadRemoteMD(remote.blob)
-        except self._errors as exc:
-            raise self._translate(exc, remote, "loading its metadata") from exc
-        name = name.decode() if isinstance(name, bytes) else name
-        if name != remote.peer.name:
-            self._agent.invalidateRemoteMD(name)
-            raise TransferError(
-                f"peer announces the name {remote.peer.name!r}, its agent is {name!r}", code=TransferCode.BAD_METADATA
-            )
-        remote.loaded = True
-
     def _unload(self, remote: _Remote) -> None:
-        if remote.loaded:
+        if remote.loaded and self._agent is not None:
             remote.loaded = False
-            try:
-                self._agent.invalidateRemoteMD(remote.peer.name)
-            except self._errors as exc:
-                # NIXL has dropped it already, on a disconnect that no read of ours has met.
-                logger.debug("removing peer %s: %s", remote.peer.name, exc)
+            self._agent.forget_peer(remote.peer.name)
 
     def _retire(self, remote: _Remote) -> None:
+        """No new reads from this peer; it is forgotten once its last read is released."""
         remote.accepting = False
         if remote.num_handles == 0:
             self._unload(remote)
@@ -420,24 +302,13 @@ class NixlBackend(TransferBackend):
                 del self._remotes[remote.peer.name]
 
     def _release_transfers(self, handle: _NixlHandle) -> None:
-        for transfer in handle.transfers:
-            try:
-                self._agent.releaseXferReq(transfer)
-            except self._errors as exc:
-                logger.debug("releasing a read from %s: %s", handle.peer.name, exc)
+        assert self._agent is not None
+        self._agent.release(handle.peer.name, handle.transfers)
         handle.transfers.clear()
         handle.pending.clear()
 
-    def _translate(
-        self, exc: Exception, remote: _Remote, doing: str, *, cause: Exception | None = None
-    ) -> TransferError:
-        """Ours for NIXL's. ``cause``: for errors that are kept instead of raised."""
-        nixl = self._nixl
-        code = TransferCode.TRANSFER_FAILED
-        if isinstance(exc, (nixl.nixlRemoteDisconnectError, nixl.nixlNotFoundError)):
-            # NIXL has forgotten the peer: it must be added again.
-            remote.loaded = False
-            code = TransferCode.PEER_DISCONNECTED
-        error = TransferError(f"{doing}, peer {remote.peer.name}: {type(exc).__name__} {exc}", code=code)
-        error.__cause__ = cause
-        return error
+
+def _note_disconnect(remote: _Remote, error: TransferError) -> None:
+    """NIXL has forgotten a peer that disconnected: it must be added again."""
+    if error.code == TransferCode.PEER_DISCONNECTED:
+        remote.loaded = False
