@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from common.config.proxy import ProxyConfig
 from common.wire.cache_events import CHECKPOINT, CacheChange, hint
-from proxy.legs.decode_leg import Job
 from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeInfo
 from proxy.nodes.pool import NodePool
-from proxy.placement.placer import Avoided, Placer
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, PlacementRequest
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -37,16 +37,16 @@ def measure_choice(
             store(cache, keys, num_blocks)
         index.start(node.url, cache)
     placer = Placer(ProxyConfig(decode=("http://unused",)), pool, index)
-    job = Job("/v1/completions", {}, {}, "id", [token_ids], False, True, 0.0, (keys,))
+    request = PlacementRequest(body={}, prompts=[token_ids], is_local=False, is_stream=True, prompt_keys=(keys,))
     lookups, places = [], []
     for _ in range(rounds):
         started_s = time.thread_time()
         index.lookup(keys)
         looked_up_s = time.thread_time()
-        placer.place(job, Avoided())
+        placer.place(request, Avoided())
         places.append(time.thread_time() - looked_up_s)
         lookups.append(looked_up_s - started_s)
-        placer.finished(job)
+        placer.finished(request)
     return statistics.median(lookups), statistics.median(places)
 
 

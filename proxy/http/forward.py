@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from common.errors import NodeUnavailableError
 from proxy.legs.client_stream import relayed_headers
-from proxy.legs.protocol import LegFailedError, call
+from proxy.legs.errors import LegFailedError
+from proxy.legs.protocol import call
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 

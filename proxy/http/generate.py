@@ -34,13 +34,13 @@ from proxy.admission.queue import Admission, Ask
 from proxy.admission.request_cost import read_ask
 from proxy.http.tokenizer import Tokenisation
 from proxy.legs.client_stream import ClientStream, RelayResponse
-from proxy.legs.decode_leg import Job
+from proxy.legs.errors import RelayedAnswer
+from proxy.legs.job import Job
 from proxy.legs.orchestrator import Orchestrator
-from proxy.legs.protocol import RelayedAnswer
 from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
-from proxy.placement.hints import PlacementHint, session_from_header
+from proxy.placement.request import PlacementHeader, session_from_header
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class GenerateService:
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
-            placement_hint = PlacementHint.from_header(request.headers.get(PLACEMENT_HEADER))
+            placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             ask = read_ask(request, parsed, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
@@ -121,7 +121,7 @@ class GenerateService:
             arrival_s=arrival_s,
             span=span,
             session_id=session_id,
-            placement_hint=placement_hint,
+            placement_header=placement_header,
         )
         return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
 

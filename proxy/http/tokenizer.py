@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A request for the nodes: ``body`` and ``prompts`` as in ``proxy.legs.decode_leg.Job``."""
+    """A request for the nodes: ``body`` and ``prompts`` as in ``proxy.legs.job.Job``."""
 
     body: Mapping[str, Any]
     prompts: list[Any]

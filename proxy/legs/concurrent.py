@@ -14,26 +14,21 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import QueueFullError
 from common.wire.handoff import Rendezvous
+from proxy.legs.bodies import decode_body, prefill_body
 from proxy.legs.client_stream import ClientStream
-from proxy.legs.decode_leg import DecodeLegs, Job
+from proxy.legs.decode_leg import DecodeLegs
+from proxy.legs.errors import LegFailedError, PrefillBusyError, RelayedAnswer
+from proxy.legs.job import Job
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.migration import StreamProgress
-from proxy.legs.protocol import (
-    LegFailedError,
-    RelayedAnswer,
-    call,
-    check_draining,
-    check_prefilled,
-    decode_body,
-    prefill_body,
-)
+from proxy.legs.protocol import call, check_draining, check_prefilled
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node
+from proxy.placement.request import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +36,8 @@ ABORTED_STATUS = 499
 """A prefill leg that its reader called off: nobody's failure."""
 
 
-class PrefillBusyError(LegFailedError):
-    """The prefill node's queue is full: another one may have room."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Who takes part: ``prefill`` has one node per prompt. ``sources``: hints for the prefill legs."""
-
-    decode: Node
-    prefill: Sequence[Node]
-    sources: Sequence[Mapping[str, Any]] = ()
-
-
-class PairedLegs:
-    """Runs pairs of legs. Stateless."""
+class ConcurrentLegs:
+    """Runs the legs of placements with a prefill node per prompt. Stateless."""
 
     def __init__(
         self, decode_legs: DecodeLegs, releaser: LeaseReleaser, metrics: ProxyMetrics, prefill_timeout_s: float
@@ -68,7 +50,7 @@ class PairedLegs:
     async def run(
         self,
         job: Job,
-        pair: Pair,
+        placement: Placement,
         headers: Mapping[str, str],
         decode_headers: Mapping[str, str],
         client: ClientStream,
@@ -83,19 +65,19 @@ class PairedLegs:
             LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
             DeadlineExceededError: a leg was silent for too long.
         """
-        names = [secrets.token_hex(16) for _ in pair.prefill]
-        params = [self._rendezvous(node, name) for node, name in zip(pair.prefill, names, strict=True)]
+        names = [secrets.token_hex(16) for _ in placement.prefill]
+        params = [self._rendezvous(node, name) for node, name in zip(placement.prefill, names, strict=True)]
         handoff = params[0] if len(params) == 1 else params
         content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress is not None)
         with self._releaser.guard() as leases:
-            for node, name in zip(pair.prefill, names, strict=True):
+            for node, name in zip(placement.prefill, names, strict=True):
                 leases.hold(node, name)
             decode = asyncio.create_task(
-                self._decode_legs.relay(pair.decode, job, content, decode_headers, client, leases, progress)
+                self._decode_legs.relay(placement.decode, job, content, decode_headers, client, leases, progress)
             )
             prefill = [
-                asyncio.create_task(self._prefill(job, node, prompt, name, pair.sources, headers))
-                for node, prompt, name in zip(pair.prefill, job.prompts, names, strict=True)
+                asyncio.create_task(self._prefill(job, node, prompt, name, placement.sources, headers))
+                for node, prompt, name in zip(placement.prefill, job.prompts, names, strict=True)
             ]
             try:
                 await self._wait(job, decode, prefill, client)

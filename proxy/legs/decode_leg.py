@@ -4,60 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 from common.errors import DeadlineExceededError, QueueFullError, TransferError
-from common.telemetry.tracing import NO_SPAN, RequestSpan
 from common.wire.headers import PREFILL_NODE_HEADER
-from proxy.legs.body_encoder import BodyEncoder
 from proxy.legs.client_stream import ClientStream
+from proxy.legs.errors import LegFailedError, RelayedAnswer, TransferFailedError
+from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.migration import DONE, END_OF_EVENT, ERROR, StreamProgress
-from proxy.legs.protocol import LegFailedError, RelayedAnswer, check_draining, judge, open_decode_leg, status_reason
+from proxy.legs.protocol import check_draining, judge, open_decode_leg, status_reason
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
 from proxy.nodes.breaker import Leg
 from proxy.nodes.node import Node
-from proxy.placement.hints import PlacementHint
-from proxy.prefix_index.prompt_keys import PromptKeys
 
 END_OF_STREAM = DONE + END_OF_EVENT
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One admitted request. ``prompts`` has one entry per prompt leg (None: the body's own prompt); so has
-    ``prompt_keys``, with None for prompts that the proxy could not tokenise, or it is empty."""
-
-    route: str
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
-    request_id: str
-    prompts: list[Any]
-    is_local: bool
-    is_stream: bool
-    arrival_s: float
-    prompt_keys: Sequence[PromptKeys | None] = ()
-    span: RequestSpan = NO_SPAN
-    session_id: str | None = None
-    placement_hint: PlacementHint = PlacementHint.AUTO
-    encoder: BodyEncoder = field(default_factory=BodyEncoder, repr=False, compare=False)
-
-    @property
-    def num_choices(self) -> int:
-        """Of the answer: ``n`` for each prompt."""
-        return len(self.prompts) * int(self.body.get("n") or 1)
-
-
-class TransferFailedError(LegFailedError):
-    """The decode node could not get the prompt from its prefill node; ``answer`` is what it said."""
-
-    def __init__(self, node: Node, answer: RelayedAnswer) -> None:
-        message = f"decode node {node.name} could not get its prompt: {answer.body[:200]!r}"
-        super().__init__(message, reason="transfer", answer=answer)
 
 
 class DecodeLegs:

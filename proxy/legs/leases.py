@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from common.wire.routes import LEASE_RELEASE_ROUTE
-from proxy.legs.body_encoder import encode
+from proxy.legs.bodies import encode
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
 

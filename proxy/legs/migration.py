@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from common.wire.resume import STATE_PREFIX, Resume, read_state_line
-from proxy.legs.protocol import LegFailedError
+from proxy.legs.errors import LegFailedError
 from proxy.nodes.node import Node
 
 END_OF_EVENT = b"\n\n"

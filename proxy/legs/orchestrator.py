@@ -23,18 +23,27 @@ from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 from common.wire.resume import RESUME_KEY
+from proxy.legs.bodies import decode_body
 from proxy.legs.client_stream import ClientStream
-from proxy.legs.concurrent import Pair, PairedLegs, PrefillBusyError
-from proxy.legs.decode_leg import DecodeLegs, Job, TransferFailedError
+from proxy.legs.concurrent import ConcurrentLegs
+from proxy.legs.decode_leg import DecodeLegs
+from proxy.legs.errors import (
+    LegFailedError,
+    NodeDrainingError,
+    PrefillBusyError,
+    RelayedAnswer,
+    TransferFailedError,
+)
+from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard, LeaseReleaser
 from proxy.legs.migration import StreamProgress
-from proxy.legs.protocol import LegFailedError, NodeDrainingError, RelayedAnswer, decode_body
 from proxy.legs.retry_budget import RetryBudget
-from proxy.legs.sequential import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, PrefillLegs
+from proxy.legs.sequential import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, SequentialPrefill
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
-from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +90,8 @@ class Orchestrator:
         # Nothing comes until the prompt is computed, of a whole answer not before its last token.
         first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
         self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
-        self._paired_legs = PairedLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)
-        self._prefill_legs = PrefillLegs(
+        self._concurrent_legs = ConcurrentLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)
+        self._sequential_prefill = SequentialPrefill(
             placer,
             releaser,
             metrics,
@@ -129,10 +138,10 @@ class Orchestrator:
         placement = self._placer.place(job, run.avoided)
         run.client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
         try:
-            if self._can_pair(job, placement):
-                await self._run_paired(run, placement)
+            if self._can_be_concurrent(job, placement):
+                await self._run_concurrently(run, placement)
             else:
-                await self._run_in_turn(run, placement)
+                await self._run_sequentially(run, placement)
         except RelayedAnswer as exc:
             if not run.client.is_started:
                 raise
@@ -171,27 +180,28 @@ class Orchestrator:
     # --- both legs at once
 
     @staticmethod
-    def _can_pair(job: Job, placement: Placement) -> bool:
+    def _can_be_concurrent(job: Job, placement: Placement) -> bool:
         """Whether both legs can be sent at once."""
         if placement.is_local or len(job.prompts) > MAX_PROMPTS_TOGETHER:
             return False
         return all(node.info.pull for node in (placement.decode, *placement.prefill))
 
-    async def _run_paired(self, run: Run, placement: Placement) -> None:
+    async def _run_concurrently(self, run: Run, placement: Placement) -> None:
         """Up to MAX_TRIES pairs; when none is left to try, what the last one said. Without a prefill node the decode
         node computes the prompt."""
         job, client = run.job, run.client
         self._metrics.inc("proxy_decisions_total", policy=self._placer.name, placement="remote")
         was_started = client.is_started
         num_tries = 0
-        while self._can_pair(job, placement):
+        while self._can_be_concurrent(job, placement):
             num_tries += 1
             node = placement.decode
-            pair = Pair(node, placement.prefill, placement.sources)
             decode_headers = self._decode_headers(run, node, placement.prefill_names)
             progress = run.progress_on(node)
             try:
-                await self._paired_legs.run(job, pair, self._headers(job, node), decode_headers, client, progress)
+                await self._concurrent_legs.run(
+                    job, placement, self._headers(job, node), decode_headers, client, progress
+                )
                 return
             except NodeDrainingError as exc:
                 # Not a try: nothing was done. Each node says so once, so this comes to an end.
@@ -223,9 +233,9 @@ class Orchestrator:
 
     # --- one leg after the other
 
-    async def _run_in_turn(self, run: Run, placement: Placement) -> None:
+    async def _run_sequentially(self, run: Run, placement: Placement) -> None:
         with self._releaser.guard() as leases:
-            handoff = await self._prefill_legs.run(run.job, placement, leases)
+            handoff = await self._sequential_prefill.run(run.job, placement, leases)
             placed = "local" if handoff.params is None else "remote"
             self._metrics.inc("proxy_decisions_total", policy=self._placer.name, placement=placed)
             await self._decode(run, placement, handoff, leases)

@@ -9,7 +9,7 @@ it ended is told to the node's circuit breaker here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +20,13 @@ from common.errors import (
     RequestAbortedError,
     TransferError,
 )
-from common.wire.handoff import FIELD, prefill_leg_params
-from common.wire.resume import STREAM_STATE_KEY
-from common.wire.source_hints import SOURCES_KEY
-from proxy.legs.body_encoder import BodyEncoder
+from common.wire.handoff import FIELD
+from proxy.legs.errors import LegFailedError, NodeDrainingError, RelayedAnswer
 from proxy.node_http.client import NodeAnswer, NodeStream
 from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError, describe
 from proxy.nodes.breaker import Leg
 from proxy.nodes.health_probe import is_draining_answer
 from proxy.nodes.node import Node
-from proxy.nodes.vllm import vllm_prefill_leg
-
-# Fields that only the decode leg needs; some servers check them against max_tokens 1 instead of ignoring them.
-_DECODE_ONLY_FIELDS = (
-    *("stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"),
-    *("echo", "logprobs", "top_logprobs"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,79 +43,11 @@ class Prefilled:
         return lease_id if isinstance(lease_id, str) else None
 
 
-class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's own answer on its way to the client
-    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status, self.headers, self.body = status, headers, body
-
-
-class LegFailedError(NodeUnavailableError):
-    """The node refused the connection, broke it, or answered what cannot be used.
-
-    ``reason``: refused, broken, garbage, status, busy (full or draining), transfer: a metric's label. ``answer``: what
-    the node said, for the client when nobody else can be asked.
-    """
-
-    def __init__(self, message: str, *, reason: str = "broken", answer: RelayedAnswer | None = None) -> None:
-        super().__init__(message)
-        self.reason, self.answer = reason, answer
-
-
-class NodeDrainingError(LegFailedError):
-    """The node takes nothing new, and has done nothing: nobody's failure, and not one of a request's tries."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(f"{node.role.value} node {node.name} is draining")
-        self.node = node
-
-
 def check_draining(node: Node, status: int, body: bytes) -> None:
     """Raises NodeDrainingError when an answer says that the node drains; the pool learns of it at once."""
     if is_draining_answer(status, body):
         node.mark_draining("it refused a request: it is draining")
         raise NodeDrainingError(node)
-
-
-def prefill_body(
-    node: Node,
-    body: Mapping[str, Any],
-    prompt: Any | None,
-    *,
-    encoder: BodyEncoder,
-    rendezvous_id: str | None = None,
-    sources: Sequence[Mapping[str, Any]] = (),
-) -> bytes:
-    """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
-    ``sources``: who may have part of it."""
-    if node.is_vllm:
-        return encoder.encode(vllm_prefill_leg(body, prompt))
-    leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
-    if prompt is not None:
-        leg["prompt"] = prompt
-    if sources:
-        leg[SOURCES_KEY] = list(sources)
-    return encoder.encode(leg)
-
-
-def decode_body(
-    body: Mapping[str, Any],
-    params: object,
-    *,
-    encoder: BodyEncoder,
-    sources: Sequence[Mapping[str, Any]] = (),
-    reports_state: bool = False,
-) -> bytes:
-    """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
-    ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
-    leg = {key: value for key, value in body.items() if key != FIELD}
-    if params is not None:
-        leg[FIELD] = params
-    if sources:
-        leg[SOURCES_KEY] = list(sources)
-    if reports_state:
-        leg[STREAM_STATE_KEY] = True
-    return encoder.encode(leg)
 
 
 async def send_prefill_leg(

@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.legs.decode_leg import Job
+from proxy.legs.bodies import prefill_body
+from proxy.legs.errors import LegFailedError, NodeDrainingError
+from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard, LeaseReleaser
-from proxy.legs.protocol import LegFailedError, NodeDrainingError, Prefilled, prefill_body, send_prefill_leg
+from proxy.legs.protocol import Prefilled, send_prefill_leg
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node
-from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class Handoff:
 LOCAL = Handoff(None, None)
 
 
-class PrefillLegs:
+class SequentialPrefill:
     """Stateless. ``headers_for``: what a node is sent beside the body. ``may_retry``: whether a failed leg may be sent
     again."""
 

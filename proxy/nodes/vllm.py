@@ -8,16 +8,9 @@ token ids or cluster key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from common.wire.handoff import FIELD, prefill_leg_params
 from common.wire.routes import HEALTH_ROUTE, MODELS_ROUTE
 from proxy.node_http.client import NodeClient
 from proxy.nodes.node import NodeInfo, NodeKind
-
-# A prefill leg answers with one token that nobody reads; two answers would hold the prompt twice.
-_DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of")
 
 
 async def read_vllm_info(client: NodeClient, timeout_s: float) -> NodeInfo:
@@ -42,14 +35,3 @@ async def read_vllm_info(client: NodeClient, timeout_s: float) -> NodeInfo:
         max_model_len=max(lengths, default=None),
         kind=NodeKind.VLLM,
     )
-
-
-def vllm_prefill_leg(body: Mapping[str, Any], prompt: Any | None) -> dict[str, Any]:
-    """The prefill leg's body for one prompt (``None``: the body's own, a chat)."""
-    leg = {key: value for key, value in body.items() if key not in _DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params()}
-    if leg.get("max_completion_tokens") is not None:
-        leg["max_completion_tokens"] = 1
-    if prompt is not None:
-        leg["prompt"] = prompt
-    return leg

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node
 from proxy.placement.estimate import MAX_SOURCES, MIN_GAIN_TOKENS, OVERLAP, Estimator, Fill, Prompt
-from proxy.placement.least_loaded import LeastLoaded
-from proxy.placement.policy import NOTHING_KNOWN, PlacementPolicy
 
 # Estimates are no better than this: what is closer together counts as equal.
 NEAR_S = 0.002
@@ -26,18 +24,6 @@ NEAR_SHARE = 0.2
 MAX_WEIGHED_PROMPTS = 16
 """Of a request's list of prompts; the rest is taken to be like them."""
 MAX_REMEMBERED_NODES = 1024
-
-
-class Cost(PlacementPolicy):
-    """By itself, without a request to weigh (a second try), the least loaded; ``CostChooser`` does the weighing."""
-
-    name = "cost"
-
-    def __init__(self) -> None:
-        self._ties = LeastLoaded()
-
-    def choose(self, nodes: Sequence[Node], prefix_tokens: Mapping[str, int] = NOTHING_KNOWN) -> Node:
-        return self._ties.choose(nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,29 +5,28 @@ Pure choice among usable nodes: no waiting, no I/O. What a try has shown to be b
 Life of a placement: 1 ``place``: what the nodes have of the prompts, then the policies; the work is charged to the
 nodes at once, so that the next request sees it, 2 ``started``, with the first byte: the prompts are computed, the
 estimate is compared with what it took, 3 ``finished``, on every way out: nothing of the request is charged any more. A
-further ``place`` of the same job replaces what the one before charged.
+further ``place`` of the same request replaces what the one before charged.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
-from proxy.legs.decode_leg import Job
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
-from proxy.placement.cost import Choice, Cost, CostChooser, Options
-from proxy.placement.create import create_policy
+from proxy.placement.cost import Choice, CostChooser, Options
 from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt
-from proxy.placement.hints import PlacementHint, SessionNodes
 from proxy.placement.in_progress import Claim, Underway
-from proxy.placement.policy import PlacementPolicy, pick
+from proxy.placement.policies import Cost, PlacementPolicy, create_policy, pick
+from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
+from proxy.placement.sessions import SessionNodes
 from proxy.placement.text_history import TextHistory, TextKeys
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -35,51 +34,11 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 OnStart = Callable[[str, float, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """
-    Attributes:
-        decode: generates, and computes the prompts itself when ``prefill`` is empty.
-        prefill: one node per prompt, or none at all.
-        sources: ``tandem_sources`` hints for whoever computes the prompts.
-        ttft_s: the estimated time to the first token; None when the policy makes no estimate.
-    """
-
-    decode: Node
-    prefill: Sequence[Node] = ()
-    sources: Sequence[Mapping[str, Any]] = ()
-    ttft_s: float | None = None
-
-    @property
-    def is_local(self) -> bool:
-        return not self.prefill
-
-    def computing(self, index: int) -> Node:
-        """Who computes the prompt ``index``."""
-        return self.prefill[index] if self.prefill else self.decode
-
-    @property
-    def prefill_names(self) -> str | None:
-        """The prefill nodes' names for a trace; None when the placement is local."""
-        return ",".join(dict.fromkeys(node.name for node in self.prefill)) or None
-
-
-@dataclass(slots=True)
-class Avoided:
-    """Nodes that further tries of a request avoid."""
-
-    decode: list[Node] = field(default_factory=list)
-    prefill: list[Node] = field(default_factory=list)
-
-    def add(self, node: Node) -> None:
-        (self.prefill if node.role is NodeRole.PREFILL else self.decode).append(node)
-
-
 @dataclass(slots=True)
 class _Open:
     """What a placed request has charged, and which keys the nodes have once it is computed."""
 
-    job: Job  # held, so that its id stays its own
+    request: PlacementRequest  # held, so that its id stays its own
     placement: Placement
     keys: Sequence[PromptKeys | TextKeys]
     charges: Sequence[tuple[Node, Charge]]
@@ -129,43 +88,45 @@ class Placer:
     def node_gone(self, node: Node) -> None:
         self._history.drop(node.url)
 
-    def place(self, job: Job, avoided: Avoided, *, began: Sequence[Node] = ()) -> Placement:
-        """Nodes for the next try of ``job``. ``began``: prefill nodes that already compute its prompts, kept if usable.
+    def place(self, request: PlacementRequest, avoided: Avoided, *, began: Sequence[Node] = ()) -> Placement:
+        """Nodes for the next try of ``request``. ``began``: prefill nodes that already compute its prompts; they are
+        kept if they are usable.
 
         Raises NodeUnavailableError when no decode node is left.
         """
-        self.finished(job)
+        self.finished(request)
         decode = [node for node in self._pool.usable(NodeRole.DECODE) if node not in avoided.decode]
         if not decode:
             raise self.no_decode_node()
         prefill = [node for node in self._pool.usable(NodeRole.PREFILL) if node not in avoided.prefill]
         if not all(node in prefill for node in began):
             began = ()
-        keys = self._keys(job)
+        keys = self._keys(request)
         nodes = [*decode, *prefill]
         askable = nodes if self._config.prefix_sources else ()
         prompts = [self._prompt(each, askable) for each in keys]
-        if job.is_local:
+        if request.is_local:
             # Computed without a lookup, whoever has it.
             prompts = [Prompt(each.num_tokens, {}) for each in prompts]
-        options = self._options(job, prompts, decode, prefill, began, avoided)
+        options = self._options(request, prompts, decode, prefill, began, avoided)
         now = self._clock()
-        session_url = self._sessions.get(job.session_id)
+        session_url = self._sessions.get(request.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
         estimator = Estimator(nodes, self._rates.rates(self._pool.nodes, now), now, self._config.stream_delay_weight)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
-        placement = Placement(choice.decode, choice.prefill, self._sources(job, choice, prompts, decode), choice.ttft_s)
+        sources = self._sources(request, choice, prompts, decode)
+        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
-        self._open[id(job)] = _Open(job, placement, keys, choice.charges, claims, now)
-        self._sessions.put(job.session_id, choice.decode.url)
+        self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now)
+        self._sessions.put(request.session_id, choice.decode.url)
         return placement
 
-    def started(self, job: Job, *, is_answer: bool) -> None:
+    def started(self, request: PlacementRequest, *, is_answer: bool) -> None:
         """The first byte is here; ``is_answer``: of what was asked for, not of an error. Jobs that are not placed are
         ignored."""
-        entry = self._open.get(id(job))
+        entry = self._open.get(id(request))
         if entry is None or entry.is_started:
             return
         now = self._clock()
@@ -177,13 +138,13 @@ class Placer:
             self._observe(placement.decode.url, keys)
             if not placement.is_local:
                 self._observe(placement.prefill[index].url, keys)
-        if self._on_start is not None and job.is_stream and placement.ttft_s is not None:
+        if self._on_start is not None and request.is_stream and placement.ttft_s is not None:
             way = "local" if placement.is_local else "remote"
             self._on_start(way, placement.ttft_s, now - entry.placed_s)
 
-    def finished(self, job: Job) -> None:
+    def finished(self, request: PlacementRequest) -> None:
         """The request has ended, however. Jobs that are not placed are ignored."""
-        entry = self._open.pop(id(job), None)
+        entry = self._open.pop(id(request), None)
         if entry is None:
             return
         now = self._clock()
@@ -206,7 +167,7 @@ class Placer:
 
     def _options(
         self,
-        job: Job,
+        request: PlacementRequest,
         prompts: Sequence[Prompt],
         decode: Sequence[Node],
         prefill: Sequence[Node],
@@ -216,14 +177,14 @@ class Placer:
         """Every usable node for a role whose policy is ``cost``; else the one that its policy picks."""
         if not isinstance(self._decode_policy, Cost):
             decode = [_picked(self._decode_policy, decode, prompts[0], avoided.decode)]
-        if job.is_local or not prefill:
+        if request.is_local or not prefill:
             return Options(decode, (), may_be_remote=False)
         if began:
             return Options(decode, [[node] for node in began], may_be_local=False)
         weighs = isinstance(self._prefill_policy, Cost)
-        may_be_remote = job.placement_hint is not PlacementHint.LOCAL
-        may_be_local = job.placement_hint is PlacementHint.LOCAL
-        may_be_local |= weighs and job.placement_hint is not PlacementHint.REMOTE
+        may_be_remote = request.placement_header is not PlacementHeader.LOCAL
+        may_be_local = request.placement_header is PlacementHeader.LOCAL
+        may_be_local |= weighs and request.placement_header is not PlacementHeader.REMOTE
         if not may_be_remote:
             return Options(decode, (), may_be_remote=False)
         if weighs:
@@ -233,11 +194,11 @@ class Placer:
 
     # --- who has what
 
-    def _keys(self, job: Job) -> list[PromptKeys | TextKeys]:
-        known = job.prompt_keys or [None] * len(job.prompts)
+    def _keys(self, request: PlacementRequest) -> list[PromptKeys | TextKeys]:
+        known = request.prompt_keys or [None] * len(request.prompts)
         return [
-            keys if keys is not None else TextKeys.of(job.body, prompt)
-            for keys, prompt in zip(known, job.prompts, strict=True)
+            keys if keys is not None else TextKeys.of(request.body, prompt)
+            for keys, prompt in zip(known, request.prompts, strict=True)
         ]
 
     def _prompt(self, keys: PromptKeys | TextKeys, askable: Sequence[Node]) -> Prompt:
@@ -261,14 +222,15 @@ class Placer:
             self._index.observe(url, keys)
 
     def _sources(
-        self, job: Job, choice: Choice, prompts: Sequence[Prompt], decode: Sequence[Node]
+        self, request: PlacementRequest, choice: Choice, prompts: Sequence[Prompt], decode: Sequence[Node]
     ) -> list[dict[str, Any]]:
         """Whom those who compute the prompts may ask for what they lack: whom the estimate names. A policy that knows
         nothing names the node that is to generate, then one more of its kind: a miss costs little."""
         if not self._config.prefix_sources:
             return []
         nodes = list(choice.sources)
-        if not nodes and not isinstance(self._prefill_policy, Cost) and choice.decode.info.pull and not job.is_local:
+        knows_nothing = not nodes and not isinstance(self._prefill_policy, Cost)
+        if knows_nothing and choice.decode.info.pull and not request.is_local:
             others = [node for node in decode if node is not choice.decode]
             nodes = [choice.decode, *others] if choice.prefill else others
             nodes = nodes[:MAX_SOURCES] if choice.prefill else nodes[:1]

@@ -99,6 +99,19 @@ ORDER: dict[str, tuple[str, ...]] = {
         "testing",
     ),
     "common.transfer.nixl": ("bindings", "descriptors", "fresh_pages", "agent", "backend"),
+    "proxy": (
+        "metrics",
+        "node_http",
+        "nodes",
+        "prefix_index",
+        "placement",
+        "admission",
+        "legs",
+        "status",
+        "http",
+        "app",
+        "__main__",
+    ),
 }
 # Parts whose modules import each other in circles still: none is added.
 CIRCLES_LEFT = ("common.node",)

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from common.config.proxy import ProxyConfig
 from common.wire.cache_events import CHECKPOINT, CacheChange, hint
-from proxy.legs.decode_leg import Job
 from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.nodes.pool import NodePool
-from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, Placement, PlacementRequest
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -42,19 +42,15 @@ def keys_of(token_ids: Sequence[int]) -> PromptKeys:
     return PromptKeys.of_prompt(b"root", BLOCK_SIZE, token_ids)
 
 
-def make_job(token_ids: Sequence[int], **fields: Any) -> Job:
+def make_request(token_ids: Sequence[int], **fields: Any) -> PlacementRequest:
     defaults: dict[str, Any] = {
-        "route": "/v1/completions",
         "body": {"prompt": list(token_ids)},
-        "headers": {},
-        "request_id": "r",
         "prompts": [list(token_ids)],
         "is_local": False,
         "is_stream": True,
-        "arrival_s": 0.0,
         "prompt_keys": (keys_of(token_ids),),
     }
-    return Job(**{**defaults, **fields})
+    return PlacementRequest(**{**defaults, **fields})
 
 
 def make_pool(num_prefill: int, num_decode: int) -> NodePool:
@@ -205,7 +201,7 @@ class World:
     ) -> Placement:
         """Now. ``then`` gets prompt and answer when it has ended."""
         token_ids = list(token_ids)
-        job = make_job(token_ids, **fields)
+        job = make_request(token_ids, **fields)
         placement = self.placer.place(job, Avoided())
         self._num_open += 1
         decode = self.nodes[placement.decode.url]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.legs import body_encoder
-from proxy.legs.body_encoder import BodyEncoder
+from proxy.legs import bodies as leg_bodies
+from proxy.legs.bodies import BodyEncoder
 
 PROMPT = list(range(300))
 LEGS: tuple[dict[str, Any], ...] = (
@@ -36,7 +36,7 @@ def test_prompt_when_several_legs_have_it_then_encoded_once(monkeypatch: pytest.
         encoded.append(value)
         return json.dumps(value).encode()
 
-    monkeypatch.setattr(body_encoder, "encode", encode)
+    monkeypatch.setattr(leg_bodies, "encode", encode)
     encoder = BodyEncoder()
     bodies = [encoder.encode({"prompt": PROMPT, "stream": stream}) for stream in (True, False, True)]
     assert sum(value is PROMPT for value in encoded) == 1

@@ -11,11 +11,11 @@ from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
-from proxy.placement.hints import PlacementHint
-from proxy.placement.placer import Avoided, Placement, Placer
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, Placement, PlacementHeader
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
-from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job, make_pool, report, store
+from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_pool, make_request, report, store
 
 NOBODY = Avoided()
 
@@ -56,11 +56,11 @@ class Rig:
         self.index.start(node.url, cache)
 
     def place(self, token_ids: list[int], avoided: Avoided = NOBODY, **fields: Any) -> Placement:
-        return self.placer.place(make_job(token_ids, **fields), avoided)
+        return self.placer.place(make_request(token_ids, **fields), avoided)
 
     def serve(self, token_ids: list[int], **fields: Any) -> Placement:
         """From its placement to its end."""
-        job = make_job(token_ids, **fields)
+        job = make_request(token_ids, **fields)
         placement = self.placer.place(job, NOBODY)
         self.placer.started(job, is_answer=True)
         self.placer.finished(job)
@@ -136,19 +136,19 @@ def test_place_when_two_decode_nodes_lack_the_state_then_the_one_with_the_blocks
     assert placed == [rig.decode[1]] * 3
 
 
-@pytest.mark.parametrize(("hint", "is_local"), [(PlacementHint.LOCAL, True), (PlacementHint.REMOTE, False)])
-def test_place_when_hinted_then_that_way_whatever_it_costs(hint: PlacementHint, is_local: bool) -> None:
+@pytest.mark.parametrize(("hint", "is_local"), [(PlacementHeader.LOCAL, True), (PlacementHeader.REMOTE, False)])
+def test_place_when_hinted_then_that_way_whatever_it_costs(hint: PlacementHeader, is_local: bool) -> None:
     for policy in ("cost", "round_robin"):
         rig = Rig(policy=policy)
         prompt = tokens(2040)
         rig.has(rig.decode[0], prompt, 2000)
         for each in (prompt, tokens(3000, seed=2)):
-            assert rig.place(each, placement_hint=hint).is_local is is_local
+            assert rig.place(each, placement_header=hint).is_local is is_local
 
 
 def test_place_when_hinted_remote_without_a_prefill_node_then_local() -> None:
     rig = Rig(0, 1)
-    assert rig.place(tokens(3000), placement_hint=PlacementHint.REMOTE).is_local
+    assert rig.place(tokens(3000), placement_header=PlacementHeader.REMOTE).is_local
 
 
 # --- which node
@@ -169,7 +169,7 @@ def test_place_when_another_node_has_the_prefix_then_it_is_named_as_source_and_n
     prompt = tokens(3000)
     rig.has(rig.decode[1], prompt, 2000)
     busy(rig.decode[1], num_running=64, num_waiting=20)
-    placement = rig.place(prompt, placement_hint=PlacementHint.REMOTE)
+    placement = rig.place(prompt, placement_header=PlacementHeader.REMOTE)
     assert placement.decode is rig.decode[0]
     assert placement.sources == [rig.decode[1].source_hint()]
     assert rig.place(tokens(3000, seed=5)).sources == []
@@ -179,7 +179,7 @@ def test_place_when_sources_are_switched_off_then_nobody_is_named() -> None:
     rig = Rig(1, 2, prefix_sources=False)
     prompt = tokens(3000)
     rig.has(rig.decode[1], prompt, 2000)
-    assert rig.place(prompt, placement_hint=PlacementHint.REMOTE).sources == []
+    assert rig.place(prompt, placement_header=PlacementHeader.REMOTE).sources == []
 
 
 def test_place_when_a_decode_node_is_full_then_another_even_if_it_has_the_prefix() -> None:
@@ -218,7 +218,7 @@ def test_place_when_many_come_at_once_then_they_spread_before_any_report() -> No
 
 def test_finished_when_called_on_any_way_out_then_nothing_is_charged_any_more() -> None:
     rig = Rig()
-    jobs = [make_job(tokens(800, seed)) for seed in range(12)]
+    jobs = [make_request(tokens(800, seed)) for seed in range(12)]
     for job in jobs:
         rig.placer.place(job, NOBODY)
     assert sum(node.load.num_streams for node in rig.decode) == 12
@@ -289,7 +289,7 @@ def test_place_when_prefill_has_begun_then_it_is_kept_and_only_the_decode_node_c
     rig = Rig()
     prompt = tokens(500)
     rig.has(rig.decode[1], prompt, 480)
-    placement = rig.placer.place(make_job(prompt), Avoided([rig.decode[0]], []), began=[rig.prefill[1]])
+    placement = rig.placer.place(make_request(prompt), Avoided([rig.decode[0]], []), began=[rig.prefill[1]])
     assert (placement.decode, placement.prefill) == (rig.decode[1], [rig.prefill[1]])
 
 
@@ -297,7 +297,7 @@ def test_place_when_there_are_many_prompts_then_one_prefill_node_each_and_spread
     rig = Rig(4, 1)
     busy(rig.decode[0], num_running=20)
     prompts = [tokens(500, seed) for seed in range(40)]
-    job = make_job(prompts[0], prompts=prompts, prompt_keys=tuple(map(keys_of, prompts)))
+    job = make_request(prompts[0], prompts=prompts, prompt_keys=tuple(map(keys_of, prompts)))
     placement = rig.placer.place(job, NOBODY)
     assert [list(placement.prefill).count(node) for node in rig.prefill] == [10, 10, 10, 10]
 
@@ -305,16 +305,16 @@ def test_place_when_there_are_many_prompts_then_one_prefill_node_each_and_spread
 def test_started_when_it_is_a_stream_then_the_estimate_is_compared_once() -> None:
     rig = Rig(1, 1)
     busy(rig.decode[0], num_running=8)
-    job = make_job(tokens(3000))
+    job = make_request(tokens(3000))
     placement = rig.placer.place(job, NOBODY)
     rig.now += 1.5
     rig.placer.started(job, is_answer=True)
     rig.placer.started(job, is_answer=True)
     assert rig.started == [("remote", placement.ttft_s, 1.5)]
-    whole = make_job(tokens(3000), is_stream=False)
+    whole = make_request(tokens(3000), is_stream=False)
     rig.placer.place(whole, NOBODY)
     rig.placer.started(whole, is_answer=True)
-    refused = make_job(tokens(3000))
+    refused = make_request(tokens(3000))
     rig.placer.place(refused, NOBODY)
     rig.placer.started(refused, is_answer=False)
     assert len(rig.started) == 1
@@ -328,7 +328,7 @@ def test_place_when_text_was_seen_before_then_it_goes_where_it_went() -> None:
     text = "".join(chr(97 + token % 26) for token in tokens(20_000))
 
     def job(prompt: str) -> Any:
-        return make_job([], body={"prompt": prompt}, prompts=[prompt], prompt_keys=())
+        return make_request([], body={"prompt": prompt}, prompts=[prompt], prompt_keys=())
 
     first = job(text)
     placement = rig.placer.place(first, NOBODY)

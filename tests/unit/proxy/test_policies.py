@@ -12,12 +12,7 @@ from common.config.proxy import PLACEMENT_POLICIES
 from common.errors import ConfigError
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
-from proxy.placement.create import create_policy
-from proxy.placement.least_loaded import LeastLoaded
-from proxy.placement.policy import pick
-from proxy.placement.power_of_two import PowerOfTwo
-from proxy.placement.prefix_aware import MAX_AHEAD, PrefixAware
-from proxy.placement.round_robin import RoundRobin
+from proxy.placement.policies import MAX_AHEAD, LeastLoaded, PowerOfTwo, PrefixAware, RoundRobin, create_policy, pick
 
 
 def make_nodes(count: int) -> list[Node]:

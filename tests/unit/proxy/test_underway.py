@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, Underway
-from proxy.placement.placer import Avoided, Placement
+from proxy.placement.request import Avoided, Placement
 from proxy.prefix_index.index import Coverage
 from proxy.prefix_index.node_cache import NodeCache
-from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_job
+from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_request
 from tests.unit.proxy.test_placer import Rig, tokens
 
 SHARED = tokens(1600, seed=1)
@@ -61,7 +61,7 @@ def test_place_when_the_node_that_computes_it_has_too_much_to_do_then_another_on
     first = rig.place(prompt(0))
     for number in range(12):  # work that no other may take
         rig.placer.place(
-            make_job(tokens(3000, seed=50 + number)),
+            make_request(tokens(3000, seed=50 + number)),
             Avoided(prefill=[node for node in rig.prefill if node is not first.prefill[0]]),
         )
     assert rig.place(prompt(1)).prefill[0] is not first.prefill[0]
@@ -69,7 +69,7 @@ def test_place_when_the_node_that_computes_it_has_too_much_to_do_then_another_on
 
 def test_place_when_the_first_one_failed_then_nobody_counts_on_it() -> None:
     rig = telling()
-    job = make_job(prompt(0))
+    job = make_request(prompt(0))
     first = rig.placer.place(job, Avoided())
     rig.placer.finished(job)
     assert len(rig.placer._underway) == 0
@@ -107,7 +107,7 @@ def test_place_when_one_node_has_blocks_and_nobody_a_state_then_there_so_that_th
 
 def test_placer_when_all_requests_have_ended_then_holds_nothing_of_them() -> None:
     rig = telling()
-    jobs = [make_job(prompt(number)) for number in range(20)]
+    jobs = [make_request(prompt(number)) for number in range(20)]
     for job in jobs:
         rig.placer.place(job, Avoided())
         rig.placer.place(job, Avoided())  # a second try

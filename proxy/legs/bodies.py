@@ -1,0 +1,113 @@
+"""The bodies of a request's legs: what of the client's body each kind of leg gets, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.resume import STREAM_STATE_KEY
+from common.wire.source_hints import SOURCES_KEY
+from proxy.nodes.node import Node
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
+SHORT_CHARS = 64
+"""Characters up to which a text is encoded anew for each leg; only longer ones are remembered."""
+# Fields that only the decode leg needs: a prefill leg answers with one token that nobody reads, and two answers would
+# hold the prompt twice. Some servers check them against max_tokens 1 instead of ignoring them.
+_DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "n", "best_of")
+_TANDEM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "max_completion_tokens", "echo", "logprobs", "top_logprobs")
+_VLLM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "min_completion_tokens")
+
+
+def encode(value: object) -> bytes:
+    """``value``, whose keys are texts, as compact JSON."""
+    try:
+        encoded = orjson.dumps(value)
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits
+        return _JSON.encode(value).encode()
+    # It may stand for a number that is too large for a float, which is for the node to refuse.
+    return _JSON.encode(value).encode() if b"null" in encoded else encoded
+
+
+class BodyEncoder:
+    """The bodies of one request's legs: a value that several of them have, the prompt above all, is encoded once."""
+
+    def __init__(self) -> None:
+        # By identity, which is a value's own for as long as it is held here.
+        self._known: dict[int, tuple[object, bytes]] = {}
+
+    def encode(self, leg: Mapping[str, Any]) -> bytes:
+        """``leg`` as a JSON object. Its values must not change afterwards."""
+        pieces: list[bytes] = []
+        rest: dict[str, Any] = {}
+        for name, value in leg.items():
+            if isinstance(value, list | dict) or (isinstance(value, str) and len(value) > SHORT_CHARS):
+                pieces.append(encode(name) + b":" + self._encode_once(value))
+            else:
+                rest[name] = value
+        if rest or not pieces:
+            pieces.append(encode(rest)[1:-1])
+        return b"{" + b",".join(pieces) + b"}"
+
+    def _encode_once(self, value: object) -> bytes:
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = (value, encode(value))
+        return known[1]
+
+
+def prefill_body(
+    node: Node,
+    body: Mapping[str, Any],
+    prompt: Any | None,
+    *,
+    encoder: BodyEncoder,
+    rendezvous_id: str | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
+) -> bytes:
+    """The prefill leg's body for one prompt (``None``: the body's own, a chat), to be computed as ``rendezvous_id``.
+    ``sources``: who may have part of it."""
+    if node.is_vllm:
+        return encoder.encode(_vllm_prefill_leg(body, prompt))
+    leg = {key: value for key, value in body.items() if key not in _TANDEM_DECODE_ONLY_FIELDS}
+    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
+    if prompt is not None:
+        leg["prompt"] = prompt
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
+    return encoder.encode(leg)
+
+
+def decode_body(
+    body: Mapping[str, Any],
+    params: object,
+    *,
+    encoder: BodyEncoder,
+    sources: Sequence[Mapping[str, Any]] = (),
+    reports_state: bool = False,
+) -> bytes:
+    """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
+    ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
+    leg = {key: value for key, value in body.items() if key != FIELD}
+    if params is not None:
+        leg[FIELD] = params
+    if sources:
+        leg[SOURCES_KEY] = list(sources)
+    if reports_state:
+        leg[STREAM_STATE_KEY] = True
+    return encoder.encode(leg)
+
+
+def _vllm_prefill_leg(body: Mapping[str, Any], prompt: Any | None) -> dict[str, Any]:
+    """The prefill leg's body for one prompt (``None``: the body's own, a chat)."""
+    leg = {key: value for key, value in body.items() if key not in _VLLM_DECODE_ONLY_FIELDS}
+    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params()}
+    if leg.get("max_completion_tokens") is not None:
+        leg["max_completion_tokens"] = 1
+    if prompt is not None:
+        leg["prompt"] = prompt
+    return leg
