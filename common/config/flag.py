@@ -148,11 +148,10 @@ def urls_flag(help: str, parse: Callable[[str], str] = parse_url) -> Any:
 
 
 def flags_of(config_class: type) -> tuple[Flag, ...]:
-    """The flags of a configuration class, in the order of its fields."""
+    """The flags of a configuration class in the order of its fields, its own before those it inherits."""
+    fields = sorted(dataclasses.fields(config_class), key=lambda field: field.name not in config_class.__annotations__)
     return tuple(
-        dataclasses.replace(field.metadata["flag"], name=field.name)
-        for field in dataclasses.fields(config_class)
-        if "flag" in field.metadata
+        dataclasses.replace(field.metadata["flag"], name=field.name) for field in fields if "flag" in field.metadata
     )
 
 

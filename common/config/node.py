@@ -18,13 +18,13 @@ from common.config.flag import (
     size_flag,
     urls_flag,
 )
-from common.config.shared import DRAIN_HELP, LOG_FORMATS, LOG_LEVELS, OTLP_HELP
-from common.config.values import GIB, MIB, parse_url
+from common.config.process import ProcessConfig
+from common.config.values import GIB
 from common.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
+class NodeConfig(ProcessConfig):
     """One prefill or decode node. Both kinds take the same flags."""
 
     model: str = flag("", "model folder or Hugging Face hub id", metavar="DIR|HUB_ID")
@@ -59,7 +59,6 @@ class NodeConfig:
     max_num_seqs: int = int_flag(64, "sequences computed at once", 1, 65_536)
     max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
-    max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
     kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
@@ -102,13 +101,7 @@ class NodeConfig:
     )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
-    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
-    api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
-    cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
-    log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
-    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
-    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,11 +13,10 @@ from common.config.flag import (
     number_flag,
     seconds_flag,
     share_flag,
-    size_flag,
     urls_flag,
 )
-from common.config.shared import DRAIN_HELP, LOG_FORMATS, LOG_LEVELS, OTLP_HELP
-from common.config.values import GIB, MIB, parse_node_url, parse_url
+from common.config.process import ProcessConfig
+from common.config.values import parse_node_url
 from common.errors import ConfigError
 
 PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
@@ -25,7 +24,7 @@ NODE_KINDS = ("auto", "tandem", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyConfig:
+class ProxyConfig(ProcessConfig):
     """The OpenAI front door: which nodes it drives, how it chooses, what it waits for."""
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
@@ -61,7 +60,6 @@ class ProxyConfig:
     api_key_limits_file: str | None = flag(
         None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
     )
-    max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
     body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
     ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")
     ssl_keyfile: str | None = flag(
@@ -100,12 +98,6 @@ class ProxyConfig:
         "what the nodes are; vllm: servers with vLLM's kv_transfer_params; auto: vllm where there is no /ready",
         *NODE_KINDS,
     )
-    drain_timeout_seconds: float = seconds_flag(30.0, DRAIN_HELP, 0.0, 3600.0)
-    api_key_file: str | None = flag(None, "file with the API keys that clients may use, one a line", metavar="FILE")
-    cluster_key_file: str | None = flag(None, "file with the key of internal routes", metavar="FILE")
-    log_level: str = choice_flag("info", "least severe messages to log", *LOG_LEVELS)
-    log_format: str = choice_flag("text", "log lines for people, or one JSON object a line", *LOG_FORMATS)
-    otlp_traces_endpoint: str | None = flag(None, OTLP_HELP, parse=parse_url, metavar="URL")
 
     def __post_init__(self) -> None:
         check_fields(self)
