@@ -31,6 +31,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from common.engine.plan import Segment
+from common.kv_cache.sequences.allocation import BlockTable
 from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops, StepSize
 from common.ops.select import create_ops
@@ -71,8 +72,7 @@ class Work:
                     str(i),
                     [0] * self.num_tokens,
                     self.start,
-                    list(range(1 + i * blocks, 1 + (i + 1) * blocks)),
-                    0,
+                    (BlockTable(list(range(1 + i * blocks, 1 + (i + 1) * blocks))),),
                     i + 1 if self.start else 0,
                     i + 1,
                 )

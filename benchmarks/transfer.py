@@ -63,14 +63,14 @@ def make_storage(num_blocks: int, block_kib: int) -> KVStorage:
         attention_layers=(AttentionLayerSpec(0, num_heads, HEAD_SIZE, HEAD_SIZE, "float16"),),
         state_layers=(),
     )
-    config = KVCacheConfig(geometry, BLOCK_SIZE, num_blocks, num_slots=1, root_key=b"benchmark")
+    config = KVCacheConfig(geometry, BLOCK_SIZE, (num_blocks,), num_slots=1, root_key=b"benchmark")
     return KVStorage(config, torch.device("cpu"))
 
 
 def make_regions(storage: KVStorage) -> list[Region]:
     """The blocks, each 8 bytes in them the same for a block and different from other blocks', and their generations.
     The tag of block i is i."""
-    arena = storage.block_arena
+    arena = storage.block_arenas[0]
     num_blocks, block_bytes = arena.shape
     arena.view(torch.int64)[:] = torch.arange(num_blocks)[:, None]
     table = np.empty((num_blocks, 2), dtype=np.uint64)
@@ -170,11 +170,11 @@ class Reader:
         return seconds
 
     def clear(self) -> None:
-        self._storage.block_arena.zero_()
+        self._storage.block_arenas[0].zero_()
 
     def check(self) -> None:
         """Raises unless every block holds what its holder's held."""
-        found = self._storage.block_arena.view(torch.int64)
+        found = self._storage.block_arenas[0].view(torch.int64)
         locals_, remotes = (torch.tensor(column) for column in zip(*self._pairs, strict=True))
         for part in range(0, len(locals_), 256):
             if not (found[locals_[part : part + 256]] == remotes[part : part + 256, None]).all():

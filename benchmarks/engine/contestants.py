@@ -16,6 +16,7 @@ from benchmarks.engine.models import MAX_TOKENS
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Segment, StepPlan
 from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.sequences.allocation import BlockTable
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel
 
@@ -39,7 +40,8 @@ class Engine:
 
     def __init__(self, model: LoadedModel, max_batch: int) -> None:
         self._per_row = MAX_TOKENS // BLOCK_SIZE
-        config = KVCacheConfig(model.geometry, BLOCK_SIZE, 1 + max_batch * self._per_row, max_batch + 2, b"benchmark")
+        num_blocks = (1 + max_batch * self._per_row,) * len(model.geometry.attention_groups)
+        config = KVCacheConfig(model.geometry, BLOCK_SIZE, num_blocks, max_batch + 2, b"benchmark")
         self._storage = KVStorage(config, model.device)
         self._runner = ModelRunner(model, self._storage, config)
         self._vocab = model.geometry.vocab_size
@@ -48,7 +50,8 @@ class Engine:
         blocks = list(range(1 + row * self._per_row, 1 + (row + 1) * self._per_row))
         tokens = [(7 * i + row) % self._vocab for i in range(start, start + count)]
         src = row + 1 if start else 0
-        return Segment(str(row), tokens, start, blocks[: -(-(start + count) // BLOCK_SIZE)], 0, src, row + 1)
+        tables = [BlockTable(blocks[: -(-(start + count) // BLOCK_SIZE)]) for _ in self._storage.block_arenas]
+        return Segment(str(row), tokens, start, tables, src, row + 1)
 
     def _run(self, segments: list[Segment]) -> None:
         self._runner.logits(torch.cat(self._runner.forward(StepPlan(segments))))

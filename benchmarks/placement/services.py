@@ -30,7 +30,7 @@ class ChosenModel:
     def of(cls, folder: Path, chunk: int) -> ChosenModel:
         config = json.loads((folder / "config.json").read_text())
         layout = make_layout(model_geometry(config, "float32"), BLOCK_SIZE)
-        return cls(folder, int(config["vocab_size"]), chunk, layout.block_bytes, layout.slot_bytes)
+        return cls(folder, int(config["vocab_size"]), chunk, sum(layout.group_block_bytes), layout.slot_bytes)
 
     def session_flags(self, traffic: Traffic, num_sessions: float) -> list[str]:
         """Memory for ``num_sessions`` at their longest, blocks and states in the proportion they need."""

@@ -233,7 +233,7 @@ class EngineCore:
 
     def _run_copies(self) -> None:
         """Block copies that must not wait for the next step: their destinations are promised to a reader."""
-        if copies := self._manager.take_all_block_copies():
+        if copies := self._manager.take_block_copies():
             self._runner.forward(StepPlan(block_copies=copies))
 
     def _finish_prompt(

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.kv_cache.sequences.allocation import BlockTable
+
 
 class Rows(enum.Enum):
     """Which final hidden rows of a segment are needed."""
@@ -20,65 +22,35 @@ class Rows(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTable:
-    """A further attention group's part of a segment: see ``Segment.block_ids`` and ``Segment.write_from``."""
-
-    block_ids: Sequence[int]
-    write_from: int
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of one sequence.
 
     Attributes:
         token_ids: the tokens to run, [num_tokens].
         start: position of the first one = tokens already computed.
-        block_ids: block table of the first attention group (empty without attention layers): it covers positions 0 ..
-            start + num_tokens - 1, null (0) before a sliding window.
-        write_from: K/V of positions below this are in shared, immutable blocks already and are not written again.
+        tables: one block table per attention group (none without attention layers), as the cache keeps them. Each
+            covers positions 0 .. start + num_tokens - 1, null (0) before a sliding window; K/V of positions below its
+            ``write_from`` are in shared, immutable blocks already and are not written again.
         src_slot, dst_slot: the state before ``start`` is read from src, the state after the segment goes to dst. src 0
-        (the
-            null slot) is the zero state. They may be equal. 0, 0 without recurrent layers.
+            (the null slot) is the zero state. They may be equal. 0, 0 without recurrent layers.
         save_offsets, save_slots: additionally, the state after the first ``offset`` tokens (1 .. num_tokens) of this
             segment is written to the slot, inside the same forward.
         rows: which rows of the last hidden state to return.
-        further_tables: those of the other attention groups, in order.
     """
 
     request_id: str
     token_ids: Sequence[int]
     start: int
-    block_ids: Sequence[int]
-    write_from: int
+    tables: Sequence[BlockTable]
     src_slot: int
     dst_slot: int
     save_offsets: tuple[int, ...] = ()
     save_slots: tuple[int, ...] = ()
     rows: Rows = Rows.LAST
-    further_tables: tuple[GroupTable, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    def in_group(self, group_id: int) -> Segment:
-        """The same segment with the block table of an attention group."""
-        if group_id == 0:
-            return self
-        table = self.further_tables[group_id - 1]
-        return Segment(
-            self.request_id,
-            self.token_ids,
-            self.start,
-            table.block_ids,
-            table.write_from,
-            self.src_slot,
-            self.dst_slot,
-            self.save_offsets,
-            self.save_slots,
-            self.rows,
-        )
 
 
 @dataclass(slots=True)

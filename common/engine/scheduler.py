@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from common.engine.plan import GroupTable, Rows, Segment, StepPlan
+from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_LOOKED_AT, has_to_wait, is_computing, places_for
 from common.kv_cache.manager import KVCacheManager
@@ -96,7 +96,7 @@ class Scheduler:
             self.num_preemptions == num_preemptions
         ):  # else memory is short: who was just preempted must not return at once
             self._admit_waiting(schedule, budget)
-        schedule.plan.block_copies = self._manager.take_all_block_copies()
+        schedule.plan.block_copies = self._manager.take_block_copies()
         return schedule
 
     def _schedule_running(self, schedule: Schedule, budget: int) -> int:
@@ -217,19 +217,13 @@ class Scheduler:
         if plan is None:
             return False
         self.waiting.remove(sequence)
-        sequence.num_local_hit = plan.num_tokens - self._num_missing_tokens(plan)
+        sequence.num_local_hit = plan.num_local_tokens
         now = self._clock()
         sequence.scheduled_s = sequence.transfer_start_s = now
         sequence.status = SequenceStatus.TRANSFERRING
         self.transferring[sequence.seq_id] = sequence
         schedule.pulls.append((sequence, plan))
         return True
-
-    def _num_missing_tokens(self, plan: PullPlan) -> int:
-        if plan.block_pairs:
-            return plan.num_tokens - plan.num_cached_blocks * self._manager.config.block_size
-        # Without attention the state is all there is of a prefix: if it must be read, nothing of the prefix is here.
-        return plan.num_tokens if plan.slot_id and not self._manager.config.has_attention else 0
 
     def _add_segment(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
@@ -245,14 +239,12 @@ class Scheduler:
                 request_id=sequence.seq_id,
                 token_ids=sequence.token_ids[start:end],
                 start=start,
-                block_ids=view.block_ids,
-                write_from=view.write_from,
+                tables=view.tables,
                 src_slot=view.src_slot,
                 dst_slot=view.dst_slot,
                 save_offsets=tuple(position - start for position, _ in saves),
                 save_slots=tuple(slot for _, slot in saves),
                 rows=rows,
-                further_tables=tuple(GroupTable(table.block_ids, table.write_from) for table in view.tables[1:]),
             )
         )
         schedule.sequences.append(sequence)

@@ -19,7 +19,7 @@ from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
 from common.kv_cache.observe.stats import CacheCounters
 from common.kv_cache.pools.generations import GenerationTables
-from common.kv_cache.pools.unit_pool import UnitPool
+from common.kv_cache.pools.unit_pool import UNIT_STATES, UnitPool
 from common.kv_cache.prefix.lookup import PrefixLookup
 from common.kv_cache.spec import GroupKind, KVCacheConfig
 
@@ -47,7 +47,6 @@ class Coordinator:
             name: UnitPool(name, num_units, generations, self.policy.order(name))
             for name, num_units in config.pool_sizes.items()
         }
-        self.blocks = pools["blocks"]
         self.slots = pools["slots"]
         self.groups: tuple[BlockGroupManager, ...] = tuple(
             _MANAGERS[group.kind](group, pools[group.pool_name], config.block_size, self.policy, self.events)
@@ -62,8 +61,8 @@ class Coordinator:
 
     def block_counts(self) -> dict[str, int]:
         """Blocks of all attention groups by state."""
-        counts = [group.pool.counts() for group in self.groups] or [self.blocks.counts()]
-        return {state: sum(each[state] for each in counts) for state in counts[0]}
+        counts = [group.pool.counts() for group in self.groups]
+        return {state: sum(each[state] for each in counts) for state in UNIT_STATES}
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -36,11 +36,6 @@ class Layout:
     attention: dict[int, tuple[TensorPlace, TensorPlace]]
     state: dict[int, dict[str, TensorPlace]]
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of the first attention group."""
-        return self.group_block_bytes[0] if self.group_block_bytes else 0
-
 
 def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
     group_block_bytes: list[int] = []

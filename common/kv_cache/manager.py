@@ -122,7 +122,7 @@ class KVCacheManager:
         if not coordinator.can_allocate(sequences.missing_blocks(seq, num_covered), int(self.config.has_state)):
             sequences.remove(seq)
             return False
-        coordinator.policy.admitted(keys, seq.num_prompt_tokens, hit.block_ids, checkpoint)
+        coordinator.policy.admitted(keys, seq.num_prompt_tokens, hit.tables[0] if hit.tables else (), checkpoint)
         coordinator.lookup.remember(keys, seq.num_prompt_tokens)
         sequences.grow(seq, num_covered)
         if checkpoint is not None and checkpoint.tail_block_ids:
@@ -164,16 +164,11 @@ class KVCacheManager:
     def has_sequence(self, seq_id: str) -> bool:
         return seq_id in self._sequences
 
-    def take_block_copies(self, group_id: int = 0) -> list[tuple[int, int]]:
-        """Drain an attention group's (source, destination) block copies to run before the next forward. Call it last,
-        when the step's plan is complete. No destination is the source of another pair."""
-        copies = self._sequences.copies
-        return copies[group_id].drain() if group_id < len(copies) else []
-
-    def take_all_block_copies(self) -> dict[int, list[tuple[int, int]]]:
-        """``take_block_copies`` of every attention group that has any, by group."""
-        taken = {group_id: self.take_block_copies(group_id) for group_id in range(len(self._sequences.copies))}
-        return {group_id: copies for group_id, copies in taken.items() if copies}
+    def take_block_copies(self) -> dict[int, list[tuple[int, int]]]:
+        """Drain the (source, destination) block copies to run before the next forward, by attention group; groups
+        without any are left out. Call it last, when the step's plan is complete. No destination is the source of
+        another pair."""
+        return {group_id: copies.drain() for group_id, copies in enumerate(self._sequences.copies) if copies}
 
     def save_positions(
         self, num_prompt_tokens: int, hit: PrefixHit | None, boundaries: Sequence[int] = ()

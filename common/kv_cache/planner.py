@@ -23,8 +23,8 @@ MAMBA_CACHE_MODES = ("auto", "all", "align", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class WindowCapacity:
-    """A further attention group: blocks without the null entry."""
+class GroupCapacity:
+    """One attention group: blocks without the null entry."""
 
     label: str
     num_blocks: int
@@ -33,36 +33,30 @@ class WindowCapacity:
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them.
-
-    ``num_blocks`` and ``block_bytes`` are the first attention group's, ``others`` has the further ones.
-    """
+    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them."""
 
     block_size: int
-    block_bytes: int
+    groups: tuple[GroupCapacity, ...]
     slot_bytes: int
-    num_blocks: int
     num_slots: int
-    others: tuple[WindowCapacity, ...]
     num_running_slots: int
     memory_bytes: int
     used_bytes: int
     max_model_len: int
     max_num_seqs: int
     is_dense: bool
-    has_attention: bool
 
     @property
     def num_tokens(self) -> int:
-        """Positions that fit in the first attention group; recurrent layers and windows do not grow with them."""
-        return self.num_blocks * self.block_size
+        """Positions that fit in the widest attention group; recurrent layers and windows do not grow with them."""
+        return self.groups[0].num_blocks * self.block_size if self.groups else 0
 
     @property
     def num_full_sequences(self) -> int:
         """Sequences of ``max_model_len`` that can run at once."""
-        by_blocks = self.num_blocks // -(-self.max_model_len // self.block_size) if self.has_attention else None
-        limits = [self.max_num_seqs] if by_blocks is None else [self.max_num_seqs, by_blocks]
-        return min(limits)
+        if not self.groups:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, self.num_tokens // self.block_size // -(-self.max_model_len // self.block_size))
 
     @property
     def num_resumable_prefixes(self) -> int:
@@ -70,15 +64,16 @@ class CapacityReport:
         return max(0, self.num_slots - self.num_running_slots)
 
     def __str__(self) -> str:
+        first = self.groups[0] if self.groups else GroupCapacity("attention", 0, 0)
         lines = [
             f"KV cache memory: {_size(self.used_bytes)} used of {_size(self.memory_bytes)}",
-            f"  blocks: {self.num_blocks} + null x {_size(self.block_bytes)} ({self.block_size} tokens each)"
-            f" = {_size((self.num_blocks + 1) * self.block_bytes)}: {self.num_tokens} tokens of K/V",
+            f"  blocks: {first.num_blocks} + null x {_size(first.block_bytes)} ({self.block_size} tokens each)"
+            f" = {_size((first.num_blocks + 1) * first.block_bytes)}: {self.num_tokens} tokens of K/V",
         ]
         lines += [
             f"  {other.label} blocks: {other.num_blocks} + null x {_size(other.block_bytes)}"
             f" = {_size((other.num_blocks + 1) * other.block_bytes)}"
-            for other in self.others
+            for other in self.groups[1:]
         ]
         if not self.is_dense:
             lines.append(
@@ -151,7 +146,7 @@ def plan_cache(
     config = KVCacheConfig(
         geometry=geometry,
         block_size=block_size,
-        num_blocks=num_blocks[0] + 1 if groups else 1,
+        num_blocks=tuple(count + 1 for count in num_blocks),
         num_slots=num_slots + 1,
         root_key=root_key,
         enable_prefix_caching=caches,
@@ -159,18 +154,15 @@ def plan_cache(
         eviction_policy=eviction_policy,
         retention_interval=retention_interval,
         enable_events=enable_events,
-        extra_num_blocks=tuple(count + 1 for count in num_blocks[1:]),
     )
     report = CapacityReport(
         block_size=block_size,
-        block_bytes=layout.block_bytes,
-        slot_bytes=layout.slot_bytes,
-        num_blocks=num_blocks[0] if groups else 0,
-        num_slots=num_slots,
-        others=tuple(
-            WindowCapacity(group.label, count, layout.group_block_bytes[group.group_id])
-            for group, count in zip(groups[1:], num_blocks[1:], strict=True)
+        groups=tuple(
+            GroupCapacity(group.label, count, layout.group_block_bytes[group.group_id])
+            for group, count in zip(groups, num_blocks, strict=True)
         ),
+        slot_bytes=layout.slot_bytes,
+        num_slots=num_slots,
         num_running_slots=min(num_slots, running_slots),
         memory_bytes=kv_cache_memory_bytes,
         used_bytes=null_bytes
@@ -179,7 +171,6 @@ def plan_cache(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         is_dense=not has_state,
-        has_attention=bool(groups),
     )
     return CachePlan(config, report)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,16 +47,6 @@ class PrefixHit:
     checkpoint: Checkpoint | None = None
     output_row: Any | None = None
 
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """The first attention group's."""
-        return self.tables[0] if self.tables else ()
-
-    @property
-    def num_written_tokens(self) -> int:
-        """The first attention group's."""
-        return self.num_written[0] if self.num_written else self.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteHit:
@@ -66,7 +55,7 @@ class RemoteHit:
     Attributes:
         num_attention_tokens: tokens of K/V that need not be moved: the left run of full blocks (of every group that
             keeps everything), or N when the exact checkpoint's tail is here as well. Null positions are never counted.
-        num_block_tokens: the full blocks' part of that.
+        num_run_tokens: the full blocks' part of that (of every group, where none keeps everything).
         tables: per attention group, the prefix's full blocks that are here, 0 where one must be read or none is needed.
         first_needed: per attention group, index of the first block that is needed at N.
         has_state: the state at exactly N is here (always true without recurrent layers).
@@ -76,17 +65,12 @@ class RemoteHit:
     """
 
     num_attention_tokens: int
-    num_block_tokens: int
+    num_run_tokens: int
     tables: tuple[tuple[int, ...], ...]
     first_needed: tuple[int, ...]
     has_state: bool
     checkpoint: Checkpoint | None
     num_marked_tokens: int
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """The left run of the first attention group."""
-        return tuple(takewhile(bool, self.tables[0])) if self.tables else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +81,14 @@ class PullPlan:
         num_tokens: length of the prefix.
         pairs: per attention group, (index in the prompt's block table, local block id) to be read, ascending.
         slot_id: slot to read the state into; 0 when no state is needed.
-        num_cached_blocks: real blocks found here (first attention group), null padding not counted.
+        num_local_tokens: of the prefix, what was found here: its K/V as far as the groups that keep everything have it
+            (without attention layers: all or nothing, as its state is here or not). Null positions are never counted.
     """
 
     num_tokens: int
     pairs: tuple[tuple[tuple[int, int], ...], ...]
     slot_id: int
-    num_cached_blocks: int
-
-    @property
-    def block_pairs(self) -> tuple[tuple[int, int], ...]:
-        """The first attention group's."""
-        return self.pairs[0] if self.pairs else ()
+    num_local_tokens: int
 
     @property
     def is_empty(self) -> bool:
@@ -117,12 +97,13 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """The state after a prompt's last token. ``slot_id`` 0: not kept, or dense. ``is_published``: can be found."""
+    """The state after a prompt's last token. ``slot_id`` 0: not kept, or dense. ``tail_block_ids``: per attention
+    group, () on a block boundary. ``is_published``: can be found."""
 
     num_tokens: int
     key: bytes
     slot_id: int
-    tail_block_id: int
+    tail_block_ids: tuple[int, ...]
     is_published: bool
 
 
@@ -141,16 +122,6 @@ class LeasedPrefix:
     slot_generation: int
     key: bytes
     output_row: Any | None
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """The first attention group's."""
-        return self.tables[0] if self.tables else ()
-
-    @property
-    def block_generations(self) -> tuple[int, ...]:
-        """The first attention group's."""
-        return self.generations[0] if self.generations else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +149,3 @@ class SequenceView:
     num_computed_tokens: int
     num_prompt_tokens: int
     keys: PrefixKeys
-
-    @property
-    def block_ids(self) -> Sequence[int]:
-        """The first attention group's table."""
-        return self.tables[0].block_ids if self.tables else ()
-
-    @property
-    def write_from(self) -> int:
-        """The first attention group's."""
-        return self.tables[0].write_from if self.tables else 0

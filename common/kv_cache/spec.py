@@ -129,15 +129,15 @@ class ModelGeometry:
 class KVCacheConfig:
     """Sizes and policy of one node's cache; made by the planner, validated there.
 
-    ``num_blocks`` (first attention group), ``extra_num_blocks`` (the further ones, in order) and ``num_slots`` count
-    the null entry at position 0. ``root_key`` binds model fingerprint, dtype and layout version: it is the start of
-    every key chain. ``retention_interval`` is in tokens, a multiple of ``block_size``; None: every boundary in modes
-    ``all`` and ``align`` and for windows, no grid in ``auto``.
+    ``num_blocks`` (per attention group) and ``num_slots`` count the null entry at position 0. ``root_key`` binds model
+    fingerprint, dtype and layout version: it is the start of every key chain. ``retention_interval`` is in tokens, a
+    multiple of ``block_size``; None: every boundary in modes ``all`` and ``align`` and for windows, no grid in
+    ``auto``.
     """
 
     geometry: ModelGeometry
     block_size: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     num_slots: int
     root_key: bytes
     enable_prefix_caching: bool = True
@@ -145,7 +145,6 @@ class KVCacheConfig:
     eviction_policy: str = "value"
     retention_interval: int | None = None
     enable_events: bool = False
-    extra_num_blocks: tuple[int, ...] = ()
     max_checkpoints: int = field(default=65536)
 
     @property
@@ -168,7 +167,6 @@ class KVCacheConfig:
 
     @property
     def pool_sizes(self) -> dict[str, int]:
-        """Pool name -> units, the null entry included. The first block pool and the slots are always there."""
-        names = [group.pool_name for group in self.geometry.attention_groups] or ["blocks"]
-        sizes = (self.num_blocks, *self.extra_num_blocks)
-        return {**dict(zip(names, sizes, strict=True)), "slots": self.num_slots}
+        """Pool name -> units, the null entry included."""
+        names = [group.pool_name for group in self.geometry.attention_groups]
+        return {**dict(zip(names, self.num_blocks, strict=True)), "slots": self.num_slots}

@@ -198,15 +198,15 @@ def _add_internal_routes(app: FastAPI, node: Node) -> None:
             "fingerprint": node.backend.fingerprint,
             "model_fingerprint": node.model.loaded.fingerprint,
             "block_size": cache.block_size,
-            "num_blocks": cache.num_blocks,
+            "num_blocks": next(iter(cache.num_blocks), 1),
             "num_slots": cache.num_slots,
-            "block_bytes": node.model.storage.layout.block_bytes,
+            "block_bytes": next(iter(node.model.storage.layout.group_block_bytes), 0),
             "slot_bytes": node.model.storage.layout.slot_bytes,
             "groups": [
                 {"label": group.label, "window": group.window, "num_blocks": num_blocks, "block_bytes": num_bytes}
                 for group, num_blocks, num_bytes in zip(
                     cache.geometry.attention_groups,
-                    (cache.num_blocks, *cache.extra_num_blocks),
+                    cache.num_blocks,
                     node.model.storage.layout.group_block_bytes,
                     strict=False,
                 )

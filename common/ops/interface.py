@@ -159,7 +159,7 @@ class Ops(ABC):
     @abstractmethod
     def write_kv(self, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata) -> None:
         """Write ``key`` [num_tokens, num_kv_heads, head_size], ``value`` [.., head_size_v] to their blocks; rows below
-        their segment's ``write_from`` are left out. Pools: [num_blocks, block_size, num_kv_heads, head_size(_v)]."""
+        their table's ``write_from`` are left out. Pools: [num_blocks, block_size, num_kv_heads, head_size(_v)]."""
 
     @abstractmethod
     def attention(

@@ -100,9 +100,9 @@ def simulate(
         "hit_tokens": totals["hit"],
         "hit_rate": totals["hit"] / num_prompt if num_prompt else 0.0,
         "ideal_hit_rate": totals["ideal"] / num_prompt if num_prompt else 0.0,
-        "block_bytes": plan.report.block_bytes,
+        "block_bytes": next((group.block_bytes for group in plan.report.groups), 0),
         "slot_bytes": plan.report.slot_bytes,
-        "blocks": plan.report.num_blocks,
+        "blocks": next((group.num_blocks for group in plan.report.groups), 0),
         "slots": plan.report.num_slots,
         "checkpoints": {
             "saved": sum(stats.checkpoints_saved.values()),
@@ -141,8 +141,7 @@ def _replay(manager: KVCacheManager, keys: PrefixKeys, request: TraceRequest) ->
 
 def _step(manager: KVCacheManager, start: int, end: int, wanted: Mapping[int, str]) -> int:
     manager.plan_saves(_SEQ_ID, start, end, wanted)
-    for group in manager.config.geometry.attention_groups:
-        manager.take_block_copies(group.group_id)
+    manager.take_block_copies()
     manager.complete_step(_SEQ_ID, end)
     return end
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
-from common.engine.plan import GroupTable, Rows, Segment, StepPlan
+from common.engine.plan import Rows, Segment, StepPlan
 from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.sequences.allocation import BlockTable
 from common.kv_cache.spec import KVCacheConfig
 from common.models.adapter.arguments import step_arguments, stock_cache
 from common.models.loading.loader import LoadedModel, load_model
@@ -103,10 +104,8 @@ class Harness:
         make_ops(ops)  # or skips the test
         self.model = engine_model(family, dtype, ops, compact=compact)
         self.groups = self.model.geometry.attention_groups
-        further = (num_blocks,) * (len(self.groups) - 1)
-        config = KVCacheConfig(
-            self.model.geometry, BLOCK_SIZE, num_blocks, num_slots, b"root", extra_num_blocks=further
-        )
+        each_group = (num_blocks,) * len(self.groups)
+        config = KVCacheConfig(self.model.geometry, BLOCK_SIZE, each_group, num_slots, b"root")
         self._num_blocks = num_blocks
         self.storage = KVStorage(config, torch.device("cpu"))
         self.runner = ModelRunner(self.model, self.storage, config)
@@ -158,14 +157,12 @@ class Harness:
                     request_id=item.name,
                     token_ids=list(item.token_ids),
                     start=start,
-                    block_ids=tables[0] if tables else (),
-                    write_from=sequence.write_from,
+                    tables=[BlockTable(table, sequence.write_from) for table in tables],
                     src_slot=sequence.src_slot,
                     dst_slot=sequence.slot,
                     save_offsets=tuple(position - start for position in saves),
                     save_slots=tuple(saves.values()),
                     rows=item.rows,
-                    further_tables=tuple(GroupTable(table, sequence.write_from) for table in tables[1:]),
                 )
             )
             sequence.num_computed += len(item.token_ids)

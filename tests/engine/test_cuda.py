@@ -22,7 +22,7 @@ def run_on_cuda(family: str, prompts: list[list[int]], dtype: str) -> list[list[
         model=str(checkpoint(family)), dtype=dtype, device="cuda", max_num_batched_tokens=256, kv_cache_memory=64 << 20
     )
     model = load_node_model(config)
-    assert model.storage.block_arena.device.type == "cuda"
+    assert model.storage.block_arenas[0].device.type == "cuda"
     core = create_core(config, model)
     results: list[list[tuple[int, float]]] = []
     for turn in range(2):

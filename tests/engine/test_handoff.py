@@ -120,7 +120,7 @@ def test_control_when_a_moved_block_is_zeroed_then_the_answer_changes_after_the_
     prompt = random_tokens(90, seed=222)
 
     def damage(plan: PullPlan) -> None:
-        site.pair.decode.model.storage.zero_block(plan.block_pairs[min(2, len(plan.block_pairs) - 1)][1])
+        site.pair.decode.model.storage.zero_block(plan.pairs[0][min(2, len(plan.pairs[0]) - 1)][1])
 
     answer = site.pair.take_in(site.pair.hand_out({"damaged": prompt}), NUM_TOKENS, damage)["damaged"]
     mismatch = site.mismatch(prompt, answer)

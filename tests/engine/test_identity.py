@@ -103,14 +103,14 @@ def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backe
     harness.add("A", 1, 128)
     harness.prefill("A", A)
     shared = harness.sequences["A"].block_ids[:3]
-    before = harness.storage.block_arena[shared].clone()
+    before = harness.storage.block_arenas[0][shared].clone()
     again = harness.add("again", 2, 128)
     again.block_ids[:3] = shared
     again.write_from = 48
-    harness.storage.block_arena[shared[0], :4] ^= 1  # would be put right by a write
-    marked = harness.storage.block_arena[shared].clone()
+    harness.storage.block_arenas[0][shared[0], :4] ^= 1  # would be put right by a write
+    marked = harness.storage.block_arenas[0][shared].clone()
     (rows,) = harness.logits(Work("again", A))
-    assert torch.equal(harness.storage.block_arena[shared], marked)
+    assert torch.equal(harness.storage.block_arenas[0][shared], marked)
     assert not torch.equal(marked, before)
     assert float((rows - stock_logits(family, A)).abs().max()) < tolerance(family)
 

@@ -41,13 +41,13 @@ def test_pack_linears_when_done_then_the_originals_are_gone() -> None:
 
 def test_storage_when_large_then_only_touched_memory_is_resident() -> None:
     geometry = engine_model("granitemoehybrid").geometry
-    small = KVStorage(KVCacheConfig(geometry, BLOCK_SIZE, 2, 2, b"root"), torch.device("cpu"))
-    num_blocks = 2048 * MIB // small.block_arena.shape[1]
+    small = KVStorage(KVCacheConfig(geometry, BLOCK_SIZE, (2,), 2, b"root"), torch.device("cpu"))
+    num_blocks = 2048 * MIB // small.block_arenas[0].shape[1]
     num_slots = 1024 * MIB // small.slot_arena.shape[1]
     before = resident_bytes()
-    storage = KVStorage(KVCacheConfig(geometry, BLOCK_SIZE, num_blocks, num_slots, b"root"), torch.device("cpu"))
+    storage = KVStorage(KVCacheConfig(geometry, BLOCK_SIZE, (num_blocks,), num_slots, b"root"), torch.device("cpu"))
     assert resident_bytes() - before < 16 * MIB
-    storage.block_arena[num_blocks // 2].fill_(1)
+    storage.block_arenas[0][num_blocks // 2].fill_(1)
     storage.slot_arena[num_slots // 2].fill_(1)
     assert resident_bytes() - before < 32 * MIB
-    assert int(storage.block_arena[0].max()) == 0
+    assert int(storage.block_arenas[0][0].max()) == 0

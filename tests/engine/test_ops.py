@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.plan import Segment
+from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
 from tests.support.ops import OPS_BACKENDS, make_ops
@@ -40,7 +41,7 @@ class Mix:
 
     def metadata(self) -> AttentionMetadata:
         built = [
-            Segment("r", [0] * n, 3, [], 0, src, dst, tuple(saves), tuple(saves.values()))
+            Segment("r", [0] * n, 3, (), src, dst, tuple(saves), tuple(saves.values()))
             for n, src, dst, saves in self.segments
         ]
         return AttentionMetadata(built, block_size=BLOCK_SIZE, device=CPU)
@@ -221,7 +222,7 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
         for position in range(start):
             k_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[i][position]
             v_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[i][position]
-        segments.append(Segment("r", [0] * count, start, table, start, 0, 0))
+        segments.append(Segment("r", [0] * count, start, [BlockTable(table, write_from=start)], 0, 0))
     metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
     q, k, v = (torch.cat([x[s:] for x, (s, _) in zip(xs, shapes, strict=True)]) for xs in (queries, keys, values))
     ops.write_kv(k, v, k_pool, v_pool, metadata)
@@ -255,9 +256,9 @@ def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
     start, count, write_from = place
     k_pool, v_pool = torch.zeros(6, BLOCK_SIZE, 1, 2), torch.zeros(6, BLOCK_SIZE, 1, 2)
     segments = [
-        Segment("r", [0] * count, start, [2, 3], write_from, 0, 0),
-        Segment("other", [0] * 2, 0, [4], 0, 0, 0),
-        Segment("row", [0], 0, [5], 0, 0, 0),
+        Segment("r", [0] * count, start, [BlockTable([2, 3], write_from)], 0, 0),
+        Segment("other", [0] * 2, 0, [BlockTable([4])], 0, 0),
+        Segment("row", [0], 0, [BlockTable([5])], 0, 0),
     ]
     metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
     key = torch.arange(1.0, count + 4)[:, None, None].expand(-1, 1, 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Segment
+from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
 from tests.engine.test_ops import BLOCK_SIZE, CPU, assert_close, rand
@@ -59,7 +60,8 @@ def make_case(
             if values is None:
                 v_pool[block, offset] = value[position]
         passed = max(0, start - window + 1) // BLOCK_SIZE if window else 0
-        segments.append(Segment("r", [0] * count, start, [0] * passed + table[passed:], start, 0, 0))
+        held = BlockTable([0] * passed + table[passed:], write_from=start)
+        segments.append(Segment("r", [0] * count, start, [held], 0, 0))
         parts.append((query[start:], key[start:], value[start:], attend(query, key, value, start, window)))
     q, k, v, expected = (torch.cat(each) for each in zip(*parts, strict=True))
     return Case(q, k, v, expected, AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, window=window))

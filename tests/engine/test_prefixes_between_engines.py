@@ -91,7 +91,7 @@ class Engine:
         if plan.slot_id:
             here.slot_arena[plan.slot_id] = there.slot_arena[lease.slot_id]
         num_blocks = sum(map(len, plan.pairs))
-        num_bytes = num_blocks * here.layout.block_bytes + bool(plan.slot_id) * here.layout.slot_bytes
+        num_bytes = num_blocks * sum(here.layout.group_block_bytes) + bool(plan.slot_id) * here.layout.slot_bytes
         outcome = Outcome(True, True, "", num_bytes, num_blocks, int(bool(plan.slot_id)), lease.output_row)
         self.core.finish_pull(seq_id, outcome)
         return outcome

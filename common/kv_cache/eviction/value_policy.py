@@ -45,7 +45,7 @@ class ValuePolicy(EvictionPolicy):
     def __init__(self, config: KVCacheConfig) -> None:
         layout = make_layout(config.geometry, config.block_size)
         self.slot_bytes = max(1, layout.slot_bytes)
-        self.block_bytes = layout.block_bytes
+        self.block_bytes = layout.group_block_bytes[0] if layout.group_block_bytes else 0
         self._block_size = config.block_size
         self._max_ghosts = MIN_GHOSTS + GHOSTS_PER_SLOT * config.num_slots
         self._statistics = ReuseStatistics()
@@ -55,7 +55,7 @@ class ValuePolicy(EvictionPolicy):
         self._ageing: list[deque[tuple[Record, int]]] = [deque() for _ in range(NUM_BINS)]
         self._now = 0
         self._next_refresh = 0
-        self.tree = BlockTree(config.num_blocks)
+        self.tree = BlockTree(config.num_blocks[0] if config.num_blocks else 1)
         self._slots = SlotOrder(self)
         self._blocks = BlockOrder(self)
 

@@ -16,6 +16,9 @@ class CopyQueue:
         self._pool = pool
         self._source_of: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        return len(self._source_of)
+
     def __contains__(self, destination: int) -> bool:
         return destination in self._source_of
 

@@ -36,13 +36,11 @@ class KVStorage:
         self.layout = make_layout(config.geometry, config.block_size)
         self.block_arenas = tuple(
             _arena(num_blocks, block_bytes, device)
-            for num_blocks, block_bytes in zip(
-                (config.num_blocks, *config.extra_num_blocks), self.layout.group_block_bytes or (0,), strict=True
-            )
+            for num_blocks, block_bytes in zip(config.num_blocks, self.layout.group_block_bytes, strict=True)
         )
         self.slot_arena = _arena(config.num_slots, self.layout.slot_bytes, device)
         self._attention: dict[int, tuple[Tensor, Tensor]] = {}
-        for arena, group in zip(self.block_arenas, config.geometry.attention_groups, strict=False):
+        for arena, group in zip(self.block_arenas, config.geometry.attention_groups, strict=True):
             for layer in group.layers:
                 key, value = self.layout.attention[layer.layer_idx]
                 self._attention[layer.layer_idx] = (_view(arena, key), _view(arena, value))
@@ -59,11 +57,6 @@ class KVStorage:
             layer_idx: {name: _view(self.slot_arena, place) for name, place in places.items()}
             for layer_idx, places in self.layout.state.items()
         }
-
-    @property
-    def block_arena(self) -> Tensor:
-        """The first attention group's."""
-        return self.block_arenas[0]
 
     def attention_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """K [num_blocks, block_size, num_kv_heads, head_size] and V [.., head_size_v] over the pool of its group."""

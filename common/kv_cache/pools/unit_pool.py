@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from common.kv_cache.eviction.base import EvictionOrder
 from common.kv_cache.pools.generations import GenerationTables
 
+UNIT_STATES = ("free", "cached", "held", "leased", "quarantined")
+
 
 class UnitPool:
     def __init__(self, name: str, num_units: int, generations: GenerationTables, order: EvictionOrder) -> None:
@@ -42,13 +44,9 @@ class UnitPool:
         return len(self._free) + len(self._cached)
 
     def counts(self) -> dict[str, int]:
-        return {
-            "free": len(self._free),
-            "cached": len(self._cached),
-            "held": self._num_held,
-            "leased": self._num_leased,
-            "quarantined": len(self.quarantined),
-        }
+        """Units by state, without the null entry."""
+        numbers = (len(self._free), len(self._cached), self._num_held, self._num_leased, len(self.quarantined))
+        return dict(zip(UNIT_STATES, numbers, strict=True))
 
     def generation(self, unit_id: int) -> int:
         return self._generations.generation(self.name, unit_id)

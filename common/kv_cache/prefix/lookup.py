@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from common.kv_cache.groups.full_attention import FullAttentionManager
 from common.kv_cache.groups.recurrent_state import StateManager
@@ -137,8 +138,9 @@ class PrefixLookup:
                     marked = index * keys.block_size
                     break
         has_state = not self._config.has_state or checkpoint is not None
-        num_block_tokens = num_run * keys.block_size
-        return RemoteHit(num_attention, num_block_tokens, tuple(tables), first_needed, has_state, checkpoint, marked)
+        counted = runs or [tuple(takewhile(bool, table)) for table in tables]
+        num_run_tokens = min(map(len, counted), default=0) * keys.block_size
+        return RemoteHit(num_attention, num_run_tokens, tuple(tables), first_needed, has_state, checkpoint, marked)
 
     def is_current(self, hit: PrefixHit, keys: PrefixKeys) -> bool:
         """Whether everything a lookup found is still where it was."""

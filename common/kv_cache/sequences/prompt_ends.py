@@ -36,8 +36,8 @@ class PromptEnds:
         seq.is_sealed = seq.is_sealed or seal
         end = seq.prompt_end
         if end is None:
-            return PromptEnd(num_tokens, seq.keys.key_at(num_tokens), 0, 0, False)
-        return PromptEnd(num_tokens, end.key, end.slot_id, end.tail_block_id, end.is_published)
+            return PromptEnd(num_tokens, seq.keys.key_at(num_tokens), 0, (), False)
+        return PromptEnd(num_tokens, end.key, end.slot_id, end.tail_block_ids, end.is_published)
 
     def _adopt_existing(self, seq: Sequence, output_row: Any | None) -> bool:
         """Use the checkpoint that the hit was exact at, or that another sequence published first."""

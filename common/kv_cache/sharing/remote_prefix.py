@@ -51,7 +51,7 @@ class RemoteIntake:
         if not coordinator.can_allocate([len(indices) for indices in missing], int(self._config.has_state)):
             sequences.remove(seq)
             return None
-        coordinator.policy.admitted(keys, num_tokens, hit.block_ids, checkpoint)
+        coordinator.policy.admitted(keys, num_tokens, hit.tables[0] if hit.tables else (), checkpoint)
         coordinator.lookup.remember(keys, num_tokens)
         for group, table, indices in zip(coordinator.groups, seq.tables, missing, strict=True):
             table.num_published = indices[0] if indices else num_blocks
@@ -71,7 +71,16 @@ class RemoteIntake:
         pairs = tuple(
             tuple((i, table.block_ids[i]) for i in indices) for table, indices in zip(seq.tables, read, strict=True)
         )
-        return PullPlan(num_tokens, pairs, slot_id, len(hit.block_ids))
+        return PullPlan(num_tokens, pairs, slot_id, self._num_local_tokens(hit, num_tokens, read, slot_id))
+
+    def _num_local_tokens(
+        self, hit: RemoteHit, num_tokens: int, read: tuple[tuple[int, ...], ...], slot_id: int
+    ) -> int:
+        groups = self._coordinator.groups
+        if not groups:
+            return 0 if slot_id else num_tokens
+        counted = self._coordinator.full_groups or groups
+        return hit.num_run_tokens if any(read[group.group.group_id] for group in counted) else num_tokens
 
     def _count_hit(self, hit: RemoteHit, num_tokens: int) -> None:
         """Real blocks and tails only; what is reused is set by the groups that keep everything, without any by the

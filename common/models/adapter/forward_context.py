@@ -22,13 +22,6 @@ from common.ops.step.attention_metadata import AttentionMetadata
 from common.ops.step.segment import SegmentLike
 
 
-class GroupedSegment(SegmentLike, Protocol):
-    """A segment with a block table per attention group; ``common.engine.plan.Segment`` has this shape. Its own table
-    is the first group's."""
-
-    def in_group(self, group_id: int) -> SegmentLike: ...
-
-
 class LayerPools(Protocol):
     """Views of the pools by layer; ``common.kv_cache.pools.storage.KVStorage`` has this shape."""
 
@@ -98,16 +91,11 @@ class ForwardContext:
 
     @classmethod
     def of(
-        cls, segments: Sequence[GroupedSegment], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
+        cls, segments: Sequence[SegmentLike], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
     ) -> ForwardContext:
         """That of a step that runs ``segments``, packed in this order."""
         group_metadata = [
-            AttentionMetadata(
-                [segment.in_group(group_id) for segment in segments] if group_id else segments,
-                block_size=block_size,
-                device=device,
-                window=window,
-            )
+            AttentionMetadata(segments, block_size=block_size, device=device, window=window, group_id=group_id)
             for group_id, window in enumerate(pools.windows or (0,))
         ]
         return cls(tuple(group_metadata), pools, ops)

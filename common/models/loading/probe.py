@@ -9,10 +9,10 @@ answers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,11 @@ class ProbePools:
         return self._state[layer_idx]
 
 
+class _Table(NamedTuple):
+    block_ids: range
+    write_from: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Rows [start, end) of one of the probe's two sequences, as a segment."""
@@ -75,19 +80,17 @@ class _Piece:
     save_offsets: tuple[int, ...] = ()
     save_slots: tuple[int, ...] = ()
     write_from: int = 0
+    num_groups: int = 1
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
 
     @property
-    def block_ids(self) -> range:
+    def tables(self) -> tuple[_Table, ...]:
+        """Every attention group has a pool of its own, so the same blocks serve all."""
         first = 1 + self.table * _BLOCKS_PER_TABLE
-        return range(first, first + _BLOCKS_PER_TABLE)
-
-    def in_group(self, group_id: int) -> _Piece:
-        """Every group has pools of its own, so one table serves all."""
-        return self
+        return (_Table(range(first, first + _BLOCKS_PER_TABLE), self.write_from),) * self.num_groups
 
 
 _SCHEDULE = (
@@ -141,7 +144,7 @@ def check_numbers(
     views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 7, device), geometry)
     differences = []
     for pieces in _SCHEDULE:
-        context = ForwardContext.of(pieces, views, ops, block_size=_BLOCK_SIZE, device=device)
+        context = _context(pieces, views, ops, device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
         with _shape_errors(geometry), set_forward_context(context):
             output = model(input_ids=ids, **step_arguments(model, cache, context.positions))
@@ -186,7 +189,7 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
                 _Piece(s, p + shift, p + shift + 1, s, s + 1, s + 1) for s, p in ((0, begin[0].end), (1, begin[1].end))
             ]
             for each in (begin, pieces) if shift == 0 else (pieces,):
-                context = ForwardContext.of(each, views, ops, block_size=_BLOCK_SIZE, device=torch.device("cpu"))
+                context = _context(each, views, ops, torch.device("cpu"))
                 ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in each])
                 if replay is not None and each is pieces:
                     found.append(replay.forward(forward, context, ids.tolist(), [p.start for p in each]))
@@ -202,6 +205,11 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
             "decode steps of model_type %r are not replayed: other bits than the forward", geometry.model_type
         )
     return is_same
+
+
+def _context(pieces: Sequence[_Piece], views: PoolViews, ops: Ops, device: torch.device) -> ForwardContext:
+    segments = [replace(piece, num_groups=len(views.windows)) for piece in pieces]
+    return ForwardContext.of(segments, views, ops, block_size=_BLOCK_SIZE, device=device)
 
 
 @contextmanager

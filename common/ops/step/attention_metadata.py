@@ -35,10 +35,17 @@ class AttentionMetadata:
     """
 
     def __init__(
-        self, segments: Sequence[SegmentLike], *, block_size: int, device: torch.device, window: int = 0
+        self,
+        segments: Sequence[SegmentLike],
+        *,
+        block_size: int,
+        device: torch.device,
+        window: int = 0,
+        group_id: int = 0,
     ) -> None:
-        """``segments`` are packed in this order; their block tables are those of one attention group."""
+        """``segments`` are packed in this order; ``group_id``: the attention group whose block tables count."""
         self._segments = segments
+        self._tables = [s.tables[group_id] for s in segments if s.tables]  # without attention layers there are none
         self._begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
         self._block_size = block_size
         self.num_tokens = self._begins[-1]
@@ -65,7 +72,7 @@ class AttentionMetadata:
     @functools.cached_property
     def paged(self) -> PagedMetadata:
         """Index tensors of paged attention; the segments must have block tables."""
-        return build_paged(self._segments, self._begins, self._block_size, self.window, self.device)
+        return build_paged(self._segments, self._tables, self._begins, self._block_size, self.window, self.device)
 
     @property
     def has_tensors(self) -> bool:
@@ -75,4 +82,4 @@ class AttentionMetadata:
     @functools.cached_property
     def packed(self) -> PackedStep:
         """The step as compiled kernels read it."""
-        return PackedStep(self._segments, self._begins, self._block_size)
+        return PackedStep(self._segments, self._tables, self._begins, self._block_size)

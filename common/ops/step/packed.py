@@ -9,7 +9,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 
-from common.ops.step.segment import SegmentLike
+from common.ops.step.segment import SegmentLike, TableLike
 
 
 class PackedStep:
@@ -18,23 +18,29 @@ class PackedStep:
 
     __slots__ = ("_words", "address", "header")
 
-    def __init__(self, segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int) -> None:
-        """``begins``: packed start row of each segment, then the number of rows."""
+    def __init__(
+        self, segments: Sequence[SegmentLike], tables: Sequence[TableLike], begins: Sequence[int], block_size: int
+    ) -> None:
+        """``tables``: of each segment, in one attention group; none without attention layers. ``begins``: packed start
+        row of each segment, then the number of rows."""
         saves = [sorted(zip(s.save_offsets, s.save_slots, strict=True)) for s in segments]
         flat = list(itertools.chain.from_iterable(saves))
         # Ids beyond a segment's last position may be there; they are not read.
-        tables = [s.block_ids[: -(-(s.start + s.num_tokens) // block_size)] for s in segments]
+        block_ids = [
+            table.block_ids[: -(-(s.start + s.num_tokens) // block_size)]
+            for s, table in zip(segments, tables, strict=False)
+        ]
         parts: list[Sequence[int]] = [
             begins,
             [s.src_slot for s in segments],
             [s.dst_slot for s in segments],
             [s.start for s in segments],
-            [s.write_from for s in segments],
+            [table.write_from for table in tables],
             list(itertools.accumulate(map(len, saves), initial=0)),
             [offset for offset, _ in flat],
             [slot for _, slot in flat],
-            list(itertools.accumulate(map(len, tables), initial=0)),
-            list(itertools.chain.from_iterable(tables)),
+            list(itertools.accumulate(map(len, block_ids), initial=0)),
+            list(itertools.chain.from_iterable(block_ids)),
         ]
         words = array("q", list(itertools.chain.from_iterable(parts)))
         base, _ = words.buffer_info()

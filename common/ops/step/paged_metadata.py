@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.ops.step.segment import SegmentLike
+from common.ops.step.segment import SegmentLike, TableLike
 
 _QUERY_TILE = 512
 """Most rows of a continuing prompt chunk in one attention call: the mask takes at most 512 x context bytes, and keys
@@ -60,7 +60,12 @@ class PagedMetadata:
 
 
 def build_paged(
-    segments: Sequence[SegmentLike], begins: Sequence[int], block_size: int, window: int, device: torch.device
+    segments: Sequence[SegmentLike],
+    tables: Sequence[TableLike],
+    begins: Sequence[int],
+    block_size: int,
+    window: int,
+    device: torch.device,
 ) -> PagedMetadata:
     tiles: list[AttentionTile] = []
     decode: list[int] = []
@@ -69,9 +74,9 @@ def build_paged(
         if segment.num_tokens == 1:
             decode.append(i)
             continue
-        table = torch.as_tensor(segment.block_ids, dtype=torch.long)
+        table = torch.as_tensor(tables[i].block_ids, dtype=torch.long)
         end = segment.start + segment.num_tokens
-        written = torch.arange(min(max(segment.start, segment.write_from), end), end)  # none: all of it is shared
+        written = torch.arange(min(max(segment.start, tables[i].write_from), end), end)  # none: all of it is shared
         rows = written + (begins[i] - segment.start)
         span_writes.append(torch.stack([rows, table[written // block_size], written % block_size]))
         if segment.start == 0 and (not window or segment.num_tokens <= window):
@@ -79,9 +84,9 @@ def build_paged(
         else:
             tiles.extend(_masked_tiles(segment, begins[i], table, block_size, window, device))
     rows_written = [
-        (begins[i], segments[i].block_ids[segments[i].start // block_size], segments[i].start % block_size)
+        (begins[i], tables[i].block_ids[segments[i].start // block_size], segments[i].start % block_size)
         for i in decode
-        if segments[i].start >= segments[i].write_from
+        if segments[i].start >= tables[i].write_from
     ]
     decode_writes = torch.tensor(rows_written, dtype=torch.long).reshape(-1, 3).T
     writes = torch.cat([decode_writes, *span_writes], 1)
@@ -97,7 +102,7 @@ def build_paged(
     max_blocks = int((lasts - firsts).max()) + 1 if decode else 0
     decode_table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
     for row, (i, first, last) in enumerate(zip(decode, firsts.tolist(), lasts.tolist(), strict=True)):
-        decode_table[row, : last + 1 - first] = torch.as_tensor(segments[i].block_ids[first : last + 1])
+        decode_table[row, : last + 1 - first] = torch.as_tensor(tables[i].block_ids[first : last + 1])
     places = torch.arange(max_blocks * block_size)[None]
     hidden = places >= num_keys[:, None]
     if window:

@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
+class TableLike(Protocol):
+    """A segment's block table in one attention group; ``common.kv_cache.sequences.allocation.BlockTable`` has this
+    shape."""
+
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def write_from(self) -> int: ...
+
+
 class SegmentLike(Protocol):
     """What an op needs to know of a segment; ``common.engine.plan.Segment`` has this shape."""
 
@@ -14,9 +24,7 @@ class SegmentLike(Protocol):
     @property
     def start(self) -> int: ...
     @property
-    def block_ids(self) -> Sequence[int]: ...
-    @property
-    def write_from(self) -> int: ...
+    def tables(self) -> Sequence[TableLike]: ...
     @property
     def src_slot(self) -> int: ...
     @property

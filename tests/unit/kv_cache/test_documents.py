@@ -295,7 +295,7 @@ def test_remote_prefix_when_states_come_last_only_then_nulls_never_count_and_the
     world = World(make_config(block_size=128, num_blocks=20, mode=mode))
     plan = world.pull("first", A[:400])
     assert plan is not None
-    assert (plan.num_cached_blocks, len(plan.block_pairs)) == (0, 4)
+    assert (plan.num_local_tokens, len(plan.pairs[0])) == (0, 4)
     assert [bool(slot_id) for slot_id in world.manager.state_row("first")] == [False, False, False, True]
     world.manager.free("first", donate=False)
     repeat = world.pull("second", A[:400])
@@ -322,7 +322,7 @@ def test_three_groups_when_accepted_remotely_then_each_group_pulls_only_what_it_
     longer = world.pull("second", A[:1400])
     assert longer is not None
     assert [[index for index, _ in pairs] for pairs in longer.pairs] == [[8, 9, 10], [9, 10]]
-    assert (longer.num_cached_blocks, bool(longer.slot_id)) == (8, True)
+    assert (longer.num_local_tokens, bool(longer.slot_id)) == (1024, True)
     # the window reaches back into blocks that are here
     near = world.pull("third", [*A[:1024], *range(100)])
     assert near is not None
@@ -377,5 +377,6 @@ def test_capacity_when_a_model_has_windows_then_refused_below_the_smallest_and_e
     plan = plan_cache(
         geometry, kv_cache_memory_bytes=1 << 16, max_num_seqs=2, max_model_len=20, block_size=4, root_key=b""
     )
-    assert plan.config.extra_num_blocks == (plan.config.num_blocks,)  # no interval: as many as the others
+    full, window = plan.config.num_blocks
+    assert full == window  # no interval: as many as the others
     assert plan.report.used_bytes <= 1 << 16

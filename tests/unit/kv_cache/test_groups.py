@@ -72,7 +72,7 @@ def test_window_when_a_sequence_goes_on_then_blocks_behind_it_are_given_back() -
     assert world.manager.stats().blocks["held"] == 3
     world.step("a", 10)
     world.manager.finish_prompt("a", None)
-    assert world.manager.sequence("a").block_ids[0] == 0  # going on reads 5 .. 9
+    assert world.manager.sequence("a").tables[0].block_ids[0] == 0  # going on reads 5 .. 9
     assert world.manager.stats().blocks["held"] == 2
     world.decode("a", A[10:100])
     assert world.manager.stats().blocks["held"] == 2
@@ -86,7 +86,7 @@ def test_window_when_its_blocks_left_a_sequence_then_they_stay_cached_for_others
     world.prefill("a", A[:40])
     assert cached_positions(world, 0) == list(range(4, 41, 4))
     hit = world.manager.lookup(world.keys([*A[:21], 1]), 22)
-    assert (hit.num_tokens, [bool(block_id) for block_id in hit.block_ids]) == (20, [False] * 3 + [True] * 2)
+    assert (hit.num_tokens, [bool(block_id) for block_id in hit.tables[0]]) == (20, [False] * 3 + [True] * 2)
     world.prefill("b", [*A[:21], 1])
     world.check()
     world.check_published()
@@ -131,7 +131,7 @@ def test_window_when_the_whole_prompt_is_here_without_a_row_then_one_token_furth
     world.manager.free("a", donate=False)
     hit = world.manager.lookup(world.keys(A[:12]), 12)
     # the last token, 11, is computed again and reads 7 .. 10: two blocks, although going on after 12 reads 8 .. 11
-    assert (hit.num_tokens, [bool(block_id) for block_id in hit.block_ids]) == (11, [False, True, True])
+    assert (hit.num_tokens, [bool(block_id) for block_id in hit.tables[0]]) == (11, [False, True, True])
     coordinator = world.manager._coordinator
     window = coordinator.groups[0]
     coordinator._evict_blocks(window, (window.get(world.keys(A).boundary_key(2)),))

@@ -13,8 +13,8 @@ def test_remote_prefix_when_400_tokens_in_blocks_of_128_then_real_hits_count_and
     world = World(make_config(block_size=128, num_blocks=20))
     plan = world.pull("first", A[:400])
     assert plan is not None
-    assert plan.num_cached_blocks == 0  # [null, null, null, slot]: padding is not a hit
-    assert [index for index, _ in plan.block_pairs] == [0, 1, 2, 3]
+    assert plan.num_local_tokens == 0  # [null, null, null, slot]: padding is not a hit
+    assert [index for index, _ in plan.pairs[0]] == [0, 1, 2, 3]
     stats = world.manager.stats()
     assert (stats.hit_tokens["attention"], stats.num_cached_prefix_blocks, stats.num_marked_blocks) == (0, 3, 3)
 
@@ -26,7 +26,7 @@ def test_remote_prefix_when_400_tokens_in_blocks_of_128_then_real_hits_count_and
 
     second = world.pull("second", A[:384] + [1] * 100)
     assert second is not None
-    assert (second.num_cached_blocks, [index for index, _ in second.block_pairs]) == (3, [3])
+    assert (second.num_local_tokens, [index for index, _ in second.pairs[0]]) == (384, [3])
     assert second.slot_id != 0
     again = world.manager.lookup_remote(world.keys(A[:400]), 400)
     assert (again.num_attention_tokens, again.has_state) == (400, True)
@@ -96,7 +96,7 @@ def test_quarantine_when_read_is_not_terminal_then_units_wait_for_release() -> N
     world.manager.free("warm", donate=False)
     plan = world.manager.accept_remote("a", world.keys(A[:10]), 10)
     assert plan is not None
-    assert plan.num_cached_blocks == 1
+    assert plan.num_local_tokens == 4
     world.manager.abandon_remote("a", quarantine=True)
     stats = world.manager.stats()
     assert (stats.blocks["quarantined"], stats.slots["quarantined"]) == (2, 1)
@@ -114,7 +114,7 @@ def test_lease_when_holder_forgets_the_sequence_then_bytes_and_generations_stay(
         world.prefill("a", A[:10], seal=True)
         lease = world.manager.lease("a", "lease", 5.0)
         world.manager.free("a", donate=True)
-        assert (lease.num_tokens, len(lease.block_ids), lease.output_row) == (10, 3, world.row(A[:10]))
+        assert (lease.num_tokens, len(lease.tables[0]), lease.output_row) == (10, 3, world.row(A[:10]))
         assert not world.admit("b", [7] * 12)
         assert world.admit("c", [7] * 8)
         assert world.slots[lease.slot_id] == tuple(A[:10])

@@ -47,7 +47,7 @@ def test_table_when_read_as_memory_then_16_bytes_per_unit_generation_and_tag() -
 def test_tags_when_a_prompt_is_computed_in_chunks_then_each_complete_block_has_its_key(caching: bool) -> None:
     world = World(make_config(caching=caching))
     assert world.admit("a", A[:14])
-    table = world.manager.sequence("a").block_ids
+    table = world.manager.sequence("a").tables[0].block_ids
     keys = world.keys(A[:14])
     for end in (3, 9, 14):
         world.step("a", end)
@@ -65,7 +65,7 @@ def test_tags_when_another_sequence_published_first_then_the_private_blocks_have
         world.tokens[seq_id] = A[:8]
     world.step("a", 8)
     world.step("b", 8)
-    assert world.manager.sequence("a").block_ids != world.manager.sequence("b").block_ids
+    assert world.manager.sequence("a").tables[0].block_ids != world.manager.sequence("b").tables[0].block_ids
     world.manager.finish_prompt("b", world.row(A[:8]), seal=True)
     assert_tagged(world, world.manager.lease("b", "lease", 5.0), A[:8])
     world.check()
@@ -87,7 +87,7 @@ def test_lease_prefix_when_a_generation_was_donated_then_its_end_is_leased_until
     assert lease_prefix(world, A[:30], deeper_than=13) is None
     lease = lease_prefix(world, A[:30], deeper_than=10)
     assert lease is not None
-    assert (lease.num_tokens, lease.output_row, len(lease.block_ids)) == (13, None, 4)
+    assert (lease.num_tokens, lease.output_row, len(lease.tables[0])) == (13, None, 4)
     assert lease.key == world.keys(A[:13]).key_at(13)
     assert_tagged(world, lease, A[:30])
     assert world.manager.stats().blocks["leased"] == 4
@@ -118,7 +118,7 @@ def test_lease_prefix_when_the_model_is_dense_then_the_deepest_boundary_or_tail(
     assert world.manager.release_lease("lease")
     lease = lease_prefix(world, [*A[:10], 1, 2])
     assert lease is not None
-    assert (lease.num_tokens, len(lease.block_ids)) == (10, 3)
+    assert (lease.num_tokens, len(lease.tables[0])) == (10, 3)
     assert_tagged(world, lease, A[:10])
     assert world.manager.release_lease("lease")
     # All of it, but no row: the reader computes the last token itself.
@@ -138,7 +138,7 @@ def test_lease_prefix_when_its_tail_is_in_a_complete_block_then_a_copy_until_the
     assert lease is not None
     assert lease.num_tokens == 6
     assert_tagged(world, lease, A[:6])
-    assert world.rows[lease.block_ids[1]][:2] == [tuple(A[:5]), tuple(A[:6])]
+    assert world.rows[lease.tables[0][1]][:2] == [tuple(A[:5]), tuple(A[:6])]
     assert world.manager.stats().blocks["leased"] == 3  # a full block, the checkpoint's own tail, its copy
     assert world.manager.release_lease("lease")
     assert world.manager.stats() == table_before
@@ -162,7 +162,7 @@ def test_lease_prefix_when_it_ends_before_its_copy_ran_then_the_copy_is_forgotte
     assert world.manager.lease_prefix(keys, 7, "lease", 5.0, deeper_than=0) is not None
     world.check()
     assert world.manager.release_lease("lease")
-    assert world.manager.take_block_copies() == []
+    assert world.manager.take_block_copies() == {}
     world.check()
 
 
@@ -177,7 +177,7 @@ def test_tag_when_its_tail_is_leased_then_a_later_end_in_the_same_block_leaves_i
     world.check()
     lease = lease_prefix(world, A[:40])
     assert lease is not None
-    assert (lease.num_tokens, lease.block_ids[1] != early.block_ids[1]) == (28, True)
+    assert (lease.num_tokens, lease.tables[0][1] != early.tables[0][1]) == (28, True)
     assert_tagged(world, lease, A[:28])
 
 
@@ -187,7 +187,7 @@ def test_lease_when_an_earlier_boundary_left_its_tail_in_the_last_block_then_the
     lease = world.manager.lease("a", "lease", 5.0)
     world.run_copies()
     assert_tagged(world, lease, A[:28])
-    assert world.rows[lease.block_ids[1]][:12] == [tuple(A[: 17 + row]) for row in range(12)]
+    assert world.rows[lease.tables[0][1]][:12] == [tuple(A[: 17 + row]) for row in range(12)]
     world.check()
 
 

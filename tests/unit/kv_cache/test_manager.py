@@ -31,9 +31,9 @@ def test_longer_prompt_when_earlier_end_is_inside_a_block_then_resumes_there_in_
     world.manager.free("a", donate=False)
     assert world.admit("b", A[:17])
     view = world.manager.sequence("b")
-    assert view.num_computed_tokens == view.write_from == 10
-    assert view.block_ids[2] != end.tail_block_id
-    assert world.manager.take_block_copies() == [(end.tail_block_id, view.block_ids[2])]
+    assert view.num_computed_tokens == view.tables[0].write_from == 10
+    assert view.tables[0].block_ids[2] != end.tail_block_ids[0]
+    assert world.manager.take_block_copies() == {0: [(end.tail_block_ids[0], view.tables[0].block_ids[2])]}
     assert view.src_slot == end.slot_id
     world.check()
 
@@ -43,10 +43,10 @@ def test_shared_prefix_when_no_state_is_there_then_junction_is_saved_and_used_ne
     world.prefill("a", A[:20])
     keys = world.keys([*A[:13], 1, 2, 3])
     hit = world.manager.lookup(keys, 16)
-    assert (hit.num_tokens, hit.num_attention_tokens, hit.junction, hit.num_written_tokens) == (0, 12, 12, 12)
+    assert (hit.num_tokens, hit.num_attention_tokens, hit.junction, hit.num_written) == (0, 12, 12, (12,))
     assert world.manager.save_positions(16, hit) == {12: "junction", 16: "prompt_end"}
     world.prefill("b", [*A[:13], 1, 2, 3])
-    assert world.manager.sequence("b").block_ids[:3] == world.manager.sequence("a").block_ids[:3]
+    assert world.manager.sequence("b").tables[0].block_ids[:3] == world.manager.sequence("a").tables[0].block_ids[:3]
     third = world.manager.lookup(world.keys([*A[:13], 5, 6, 7]), 16)
     assert (third.num_tokens, third.junction) == (12, None)
     stats = world.manager.stats()
@@ -150,7 +150,7 @@ def test_two_sequences_when_same_prefix_in_one_step_then_first_publisher_wins() 
     assert world.admit("b", A[:8])
     world.step("b", 8)
     world.step("a", 8)
-    assert list(world.manager.lookup(world.keys(A[:9]), 9).block_ids) == world.manager.sequence("b").block_ids
+    assert list(world.manager.lookup(world.keys(A[:9]), 9).tables[0]) == world.manager.sequence("b").tables[0].block_ids
     world.manager.free("a", donate=False)
     assert world.manager.stats().blocks["cached"] == 0
     world.manager.free("b", donate=False)
@@ -186,7 +186,7 @@ def test_prompt_end_when_one_spare_block_and_slot_then_kept_and_sequence_goes_on
     end = world.prefill("a", A[:10], plan_end=False)
     assert end.is_published
     view = world.manager.sequence("a")
-    assert view.block_ids[2] != end.tail_block_id
+    assert view.tables[0].block_ids[2] != end.tail_block_ids[0]
     assert view.src_slot == end.slot_id
     assert view.dst_slot != end.slot_id
     world.decode("a", [1, 2])
@@ -290,7 +290,7 @@ def test_fork_when_prompt_ends_inside_a_block_then_each_goes_its_own_way(caching
     world.prefill("a", A[:10])
     assert world.fork("a", "b")
     assert world.fork("a", "c")
-    tables = [world.manager.sequence(name).block_ids for name in "abc"]
+    tables = [world.manager.sequence(name).tables[0].block_ids for name in "abc"]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     world.decode("a", [1, 2, 3])
@@ -314,7 +314,7 @@ def test_dense_model_when_prompt_repeats_without_row_then_last_token_alone_is_co
     world.prefill("a", A[:12])
     world.manager.free("a", donate=False)
     hit = world.manager.lookup(world.keys(A[:8]), 8)
-    assert (hit.num_tokens, hit.num_written_tokens, hit.output_row) == (7, 8, None)
+    assert (hit.num_tokens, hit.num_written, hit.output_row) == (7, (8,), None)
     exact = world.manager.lookup(world.keys(A[:12]), 12)
     assert (exact.num_tokens, exact.output_row) == (12, world.row(A[:12]))
     world.prefill("b", A[:8])
@@ -327,7 +327,7 @@ def test_dense_model_when_tail_was_donated_then_next_turn_continues_in_a_copy() 
     world.decode("a", [1])
     world.manager.free("a", donate=True)
     hit = world.manager.lookup(world.keys([*A[:9], 1, 2]), 11)
-    assert (hit.num_tokens, hit.num_written_tokens) == (10, 10)
+    assert (hit.num_tokens, hit.num_written) == (10, (10,))
     world.prefill("b", [*A[:9], 1, 2])
     world.check()
 
@@ -367,7 +367,7 @@ def test_generation_when_unit_is_allocated_then_bumped_and_owner_appends_leave_i
     start_slot = generations.generation("slots", 1)
     assert len(set(start)) == 4  # random: no two units share one by chance
     assert world.admit("a", A[:5])
-    table = list(world.manager.sequence("a").block_ids)
+    table = list(world.manager.sequence("a").tables[0].block_ids)
     before = [generations.generation("blocks", block_id) for block_id in table]
     assert before == [start[block_id] + 1 for block_id in table]
     world.step("a", 5)

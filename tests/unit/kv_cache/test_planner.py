@@ -33,7 +33,7 @@ def plan(
 
 def test_layout_when_made_then_parts_are_contiguous_and_aligned() -> None:
     layout = make_layout(make_geometry(), 4)
-    assert (layout.block_bytes, layout.slot_bytes) == (BLOCK, SLOT)
+    assert (layout.group_block_bytes, layout.slot_bytes) == ((BLOCK,), SLOT)
     key, value = layout.attention[1]
     assert (key.offset_bytes, value.offset_bytes, key.shape) == (0, 64, (4, 1, 4))
     assert [layout.state[0][name].offset_bytes for name in ("conv", "recurrent")] == [0, 64]
@@ -44,7 +44,7 @@ def test_plan_when_memory_is_the_smallest_then_works_and_one_byte_less_is_refuse
     blocks, slots = (4 if attention else 0), (4 if state else 0)
     smallest = (blocks + 1) * BLOCK * attention + (slots + 1) * SLOT * state
     config = plan(smallest, state=state, attention=attention).config
-    assert (config.num_blocks, config.num_slots) == (blocks + 1, slots + 1)
+    assert (config.num_blocks, config.num_slots) == ((blocks + 1,) * attention, slots + 1)
     with pytest.raises(ConfigError, match=rf"--kv-cache-memory .*smallest value that works is {smallest}") as caught:
         plan(smallest - 1, state=state, attention=attention)
     assert caught.value.param == "--kv-cache-memory"
@@ -56,9 +56,9 @@ def test_plan_when_memory_is_ample_then_both_pools_share_it_and_fit() -> None:
     assert (1 << 20) - report.used_bytes < BLOCK
     assert report.num_slots == int(((1 << 20) - BLOCK - SLOT) * SLOT_SHARE) // SLOT
     assert report.num_resumable_prefixes == report.num_slots - 4
-    assert report.num_tokens == report.num_blocks * 4
+    assert report.num_tokens == report.groups[0].num_blocks * 4
     assert report.num_full_sequences == 3
-    assert f"{report.num_blocks} + null" in str(report)
+    assert f"{report.groups[0].num_blocks} + null" in str(report)
     assert "resumable prefixes" in str(report)
 
 
@@ -119,11 +119,11 @@ def test_capacity_when_model_is_like_qwen3_5_35b_then_equals_hand_arithmetic() -
         slot_share=0.25,
     ).report
     # a token: 10 layers x 2 heads x (256 + 256) x 2 B = 20,480 B; a block: 16 of them
-    assert report.block_bytes == 327_680
+    assert report.groups[0].block_bytes == 327_680
     # a layer's state: 8,192 x 3 x 2 B of conv + 32 x 128 x 128 x 4 B = 2,146,304 B; a slot: 30 of them
     assert report.slot_bytes == 64_389_120
     # 42,949,672,960 - 64,716,800 of nulls = 42,884,956,160; a quarter of it: 166.5 slots; the rest: 98,255.5 blocks
-    assert (report.num_slots, report.num_blocks) == (166, 98_255)
+    assert (report.num_slots, report.groups[0].num_blocks) == (166, 98_255)
     assert report.num_tokens == 1_572_080
     assert (report.num_running_slots, report.num_resumable_prefixes) == (65, 101)
     assert report.num_full_sequences == 47  # 98,255 // 2,048 blocks: states do not grow with tokens
@@ -149,11 +149,11 @@ def test_capacity_when_model_is_like_nemotron_h_8b_then_equals_hand_arithmetic(
         mamba_cache_mode=mode,
     ).report
     # a token: 4 layers x 8 heads x (128 + 128) x 2 B = 16,384 B
-    assert report.block_bytes == 262_144
+    assert report.groups[0].block_bytes == 262_144
     # (128 x 64 + 2 x 8 x 128) x 3 x 2 B of conv + 128 x 64 x 128 x 4 B = 4,255,744 B a layer, 24 layers
     assert report.slot_bytes == 102_137_856
     # 17,179,869,184 - 102,400,000 of nulls; none: 17 to run in, 16 to hand over, no share for a cache
-    assert (report.num_slots, report.num_blocks) == (num_slots, num_blocks)
+    assert (report.num_slots, report.groups[0].num_blocks) == (num_slots, num_blocks)
     assert report.num_tokens == 16 * num_blocks
     assert report.num_full_sequences == 16
 
@@ -215,7 +215,7 @@ def test_plan_when_a_model_has_windows_then_they_get_what_resumable_positions_re
         root_key=b"",
         retention_interval=interval,
     )
-    full, window = plan.report.num_blocks, plan.report.others[0].num_blocks
+    full, window = plan.report.groups[0].num_blocks, plan.report.groups[1].num_blocks
     assert plan.config.pool_sizes == {"blocks": full + 1, "blocks_1": window + 1, "slots": 1}
     # a window of 9 reads 2 blocks: half of every 16 tokens, plus one sequence of 4 blocks and 3 running windows of 3
     assert window == (full // 2 + 4 + 3 * 3 if is_sparse else full)

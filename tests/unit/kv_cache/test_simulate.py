@@ -202,7 +202,7 @@ def test_model_of_the_benchmarks_when_read_then_sizes_are_those_of_its_layers() 
     geometry = model_geometry(json.loads(path.read_text()), "bfloat16")
     layout = make_layout(geometry, 16)
     assert (len(geometry.attention_layers), len(geometry.state_layers)) == (10, 30)
-    assert layout.block_bytes == 16 * 10 * 2 * 2 * 256 * 2
+    assert layout.group_block_bytes == (16 * 10 * 2 * 2 * 256 * 2,)
     assert layout.slot_bytes == 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4) == 64_389_120
 
 

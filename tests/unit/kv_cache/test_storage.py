@@ -16,7 +16,7 @@ def make_storage(**options: bool) -> KVStorage:
 
 def test_arenas_when_created_then_zero_and_page_aligned() -> None:
     storage = make_storage()
-    for arena, num_units in ((storage.block_arena, 6), (storage.slot_arena, 4)):
+    for arena, num_units in ((storage.block_arenas[0], 6), (storage.slot_arena, 4)):
         assert arena.shape[0] == num_units
         assert arena.data_ptr() % mmap.PAGESIZE == 0
         assert not arena.any()
@@ -27,10 +27,10 @@ def test_views_when_written_then_only_that_unit_changes() -> None:
     key, value = storage.attention_layer(1)
     assert key.shape == value.shape == (6, 4, 1, 4)
     key[2], value[2] = 1.0, 2.0
-    touched = storage.block_arena.any(dim=1)
+    touched = storage.block_arenas[0].any(dim=1)
     assert touched.tolist() == [False, False, True, False, False, False]
-    assert (storage.block_arena[2].view(torch.float32)[:16] == 1.0).all()
-    assert (storage.block_arena[2].view(torch.float32)[16:] == 2.0).all()
+    assert (storage.block_arenas[0][2].view(torch.float32)[:16] == 1.0).all()
+    assert (storage.block_arenas[0][2].view(torch.float32)[16:] == 2.0).all()
     state = storage.state_layer(0)
     assert {name: tuple(view.shape) for name, view in state.items()} == {"conv": (4, 4, 3), "recurrent": (4, 2, 2, 2)}
     state["conv"][1] = 3.0
@@ -55,8 +55,8 @@ def test_copies_when_pairs_swap_then_all_sources_are_read_first() -> None:
 def test_digest_when_one_byte_of_the_valid_rows_flips_then_it_differs_and_behind_them_it_does_not() -> None:
     """The detector's own test: each place of a block and of a slot, one bit at a time."""
     storage = make_storage()
-    num_bytes = storage.block_arena.shape[1]
-    storage.block_arena[2] = torch.arange(num_bytes) % 251
+    num_bytes = storage.block_arenas[0].shape[1]
+    storage.block_arenas[0][2] = torch.arange(num_bytes) % 251
     key, value = storage.layout.attention[1]
     row_bytes = 16
     for num_valid in (1, 3, 4):
@@ -65,10 +65,10 @@ def test_digest_when_one_byte_of_the_valid_rows_flips_then_it_differs_and_behind
         assert sound == storage.digest_block(2, num_valid) != storage.digest_block(3, num_valid)
         for place in (key, value):
             for offset in range(4 * row_bytes):
-                storage.block_arena[2, place.offset_bytes + offset] ^= 1
+                storage.block_arenas[0][2, place.offset_bytes + offset] ^= 1
                 is_valid = offset < num_valid * row_bytes
                 assert (storage.digest_block(2, num_valid) != sound) == is_valid, (num_valid, place, offset)
-                storage.block_arena[2, place.offset_bytes + offset] ^= 1
+                storage.block_arenas[0][2, place.offset_bytes + offset] ^= 1
 
     storage.slot_arena[1] = torch.arange(storage.slot_arena.shape[1]) % 251
     sound = storage.digest_slot(1)
@@ -81,7 +81,7 @@ def test_digest_when_one_byte_of_the_valid_rows_flips_then_it_differs_and_behind
 
 def test_digest_when_the_same_rows_lie_in_another_block_or_storage_then_it_is_the_same() -> None:
     here, there = make_storage(), make_storage()
-    here.block_arena[2], there.block_arena[4] = 7, 7
+    here.block_arenas[0][2], there.block_arenas[0][4] = 7, 7
     here.slot_arena[1], there.slot_arena[2] = 9, 9
     assert here.digest_block(2, 4) == there.digest_block(4, 4) != here.digest_block(2, 3)
     assert here.digest_slot(1) == there.digest_slot(2)
@@ -89,4 +89,4 @@ def test_digest_when_the_same_rows_lie_in_another_block_or_storage_then_it_is_th
 
 def test_storage_when_a_kind_is_absent_then_its_arena_is_empty() -> None:
     assert make_storage(state=False).slot_arena.numel() == 0
-    assert make_storage(attention=False).block_arena.numel() == 0
+    assert make_storage(attention=False).block_arenas == ()

@@ -60,11 +60,10 @@ def make_config(
 ) -> KVCacheConfig:
     """Pool sizes without the null entry; every attention group has ``num_blocks``."""
     geometry = make_geometry(attention=attention, state=state, windows=windows, mla=mla)
-    num_groups = len(geometry.attention_groups)
     return KVCacheConfig(
         geometry=geometry,
         block_size=block_size,
-        num_blocks=num_blocks + 1 if num_groups else 1,
+        num_blocks=(num_blocks + 1,) * len(geometry.attention_groups),
         num_slots=num_slots + 1 if state else 1,
         root_key=b"test model",
         enable_prefix_caching=caching,
@@ -72,7 +71,6 @@ def make_config(
         eviction_policy=policy,
         retention_interval=interval,
         enable_events=events,
-        extra_num_blocks=(num_blocks + 1,) * max(0, num_groups - 1),
         max_checkpoints=max_checkpoints,
     )
 
@@ -97,7 +95,7 @@ class World:
         # row r of a block holds the token prefix that produced its K/V; a slot holds the token prefix it summarises
         self.groups = self.config.geometry.attention_groups
         self.group_rows: list[list[list[object]]] = [
-            [[GARBAGE] * size for _ in range(self.config.num_blocks)] for _ in self.groups
+            [[GARBAGE] * size for _ in range(num_blocks)] for num_blocks in self.config.num_blocks
         ]
         self.slots: list[object] = [GARBAGE] * self.config.num_slots
         self.slots[0] = ()
@@ -177,8 +175,8 @@ class World:
                 assert not block_id or rows[block_id][size - 1] == tuple(tokens[:end])
 
     def run_copies(self) -> None:
-        for group_id, rows in enumerate(self.group_rows):
-            copies = self.manager.take_block_copies(group_id)
+        for group_id, copies in self.manager.take_block_copies().items():
+            rows = self.group_rows[group_id]
             assert not {source for source, _ in copies} & {destination for _, destination in copies}
             for source, destination in copies:
                 rows[destination] = list(rows[source])

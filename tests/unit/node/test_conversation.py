@@ -23,7 +23,7 @@ from tests.unit.node.holder import BLOCK_SIZE, BLOCKS, SLOTS, PeerHolder
 pytestmark = pytest.mark.asyncio
 WAIT_S = 20.0
 NUM_TOKENS = 22  # five full blocks and a tail of two tokens
-PLAN = PullPlan(NUM_TOKENS, (tuple((index, 20 + index) for index in range(6)),), slot_id=3, num_cached_blocks=0)
+PLAN = PullPlan(NUM_TOKENS, (tuple((index, 20 + index) for index in range(6)),), slot_id=3, num_local_tokens=0)
 
 
 class ScriptedOffers(Offers):
@@ -157,7 +157,7 @@ async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next
 
 
 async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: StartTalk) -> None:
-    it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_cached_blocks=4))
+    it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_local_tokens=4 * BLOCK_SIZE))
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.num_blocks, result.num_states) == (2, 0)
@@ -166,7 +166,7 @@ async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: Start
 
 
 async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_reads_nothing(talk: StartTalk) -> None:
-    it = talk(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_cached_blocks=6))
+    it = talk(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_local_tokens=NUM_TOKENS))
     it.offers.give(it.holder.offer(20))
     await it.until(lambda: it.offers.asked_after)
     it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
@@ -247,7 +247,7 @@ async def test_timeout_when_the_holder_computes_what_is_here_already_then_counts
 ) -> None:
     """Its blocks outlived its state here: nothing is to be read for long, and the holder is at work all the time."""
     pairs = () if is_only_state else ((5, 25),)
-    it = talk(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_cached_blocks=5), timeout_s=0.5)
+    it = talk(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=0.5)
     for num_tokens in (4, 8, 12, 16):
         await asyncio.sleep(0.2)
         it.offers.give(it.holder.offer(num_tokens))
