@@ -98,7 +98,8 @@ def test_metrics_when_exposed_then_each_is_on_a_dashboard_or_in_a_rule() -> None
     assert missing == []
 
 
-def test_dashboards_when_built_again_then_are_the_files() -> None:
+def test_dashboards_when_built_again_then_are_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DEPLOY / "grafana")
     build = runpy.run_path(str(DEPLOY / "grafana" / "build.py"))
     assert {path.stem for path in DASHBOARDS} == set(build["DASHBOARDS"])
     for path in DASHBOARDS:

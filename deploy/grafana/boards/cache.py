@@ -1,0 +1,79 @@
+"""What the nodes' pools hold, and what prompts find in them."""
+
+from __future__ import annotations
+
+from panels import Panel, Row
+
+ROWS = (
+    Row(
+        "Pools",
+        (
+            Panel(
+                "KV blocks by state",
+                "used: running requests; leased: prompts that a reader fetches; cached: reusable, evictable.",
+                "short",
+                (("{{role}} {{state}}", "sum by (role, state) (tandem_kv_blocks)"),),
+                stacked=True,
+            ),
+            Panel(
+                "State slots by state",
+                "Recurrent states. One per running request; the others are checkpoints that prompts resume from.",
+                "short",
+                (("{{role}} {{state}}", "sum by (role, state) (tandem_state_slots)"),),
+                stacked=True,
+            ),
+            Panel(
+                "Occupied share",
+                "What a new request could not get. Near 1 requests queue: more --kv-cache-memory or nodes.",
+                "percentunit",
+                (
+                    ("{{instance}} blocks", "instance:tandem_kv_blocks:occupied_ratio"),
+                    ("{{instance}} slots", "instance:tandem_state_slots:occupied_ratio"),
+                ),
+            ),
+        ),
+    ),
+    Row(
+        "Hits and losses",
+        (
+            Panel(
+                "Tokens looked up and found",
+                "By cache group. The gap between attention and joint is the state's: see lost tokens.",
+                "short",
+                (
+                    ("looked up", "sum (rate(tandem_prefix_cache_query_tokens_total[5m]))"),
+                    ("found, {{group}}", "sum by (group) (rate(tandem_prefix_cache_hit_tokens_total[5m]))"),
+                ),
+            ),
+            Panel(
+                "Tokens found and computed again",
+                "Attention had them, but no state (or no window) to go on from; by reason.",
+                "short",
+                (("{{reason}}", "sum by (reason) (rate(tandem_prefix_cache_lost_tokens_total[5m]))"),),
+            ),
+            Panel(
+                "Checkpoints",
+                "States kept, not kept for want of memory (skipped), and evicted.",
+                "short",
+                (("{{event}} {{reason}}", "sum by (event, reason) (rate(tandem_checkpoints_total[5m]))"),),
+            ),
+        ),
+    ),
+    Row(
+        "Pressure",
+        (
+            Panel(
+                "Evictions",
+                "Entries that made room, by group. Evictions with a low hit rate: the working set does not fit.",
+                "short",
+                (("{{group}}", "sum by (group) (rate(tandem_evictions_total[5m]))"),),
+            ),
+            Panel(
+                "Preemptions",
+                "Running requests whose memory was taken back. A steady rate: too many sequences at once.",
+                "short",
+                (("{{instance}}", "sum by (instance) (rate(tandem_preemptions_total[5m]))"),),
+            ),
+        ),
+    ),
+)
