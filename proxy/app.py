@@ -36,12 +36,12 @@ from common.wire.routes import (
     VERSION_ROUTE,
 )
 from proxy.admission.key_limits import KeyLimits, read_key_limits
-from proxy.admission.queue import Admission
+from proxy.admission.queue import AdmissionQueue
 from proxy.http.admin import add_node_routes
 from proxy.http.forward import forward
 from proxy.http.front import Front, ProxyApp
 from proxy.http.generate import GenerateService, forwarded_headers
-from proxy.http.tokenizer import Tokenisation
+from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.orchestrator import Orchestrator
 from proxy.metrics.proxy_metrics import ProxyMetrics
@@ -105,7 +105,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             pool, [*prefill_names, *decode_names], interval_s=config.dns_interval_seconds, resolve=resolve
         )
         metrics = ProxyMetrics()
-        admission = Admission(
+        admission = AdmissionQueue(
             max_running=config.max_concurrency,
             max_waiting=config.max_queue_size,
             max_wait_s=config.max_queue_seconds,
@@ -116,7 +116,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         metrics.set_source(lambda: read_gauges(pool, index, admission))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
-        tokenisation = Tokenisation(pool, metrics, node_headers)
+        tokenizer = PromptTokenizer(pool, metrics, node_headers)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)
         pool.subscribe(placer)
@@ -126,17 +126,17 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         )
         recent = RecentRequests()
         board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
-        generate = GenerateService(pool, tokenisation, orchestrator, metrics, admission, drain, tracer, recent)
+        generate = GenerateService(pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent)
         app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         pool.start()
-        tokenisation.start()
+        tokenizer.start()
         discovery.start()
         try:
             yield
         finally:
             admission.close()
             await discovery.close()
-            await tokenisation.close()
+            await tokenizer.close()
             await feeds.close()
             await board.close()
             await releaser.close()

@@ -8,7 +8,7 @@ import time
 from typing import Any, cast
 
 from common.config.proxy import ProxyConfig
-from common.wire.cache_events import CHECKPOINT, CacheChange, hint
+from common.wire.cache_events import CHECKPOINT, CacheChange, truncate_key
 from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeInfo
 from proxy.nodes.pool import NodePool
@@ -52,9 +52,9 @@ def measure_choice(
 
 def store(cache: NodeCache, keys: PromptKeys, num_blocks: int) -> None:
     """The first ``num_blocks`` of the prompt and a checkpoint at their end."""
-    hints = tuple(map(hint, keys.boundary_keys))
-    cache.apply(CacheChange(True, "full", hints[1 : num_blocks + 1]))
-    end = hints[num_blocks]
+    truncated = tuple(map(truncate_key, keys.boundary_keys))
+    cache.apply(CacheChange(True, "full", truncated[1 : num_blocks + 1]))
+    end = truncated[num_blocks]
     cache.apply(CacheChange(True, CHECKPOINT, (end,), boundary=end, position=num_blocks * keys.block_size))
 
 

@@ -1,9 +1,9 @@
 """What became findable in a node's cache and what no longer is, as it travels: ``GET /internal/v1/cache/events``.
 
 The reader says after which event it wants to go on (``since``, ``epoch``); the node waits a moment for news (a long
-poll) and answers what came after, or everything it has when it cannot go on there. Keys travel cut to HINT_BYTES: who
-reads them only guesses where a prefix is, and the node that is asked for it compares whole keys. Two prefixes in 2**64
-that share a cut key cost a wrong guess.
+poll) and answers what came after, or everything it has when it cannot go on there. Keys travel truncated to
+TRUNCATED_KEY_BYTES: who reads them only guesses where a prefix is, and the node that is asked for it compares whole
+keys. Two prefixes in 2**64 that share a truncated key cost a wrong guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.errors import InvalidRequestError
 from common.wire.fields import Fields
 from common.wire.routes import CACHE_EVENTS_ROUTE
 
-HINT_BYTES = 8
+TRUNCATED_KEY_BYTES = 8
 WAIT_S = 1.0
 """Longest silence of a node that has no news."""
 
@@ -28,14 +28,14 @@ CHECKPOINT = "state"
 """The group of checkpoints; all others are attention groups."""
 
 
-def hint(key: bytes) -> bytes:
+def truncate_key(key: bytes) -> bytes:
     """A cache key as it travels."""
-    return key[:HINT_BYTES]
+    return key[:TRUNCATED_KEY_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Blocks of one group, or one checkpoint, stored or removed. All keys are cut.
+    """Blocks of one group, or one checkpoint, stored or removed. All keys are truncated.
 
     Attributes:
         is_stored: else removed.
@@ -64,9 +64,9 @@ class CacheChange:
         if kind not in (STORED, REMOVED) or not isinstance(group, str):
             raise ValueError(f"{kind!r} of {group!r} is no change")
         data = bytes.fromhex(text)
-        if not data or len(data) % HINT_BYTES:
-            raise ValueError(f"{len(data)} bytes are no keys of {HINT_BYTES}")
-        keys = tuple(data[start : start + HINT_BYTES] for start in range(0, len(data), HINT_BYTES))
+        if not data or len(data) % TRUNCATED_KEY_BYTES:
+            raise ValueError(f"{len(data)} bytes are no keys of {TRUNCATED_KEY_BYTES}")
+        keys = tuple(data[start : start + TRUNCATED_KEY_BYTES] for start in range(0, len(data), TRUNCATED_KEY_BYTES))
         if kind == STORED and group == CHECKPOINT:
             boundary, position, has_row = row[3:6]
             return cls(True, group, keys[:1], bytes.fromhex(boundary), int(position), bool(has_row))

@@ -33,7 +33,7 @@ SWEEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AdmissionRequest:
     """What a request brings to admission. Times are on ``time.monotonic``'s clock.
 
     ``key``: digest of its API key, None without one. ``num_tokens``: prompt and the longest answer, for the key's rate.
@@ -48,12 +48,12 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    ask: Ask
+    request: AdmissionRequest
     order: tuple[float, int]
     turn: asyncio.Future[None] = field(repr=False)
 
 
-class Admission:
+class AdmissionQueue:
     """Event loop only. ``on_drop`` is told the reason of each drop.
 
     Args:
@@ -90,16 +90,16 @@ class Admission:
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
-    async def admitted(self, ask: Ask) -> AsyncIterator[None]:
+    async def admitted(self, request: AdmissionRequest) -> AsyncIterator[None]:
         """The block runs when the request's turn has come, and its end gives the place on.
 
         Raises:
             RequestDroppedError: it is turned away; nothing of the block has run.
         """
         try:
-            with self._limits.hold(ask.key, ask.num_tokens) as charge:
+            with self._limits.hold(request.key, request.num_tokens) as charge:
                 try:
-                    await self._take_place(ask)
+                    await self._take_place(request)
                 except BaseException:
                     charge.give_back()  # nothing was spent on it
                     raise
@@ -125,14 +125,14 @@ class Admission:
 
     # --- a place
 
-    async def _take_place(self, ask: Ask) -> None:
+    async def _take_place(self, request: AdmissionRequest) -> None:
         if self.num_running < self._max_running and not self._waiting:
             self.num_running += 1
             return
-        waiter = self._enqueue(ask)
+        waiter = self._enqueue(request)
         limit_s, is_deadline = self._max_wait_s, False
-        if ask.deadline_s is not None and ask.deadline_s - time.monotonic() <= limit_s:
-            limit_s, is_deadline = ask.deadline_s - time.monotonic(), True
+        if request.deadline_s is not None and request.deadline_s - time.monotonic() <= limit_s:
+            limit_s, is_deadline = request.deadline_s - time.monotonic(), True
         try:
             async with asyncio.timeout(limit_s):
                 await waiter.turn
@@ -142,31 +142,33 @@ class Admission:
             elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 self._pass_on()  # its turn came in the very moment in which it left
             if isinstance(exc, TimeoutError):
-                raise self._too_late(ask, is_deadline=is_deadline) from None
+                raise self._too_late(request, is_deadline=is_deadline) from None
             raise
 
-    def _enqueue(self, ask: Ask) -> _Waiter:
+    def _enqueue(self, request: AdmissionRequest) -> _Waiter:
         """Raises RequestDroppedError when the queue has no room for it, or its turn would come too late."""
         self._num_arrived += 1
-        aged = ask.priority + (ask.arrival_s / self._aging_s if self._aging_s else 0.0)
-        waiter = _Waiter(ask, (aged, self._num_arrived), asyncio.get_running_loop().create_future())
+        aged = request.priority + (request.arrival_s / self._aging_s if self._aging_s else 0.0)
+        waiter = _Waiter(request, (aged, self._num_arrived), asyncio.get_running_loop().create_future())
         position = bisect.bisect(self._waiting, waiter.order, key=lambda each: each.order)
-        if self._misses_deadline(ask, position):
-            raise self._drop("rejected-deadline", self._deadline_text(ask, position), code="deadline_unreachable")
+        if self._misses_deadline(request, position):
+            raise self._drop("rejected-deadline", self._deadline_text(request, position), code="deadline_unreachable")
         if len(self._waiting) >= self._max_waiting:
-            self._make_room(ask)
+            self._make_room(request)
         self._waiting.insert(position, waiter)
-        if ask.deadline_s is not None and self._sweeper is None:
+        if request.deadline_s is not None and self._sweeper is None:
             self._sweep_later()
         return waiter
 
-    def _make_room(self, ask: Ask) -> None:
+    def _make_room(self, request: AdmissionRequest) -> None:
         last = self._waiting[-1] if self._waiting else None
-        if last is None or last.ask.priority <= ask.priority:
+        if last is None or last.request.priority <= request.priority:
             text = f"{self.num_running} requests in flight (--max-concurrency {self._max_running})"
             text += f" and {len(self._waiting)} waiting (--max-queue-size {self._max_waiting})"
             raise self._drop("rejected-queue-full", text)
-        text = f"a request of priority {ask.priority} took the place of this one of priority {last.ask.priority}"
+        text = (
+            f"a request of priority {request.priority} took the place of this one of priority {last.request.priority}"
+        )
         self._evict(self._waiting.pop(), self._drop("evicted-priority", text))
 
     def _pass_on(self) -> None:
@@ -175,8 +177,8 @@ class Admission:
             waiter = self._waiting.pop(0)
             if waiter.turn.done():
                 continue
-            if self._misses_deadline(waiter.ask, -1):
-                self._evict(waiter, self._too_late(waiter.ask, is_deadline=True))
+            if self._misses_deadline(waiter.request, -1):
+                self._evict(waiter, self._too_late(waiter.request, is_deadline=True))
                 continue
             waiter.turn.set_result(None)
             return
@@ -196,10 +198,10 @@ class Admission:
         mean_s = sum(self._service_s) / len(self._service_s)
         return (position + 1) * mean_s / self._max_running
 
-    def _misses_deadline(self, ask: Ask, position: int) -> bool:
-        if ask.deadline_s is None:
+    def _misses_deadline(self, request: AdmissionRequest, position: int) -> bool:
+        if request.deadline_s is None:
             return False
-        return time.monotonic() + self.predicted_wait_s(position) >= ask.deadline_s
+        return time.monotonic() + self.predicted_wait_s(position) >= request.deadline_s
 
     def _sweep_later(self) -> None:
         self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
@@ -209,13 +211,13 @@ class Admission:
         self._sweeper = None
         kept: list[_Waiter] = []
         for waiter in self._waiting:
-            if self._misses_deadline(waiter.ask, len(kept)):
-                text = self._deadline_text(waiter.ask, len(kept))
+            if self._misses_deadline(waiter.request, len(kept)):
+                text = self._deadline_text(waiter.request, len(kept))
                 self._evict(waiter, self._drop("evicted-deadline", text, code="deadline_unreachable"))
             else:
                 kept.append(waiter)
         self._waiting[:] = kept
-        if any(waiter.ask.deadline_s is not None for waiter in kept):
+        if any(waiter.request.deadline_s is not None for waiter in kept):
             self._sweep_later()
 
     # --- errors
@@ -226,19 +228,19 @@ class Admission:
             text, dropped=reason, code=code, retry_after_s=min(max(1, wait_s), MAX_RETRY_AFTER_S)
         )
 
-    def _too_late(self, ask: Ask, *, is_deadline: bool) -> RequestDroppedError:
+    def _too_late(self, request: AdmissionRequest, *, is_deadline: bool) -> RequestDroppedError:
         """``is_deadline``: which of the two limits it was. The clock need not say: a timer may fire a moment early."""
-        waited_s = time.monotonic() - ask.arrival_s
+        waited_s = time.monotonic() - request.arrival_s
         if is_deadline:
             text = f"the deadline passed while the request waited for {waited_s:.3f} s"
             return self._drop("evicted-deadline", text, code="deadline_unreachable")
         text = f"the request waited for {waited_s:.1f} s, --max-queue-seconds is {self._max_wait_s:g}"
         return self._drop("evicted-timeout", text)
 
-    def _deadline_text(self, ask: Ask, position: int) -> str:
-        assert ask.deadline_s is not None
+    def _deadline_text(self, request: AdmissionRequest, position: int) -> str:
+        assert request.deadline_s is not None
         now_s = time.monotonic()
         return (
-            f"the request has waited for {now_s - ask.arrival_s:.3f} s and its turn would come in about "
-            f"{self.predicted_wait_s(position):.3f} s, its deadline is in {max(0.0, ask.deadline_s - now_s):.3f} s"
+            f"the request has waited for {now_s - request.arrival_s:.3f} s and its turn would come in about "
+            f"{self.predicted_wait_s(position):.3f} s, its deadline is in {max(0.0, request.deadline_s - now_s):.3f} s"
         )

@@ -11,17 +11,17 @@ from common.errors import InvalidRequestError
 from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
 from common.server.http import api_key_digest_of
 from common.wire.headers import DEADLINE_HEADER
-from proxy.admission.queue import Ask
+from proxy.admission.queue import AdmissionRequest
 
 MAX_DEADLINE_MS = 86_400_000
 CHARS_PER_TOKEN = 4
 """Of a text that is not tokenised here; English in common vocabularies."""
 
 
-def read_ask(request: Request, parsed: GenerationRequest, arrival_s: float) -> Ask:
+def read_admission_request(request: Request, parsed: GenerationRequest, arrival_s: float) -> AdmissionRequest:
     """Raises InvalidRequestError for a malformed deadline."""
     deadline_s = read_deadline_s(request.headers)
-    return Ask(
+    return AdmissionRequest(
         arrival_s=arrival_s,
         priority=parsed.priority,
         deadline_s=None if deadline_s is None else arrival_s + deadline_s,

@@ -30,9 +30,9 @@ from common.wire.handoff import FIELD
 from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.wire.source_hints import SOURCES_KEY
-from proxy.admission.queue import Admission, Ask
-from proxy.admission.request_cost import read_ask
-from proxy.http.tokenizer import Tokenisation
+from proxy.admission.queue import AdmissionQueue, AdmissionRequest
+from proxy.admission.request_cost import read_admission_request
+from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import RelayedAnswer
 from proxy.legs.job import Job
@@ -51,17 +51,17 @@ class GenerateService:
     def __init__(
         self,
         pool: NodePool,
-        tokenisation: Tokenisation,
+        tokenizer: PromptTokenizer,
         orchestrator: Orchestrator,
         metrics: ProxyMetrics,
-        admission: Admission,
+        admission: AdmissionQueue,
         drain: Drain,
         tracer: Tracer,
         recent: RecentRequests,
     ) -> None:
         self._pool = pool
         self._tracer = tracer
-        self._tokenisation = tokenisation
+        self._tokenizer = tokenizer
         self._orchestrator = orchestrator
         self._metrics = metrics
         self._recent = recent
@@ -107,7 +107,7 @@ class GenerateService:
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
-            ask = read_ask(request, parsed, arrival_s)
+            admission_request = read_admission_request(request, parsed, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
         job = Job(
@@ -123,9 +123,16 @@ class GenerateService:
             session_id=session_id,
             placement_header=placement_header,
         )
-        return RelayResponse(lambda client: self._run(job, parsed, ask, route, client))
+        return RelayResponse(lambda client: self._run(job, parsed, admission_request, route, client))
 
-    async def _run(self, job: Job, request: GenerationRequest, ask: Ask, route: str, client: ClientStream) -> None:
+    async def _run(
+        self,
+        job: Job,
+        request: GenerationRequest,
+        admission_request: AdmissionRequest,
+        route: str,
+        client: ClientStream,
+    ) -> None:
         try:
             with (
                 self._metrics.track(route, job.arrival_s, job.span) as record,
@@ -134,7 +141,7 @@ class GenerateService:
                 # Until proved otherwise; a cancelled request leaves without passing another line of this.
                 record.outcome = "abort"
                 try:
-                    async with self._admission.admitted(ask), self._bounded(ask):
+                    async with self._admission.admitted(admission_request), self._bounded(admission_request):
                         self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
                         await self._run_admitted(job, request, client, record)
                 except RequestDroppedError:
@@ -160,7 +167,7 @@ class GenerateService:
         self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
     ) -> None:
         try:
-            done = await self._tokenisation.tokenise(request, job.body, job.prompts)
+            done = await self._tokenizer.tokenise(request, job.body, job.prompts)
             job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
             await self._orchestrator.run(job, client)
             record.outcome = _outcome_of(client.status)
@@ -169,13 +176,13 @@ class GenerateService:
             await client.send_whole(exc.status, exc.headers, exc.body)
 
     @contextlib.asynccontextmanager
-    async def _bounded(self, ask: Ask) -> AsyncIterator[None]:
+    async def _bounded(self, admission_request: AdmissionRequest) -> AsyncIterator[None]:
         """The block ends by the client's deadline, or when everything is cut off, wherever it is then: what it holds is
         given up as on any other way out.
 
         Raises RequestDeadlineError, or what ``cut_off`` was given.
         """
-        left_s = None if ask.deadline_s is None else ask.deadline_s - time.monotonic()
+        left_s = None if admission_request.deadline_s is None else admission_request.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s) as limit:
                 self._limits.add(limit)
@@ -186,7 +193,7 @@ class GenerateService:
         except TimeoutError as exc:
             if self._cut_off_by is not None:
                 raise self._cut_off_by from exc
-            total_ms = round(((ask.deadline_s or 0.0) - ask.arrival_s) * 1000)
+            total_ms = round(((admission_request.deadline_s or 0.0) - admission_request.arrival_s) * 1000)
             self._metrics.count_drop(str(RequestDeadlineError.dropped))
             raise RequestDeadlineError(
                 f"the deadline of {total_ms} ms ({DEADLINE_HEADER}) passed while the request was worked on"

@@ -69,7 +69,7 @@ class _Source:
     etag: str | None
 
 
-class Tokenisation:
+class PromptTokenizer:
     """Runs from ``start`` to ``close``."""
 
     def __init__(self, pool: NodePool, metrics: ProxyMetrics, headers: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from proxy.node_http.connection import NodeConnection
 from proxy.node_http.connections import NodeConnections
-from proxy.node_http.deadlines import Waits
+from proxy.node_http.deadlines import Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeTimeoutError
 
 STALE_S = 1.0
@@ -61,7 +61,7 @@ class NodeStream:
         """Raises as ``NodeClient.request``."""
         self._connection = await self._client.open(self._head, self._content, self._timeout_s)
         self.status, self.headers = self._connection.status, self._connection.headers
-        self._connection.wait.end()
+        self._connection.deadline.end()
         return self
 
     async def __aexit__(
@@ -71,7 +71,7 @@ class NodeStream:
 
     async def read(self) -> bytes:
         """The whole body. Raises NodeTimeoutError, NodeBrokenError; the latter also when it is too large."""
-        self._connection.wait.begin(self._timeout_s)
+        self._connection.deadline.begin(self._timeout_s)
         return await self._client.read_all(self._connection, MAX_ANSWER_BYTES)
 
     async def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
@@ -79,9 +79,9 @@ class NodeStream:
         that is a NodeTimeoutError. Time that the caller spends on a chunk does not count."""
         connection, limit_s = self._connection, self._timeout_s
         while True:
-            connection.wait.begin(limit_s)
+            connection.deadline.begin(limit_s)
             chunk = await connection.read()
-            connection.wait.end()
+            connection.deadline.end()
             self._client.has_heard()
             if not chunk:
                 return
@@ -98,23 +98,23 @@ class NodeClient:
         # Bytes pass through as the node made them, so it must not compress.
         host = parts.netloc.rpartition("@")[2]
         self._own_lines = f"Host: {host}\r\nAccept-Encoding: identity\r\nUser-Agent: tandem-proxy\r\n"
-        self._waits = Waits()
-        self._connections = NodeConnections(url, self._waits, connect_timeout_s=connect_timeout_s)
+        self._deadlines = Deadlines()
+        self._connections = NodeConnections(url, self._deadlines, connect_timeout_s=connect_timeout_s)
 
     @property
     def heard_s(self) -> float:
         """When the node last sent anything, on the event loop's clock; -inf: never."""
-        return self._waits.heard_s
+        return self._deadlines.heard_s
 
     def has_heard(self) -> None:
         """The node has sent something now."""
-        self._waits.heard_s = asyncio.get_running_loop().time()
+        self._deadlines.heard_s = asyncio.get_running_loop().time()
 
     def give_up(self, silent_s: float) -> None:
         """Whatever has heard nothing from the node for ``silent_s`` fails now, with NodeSilentError."""
         before_s = asyncio.get_running_loop().time() - silent_s
-        for wait in list(self._waits):
-            wait.give_up(before_s)
+        for deadline in list(self._deadlines):
+            deadline.give_up(before_s)
 
     async def request(
         self,
@@ -188,11 +188,11 @@ class NodeClient:
 
     async def _ask(self, connection: NodeConnection, head: bytes, content: bytes, timeout_s: float) -> NodeConnection:
         try:
-            connection.wait.begin(timeout_s)
+            connection.deadline.begin(timeout_s)
             connection.send(head, content)
             await connection.head()
         except BaseException:
-            connection.wait.end()
+            connection.deadline.end()
             connection.abort()
             raise
         self.has_heard()

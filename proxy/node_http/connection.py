@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from proxy.node_http.deadlines import Wait
+from proxy.node_http.deadlines import Deadline
 from proxy.node_http.errors import NodeBrokenError, NodeClientError
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -35,7 +35,7 @@ class NodeConnection(asyncio.Protocol):
         self._is_paused = False
         self._is_complete = True
         self._may_be_reused = True
-        self.wait = Wait(self.fail)
+        self.deadline = Deadline(self.fail)
 
     def send(self, head: bytes, content: bytes) -> None:
         """Write a request. What is left of the answer before is forgotten."""
@@ -101,7 +101,7 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.wait.close()
+        self.deadline.close()
         self._on_lost(self)
         if not self._is_complete and exc is None and self._ends_with_connection:
             self._is_complete = True

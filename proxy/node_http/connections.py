@@ -15,7 +15,7 @@ from typing import Any
 import aiohappyeyeballs
 
 from proxy.node_http.connection import NodeConnection
-from proxy.node_http.deadlines import Limit, Waits
+from proxy.node_http.deadlines import ConnectDeadline, Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeRefusedError
 
 KEEP_ALIVE_S = 4.0
@@ -28,12 +28,12 @@ NEXT_ADDRESS_S = 0.25
 class NodeConnections:
     """To the node at ``url``. Made anywhere, used and closed on one event loop."""
 
-    def __init__(self, url: str, waits: Waits, *, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, deadlines: Deadlines, *, connect_timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(url)
         self._host = parts.hostname or ""
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (80 if self._ssl is None else 443)
-        self._waits = waits
+        self._deadlines = deadlines
         self._connect_timeout_s = connect_timeout_s
         self._addresses: list[Any] = []
         self._resolved_s = float("-inf")
@@ -54,7 +54,7 @@ class NodeConnections:
 
     def leave(self, connection: NodeConnection) -> None:
         """The request is over. A connection whose answer was not read to its end is closed."""
-        connection.wait.end()
+        connection.deadline.end()
         if not connection.is_reusable or self._is_closed:
             connection.abort()
             return
@@ -73,7 +73,7 @@ class NodeConnections:
         if self._is_closed:
             raise NodeBrokenError("the client is closed")
         try:
-            async with Limit(min(timeout_s, self._connect_timeout_s), self._waits):
+            async with ConnectDeadline(min(timeout_s, self._connect_timeout_s), self._deadlines):
                 connection = await self._connect()
         except (OSError, UnicodeError) as exc:  # TimeoutError is one
             if isinstance(exc, TimeoutError) and timeout_s < self._connect_timeout_s:
@@ -81,7 +81,7 @@ class NodeConnections:
             text = str(exc) or f"no connection within {self._connect_timeout_s:g} s"
             raise NodeRefusedError(f"cannot connect to {self._host}:{self._port}: {text}") from exc
         self._open.add(connection)
-        self._waits.add(connection.wait)
+        self._deadlines.add(connection.deadline)
         return connection
 
     async def _connect(self) -> NodeConnection:
@@ -114,7 +114,7 @@ class NodeConnections:
     def _on_lost(self, connection: NodeConnection) -> None:
         self._open.discard(connection)
         self._idle.pop(connection, None)
-        self._waits.discard(connection.wait)
+        self._deadlines.discard(connection.deadline)
 
     def _sweep(self) -> None:
         """Close what was idle for too long."""

@@ -1,4 +1,4 @@
-"""Waits for a node: each ends by itself after a while, and all at once when the node is given up."""
+"""Deadlines for a node: each ends by itself after a while, and all at once when the node is given up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 from proxy.node_http.errors import NodeClientError, NodeSilentError, NodeTimeoutError
 
 
-class Wait:
+class Deadline:
     """A connection's waits for its node, one after the other. One timer for all of them, which looks at the clock when
     it fires: one for each cost more than passing a chunk on."""
 
@@ -58,23 +58,23 @@ class Wait:
             self._look_at(end_s)
 
 
-class Limit:
+class ConnectDeadline:
     """A block that ends with TimeoutError after ``timeout_s``, or with NodeSilentError when its node is given up."""
 
-    def __init__(self, timeout_s: float, waits: Waits) -> None:
+    def __init__(self, timeout_s: float, deadlines: Deadlines) -> None:
         self._timeout = asyncio.timeout(timeout_s)
-        self._waits = waits
+        self._deadlines = deadlines
         self._is_given_up = False
 
     async def __aenter__(self) -> None:
         self._since_s = asyncio.get_running_loop().time()
         await self._timeout.__aenter__()
-        self._waits.add(self)
+        self._deadlines.add(self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._waits.discard(self)
+        self._deadlines.discard(self)
         try:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
@@ -88,7 +88,7 @@ class Limit:
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
-class Waits(set[Wait | Limit]):
+class Deadlines(set[Deadline | ConnectDeadline]):
     """Everything that may wait for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
 
     def __init__(self) -> None:

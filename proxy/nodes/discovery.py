@@ -82,10 +82,10 @@ class Discovery:
 
     async def _run(self, target: DnsTarget) -> None:
         while True:
-            await self.look(target)
+            await self.resolve_once(target)
             await asyncio.sleep(self._interval_s)
 
-    async def look(self, target: DnsTarget) -> None:
+    async def resolve_once(self, target: DnsTarget) -> None:
         """Resolve once and bring the pool in line with the answer. Never raises on what DNS does."""
         try:
             async with asyncio.timeout(RESOLVE_TIMEOUT_S):

@@ -13,14 +13,14 @@ from proxy.node_http.errors import REASON_LENGTH, NodeClientError, NodeRefusedEr
 from proxy.nodes.node import NodeInfo, NodeKind
 from proxy.nodes.vllm import read_vllm_info
 
-LOOK_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 2.0
 """Of each of the two questions."""
 NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT})
 """Of a connection that the network gives up: the machine is gone. A process that is gone refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProbeResult:
     """``info``: of a node that is ready; else ``problem`` says why it is not. ``is_silent``: nothing came from it, and
     nothing refused the connection either."""
 
@@ -30,25 +30,25 @@ class Seen:
     is_silent: bool = False
 
 
-async def look(client: NodeClient, kind: str, headers: Mapping[str, str]) -> Seen:
+async def probe(client: NodeClient, kind: str, headers: Mapping[str, str]) -> ProbeResult:
     """``kind`` as in ``--node-kind``. Never raises on what the node does."""
     try:
         if kind == NodeKind.VLLM.value:
-            return Seen(await read_vllm_info(client, LOOK_TIMEOUT_S))
-        answer = await client.request("GET", READY_ROUTE, timeout_s=LOOK_TIMEOUT_S)
+            return ProbeResult(await read_vllm_info(client, PROBE_TIMEOUT_S))
+        answer = await client.request("GET", READY_ROUTE, timeout_s=PROBE_TIMEOUT_S)
         if answer.status == 404 and kind == "auto":
-            return Seen(await read_vllm_info(client, LOOK_TIMEOUT_S))
+            return ProbeResult(await read_vllm_info(client, PROBE_TIMEOUT_S))
         if answer.status != 200:
             if is_draining_answer(answer.status, answer.body):
-                return Seen(problem="it says that it is draining", is_draining=True)
-            return Seen(problem=_not_ready_reason(answer))
-        return Seen(await _read_info(client, headers))
+                return ProbeResult(problem="it says that it is draining", is_draining=True)
+            return ProbeResult(problem=_not_ready_reason(answer))
+        return ProbeResult(await _read_info(client, headers))
     except (NodeClientError, ValueError, RecursionError) as exc:
-        return Seen(problem=describe(exc), is_silent=_is_silence(exc))
+        return ProbeResult(problem=describe(exc), is_silent=_is_silence(exc))
 
 
 async def _read_info(client: NodeClient, headers: Mapping[str, str]) -> NodeInfo:
-    answer = await client.request("GET", INFO_ROUTE, headers=headers, timeout_s=LOOK_TIMEOUT_S)
+    answer = await client.request("GET", INFO_ROUTE, headers=headers, timeout_s=PROBE_TIMEOUT_S)
     if answer.status == 200:
         body = answer.json()
         if not isinstance(body, dict):

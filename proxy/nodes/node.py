@@ -170,7 +170,7 @@ class Node:
             host = parts.hostname or ""
         return host, port or parts.port or 80
 
-    def source_hint(self) -> dict[str, Any] | None:
+    def pull_source(self) -> dict[str, Any] | None:
         """This node as a place where part of a prompt may be; None when it cannot be asked."""
         if not self.info.pull or self.info.epoch is None:
             return None

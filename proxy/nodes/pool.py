@@ -20,7 +20,7 @@ from common.errors import InvalidRequestError
 from proxy.node_http.client import NodeClient
 from proxy.node_http.errors import describe
 from proxy.nodes.breaker import Breaker
-from proxy.nodes.health_probe import look
+from proxy.nodes.health_probe import probe
 from proxy.nodes.node import Node, NodeInfo, NodeRole, NodeState
 
 logger = logging.getLogger(__name__)
@@ -222,20 +222,20 @@ class NodePool:
     async def poll(self, node: Node) -> None:
         """Look at one node and update its record. Never raises on what the node does."""
         started_s = time.monotonic()
-        seen = await look(node.client, self._node_kind, self._headers)
-        if not seen.is_silent:
+        probed = await probe(node.client, self._node_kind, self._headers)
+        if not probed.is_silent:
             node.silent_since_s = None
         elif node.silent_since_s is None:
             # Not given up for one look: it may be this process that stood still.
             node.silent_since_s = started_s
         elif node.silence_s >= self._max_silence_s:
             node.client.give_up(self._max_silence_s)
-        if seen.info is not None:
-            self._take_info(node, seen.info)
-        elif seen.is_draining:
-            node.mark_draining(seen.problem)
+        if probed.info is not None:
+            self._take_info(node, probed.info)
+        elif probed.is_draining:
+            node.mark_draining(probed.problem)
         else:
-            node.mark_suspect(seen.problem)
+            node.mark_suspect(probed.problem)
 
     def _take_info(self, node: Node, info: NodeInfo) -> None:
         if (refusal := self._refusal(node, info)) is not None:

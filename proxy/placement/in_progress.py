@@ -38,7 +38,7 @@ class Claim:
     is_computing: bool = True
 
 
-class Underway:
+class PromptsInProgress:
     """Bounded: the oldest claims are forgotten first. Called from the event loop only."""
 
     def __init__(
@@ -67,12 +67,12 @@ class Underway:
         claims = self._claims
         if not claims:
             return NOTHING_EXPECTED
-        hints = keys.hints
+        truncated = keys.truncated_keys
         found: dict[str, int] = {}
         now = self._clock()
-        for num_blocks in itertools.compress(range(len(hints)), map(claims.__contains__, hints)):
+        for num_blocks in itertools.compress(range(len(truncated)), map(claims.__contains__, truncated)):
             num_tokens = num_blocks * keys.block_size
-            for claim in claims[hints[num_blocks]]:
+            for claim in claims[truncated[num_blocks]]:
                 have = coverage.get(claim.url) if not claim.is_computing else None
                 if claim.until_s > now and (have is None or have.attention_tokens < num_tokens):
                     found[claim.url] = num_tokens
@@ -80,10 +80,10 @@ class Underway:
 
     def begin(self, url: str, prompt: PromptKeys, num_known_tokens: int) -> Claim:
         """The node at ``url`` computes what it does not have of a prompt."""
-        hints, num_known = prompt.hints, num_known_tokens // prompt.block_size
-        keys = list(hints[num_known - num_known % STRIDE + STRIDE : -1 : STRIDE])
+        truncated, num_known = prompt.truncated_keys, num_known_tokens // prompt.block_size
+        keys = list(truncated[num_known - num_known % STRIDE + STRIDE : -1 : STRIDE])
         if prompt.num_blocks > num_known:
-            keys.append(hints[-1])
+            keys.append(truncated[-1])
         now = self._clock()
         claim = Claim(url, keys[: self._max_keys], now + self._lifetime_s)
         for key in claim.keys:

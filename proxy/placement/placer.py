@@ -23,7 +23,7 @@ from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
 from proxy.placement.cost import Choice, CostChooser, Options
 from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt
-from proxy.placement.in_progress import Claim, Underway
+from proxy.placement.in_progress import Claim, PromptsInProgress
 from proxy.placement.policies import Cost, PlacementPolicy, create_policy, pick
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from proxy.placement.sessions import SessionNodes
@@ -73,7 +73,7 @@ class Placer:
         self._chooser = CostChooser()
         self._rates = RateTable()
         self._history = TextHistory(clock=clock)
-        self._underway = Underway(clock=clock)
+        self._in_progress = PromptsInProgress(clock=clock)
         self._sessions = SessionNodes()
         self._open: dict[int, _Open] = {}
 
@@ -205,12 +205,12 @@ class Placer:
         if isinstance(keys, TextKeys):
             return Prompt.of(keys.num_tokens, self._history.lookup(keys), askable)
         coverage = self._index.lookup(keys)
-        return Prompt.of(keys.num_tokens, coverage, askable, self._underway.lookup(keys, coverage))
+        return Prompt.of(keys.num_tokens, coverage, askable, self._in_progress.lookup(keys, coverage))
 
     def _claims(self, placement: Placement, keys: Sequence[PromptKeys | TextKeys], choice: Choice) -> list[Claim]:
         """Of the prompts that are computed, on whoever computes each."""
         return [
-            self._underway.begin(placement.computing(index).url, each, known)
+            self._in_progress.begin(placement.computing(index).url, each, known)
             for index, (each, known) in enumerate(zip(keys, choice.known_tokens, strict=False))
             if not isinstance(each, TextKeys)
         ]
@@ -234,7 +234,7 @@ class Placer:
             others = [node for node in decode if node is not choice.decode]
             nodes = [choice.decode, *others] if choice.prefill else others
             nodes = nodes[:MAX_SOURCES] if choice.prefill else nodes[:1]
-        hints = [node.source_hint() for node in nodes]
+        hints = [node.pull_source() for node in nodes]
         return [hint for hint in hints if hint is not None]
 
     def _settle(self, entry: _Open, now: float, *, is_computed: bool) -> None:
@@ -242,7 +242,7 @@ class Placer:
         for node, charge in entry.charges:
             node.load.settle(charge, now)
         for claim in entry.claims:
-            self._underway.end(claim, is_computed=is_computed)
+            self._in_progress.end(claim, is_computed=is_computed)
 
 
 def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, tried: Sequence[Node]) -> Node:

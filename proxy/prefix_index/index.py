@@ -18,7 +18,7 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 __all__ = ["Coverage", "PrefixIndex"]
 
 ASSUMED_LIFETIME_S = 300.0
-_LET_GO_SHARE = 8
+_FORGET_SHARE = 8
 
 
 class PrefixIndex:
@@ -44,22 +44,22 @@ class PrefixIndex:
 
     def lookup(self, keys: PromptKeys) -> dict[str, Coverage]:
         """Coverage by node URL; nodes that have nothing of the prompt are left out."""
-        hints = keys.hints
+        truncated = keys.truncated_keys
         found: dict[str, Coverage] = {}
         touches = self._num_entries > self.max_entries // 2
         for url, cache in self._told.items():
             if cache.block_size != keys.block_size:
                 continue
-            coverage = cache.coverage(keys, hints)
+            coverage = cache.coverage(keys, truncated)
             if coverage.attention_tokens or coverage.state_tokens:
                 found[url] = coverage
                 if touches:
-                    cache.touch(hints[1 : coverage.attention_tokens // keys.block_size + 1])
+                    cache.touch(truncated[1 : coverage.attention_tokens // keys.block_size + 1])
         if self._assumed:
             now_s = self._clock()
             for url, assumed in self._assumed.items():
                 if assumed.block_size == keys.block_size:
-                    coverage = assumed.coverage(hints, now_s)
+                    coverage = assumed.coverage(truncated, now_s)
                     if coverage.attention_tokens:
                         found[url] = coverage
         return found
@@ -73,7 +73,7 @@ class PrefixIndex:
             self._forget_assumed(url)
             assumed = self._assumed[url] = AssumedCache(keys.block_size, self._lifetime_s)
         before = len(assumed)
-        assumed.observe(keys.hints, self._clock())
+        assumed.observe(keys.truncated_keys, self._clock())
         self._grew(len(assumed) - before)
 
     def drop(self, url: str) -> None:
@@ -116,5 +116,5 @@ class PrefixIndex:
             before = len(largest)
             # Many at a time: finding the oldest passes over the places of those that went before it.
             excess = self._num_entries - self.max_entries
-            largest.let_go(min(before, max(excess, before // _LET_GO_SHARE, 1)))
+            largest.forget(min(before, max(excess, before // _FORGET_SHARE, 1)))
             self._num_entries -= before - len(largest)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from common.wire.cache_events import CHECKPOINT, CacheChange, hint
+from common.wire.cache_events import CHECKPOINT, CacheChange, truncate_key
 from proxy.prefix_index.prompt_keys import PromptKeys
 
 _WINDOW_PREFIX = "window_"
@@ -52,7 +52,7 @@ class NodeCache:
         )
         self._full_bits = sum(self._bit_of.values()) - sum(bit for bit, _ in self._windows)
         self._has_groups = bool(groups)
-        # Cut keys. Blocks: the groups that have it; least recently used first.
+        # Truncated key of a block -> bits of the groups that have it; least recently used first.
         self._blocks: dict[bytes, int] = {}
         # Boundary -> checkpoints that hang on it -> (position, has a row).
         self._hanging: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
@@ -93,7 +93,7 @@ class NodeCache:
             if not hanging:
                 del self._hanging[boundary]
 
-    def let_go(self, num_entries: int) -> None:
+    def forget(self, num_entries: int) -> None:
         """Forget about that many entries, those first that were used least recently."""
         num_blocks = min(num_entries, len(self._blocks))
         for key in list(itertools.islice(self._blocks, num_blocks)):
@@ -101,26 +101,26 @@ class NodeCache:
         for key in list(itertools.islice(self._boundary_of, num_entries - num_blocks)):
             self._remove_checkpoint(key)
 
-    def touch(self, hints: Iterable[bytes]) -> None:
+    def touch(self, truncated: Iterable[bytes]) -> None:
         """These were used, the deepest given last."""
         blocks = self._blocks
-        for key in reversed(list(hints)):
+        for key in reversed(list(truncated)):
             bits = blocks.pop(key, None)
             if bits is not None:
                 blocks[key] = bits
 
     # --- lookup
 
-    def coverage(self, keys: PromptKeys, hints: Sequence[bytes]) -> Coverage:
-        """``hints``: the cut ``boundary_keys`` of ``keys``."""
+    def coverage(self, keys: PromptKeys, truncated: Sequence[bytes]) -> Coverage:
+        """``truncated``: the ``truncated_keys`` of ``keys``."""
         size = self.block_size
-        run = self._run(hints)
-        if not run and hints[0] not in self._hanging:
+        run = self._run(truncated)
+        if not run and truncated[0] not in self._hanging:
             return NO_COVERAGE
-        windows = _Windows(self._windows, self._blocks, hints, size) if self._windows else None
+        windows = _Windows(self._windows, self._blocks, truncated, size) if self._windows else None
         num_attention = run * size if self._full_bits else 0
         deepest, resume = 0, 0
-        for position, num_blocks, has_row in self._checkpoints(keys, hints, run):
+        for position, num_blocks, has_row in self._checkpoints(keys, truncated, run):
             deepest = max(deepest, position)
             is_end = position == keys.num_tokens
             if is_end and self._has_state and not has_row:
@@ -140,31 +140,31 @@ class NodeCache:
         attention = max(num_attention, deepest if has_tail else 0) if self._full_bits else resume
         return Coverage(attention, resume)
 
-    def _run(self, hints: Sequence[bytes]) -> int:
+    def _run(self, truncated: Sequence[bytes]) -> int:
         """Blocks from the left that all full groups have; all of them where there is no such group."""
         if not self._full_bits:
-            return len(hints) - 1
+            return len(truncated) - 1
         wanted, get = self._full_bits, self._blocks.get
         if len(self._bit_of) == 1:
-            return len(list(itertools.takewhile(self._blocks.__contains__, itertools.islice(hints, 1, None))))
+            return len(list(itertools.takewhile(self._blocks.__contains__, itertools.islice(truncated, 1, None))))
         run = 0
-        for key in itertools.islice(hints, 1, None):
+        for key in itertools.islice(truncated, 1, None):
             if get(key, 0) & wanted != wanted:
                 break
             run += 1
         return run
 
-    def _checkpoints(self, keys: PromptKeys, hints: Sequence[bytes], run: int) -> Iterable[tuple[int, int, bool]]:
+    def _checkpoints(self, keys: PromptKeys, truncated: Sequence[bytes], run: int) -> Iterable[tuple[int, int, bool]]:
         """(position, full blocks below it, has a row) of this prompt's checkpoints, the deepest first."""
         get = self._hanging.get
         for num_blocks in range(run, -1, -1):
-            hanging = get(hints[num_blocks])
+            hanging = get(truncated[num_blocks])
             if hanging is None:
                 continue
             places = sorted(((position, row, key) for key, (position, row) in hanging.items()), reverse=True)
             for position, has_row, key in places:
                 is_here = position <= keys.num_tokens and position // self.block_size == num_blocks
-                if is_here and hint(keys.key_at(position)) == key:
+                if is_here and truncate_key(keys.key_at(position)) == key:
                     yield position, num_blocks, has_row
 
 
@@ -173,11 +173,11 @@ class _Windows:
     counted when first asked."""
 
     def __init__(
-        self, windows: Sequence[tuple[int, int]], blocks: dict[bytes, int], hints: Sequence[bytes], block_size: int
+        self, windows: Sequence[tuple[int, int]], blocks: dict[bytes, int], truncated: Sequence[bytes], block_size: int
     ) -> None:
         self._windows = windows
         self._blocks = blocks
-        self._hints = hints
+        self._keys = truncated
         self._block_size = block_size
         self._runs: list[list[int]] = []
 
@@ -193,7 +193,7 @@ class _Windows:
     def _count(self, bit: int) -> list[int]:
         """At n the length of the run of blocks that ends with block n."""
         runs = [0]
-        for key in itertools.islice(self._hints, 1, None):
+        for key in itertools.islice(self._keys, 1, None):
             runs.append(runs[-1] + 1 if self._blocks.get(key, 0) & bit else 0)
         return runs
 
@@ -209,20 +209,21 @@ class AssumedCache:
     def __len__(self) -> int:
         return len(self._ends_s)
 
-    def observe(self, hints: Sequence[bytes], now_s: float) -> None:
+    def observe(self, truncated: Sequence[bytes], now_s: float) -> None:
         ends_s = self._ends_s
-        for key in reversed(hints[1:]):
+        for key in reversed(truncated[1:]):
             ends_s.pop(key, None)
             ends_s[key] = now_s + self._lifetime_s
         expired = list(itertools.takewhile(lambda key: ends_s[key] <= now_s, ends_s))
         for key in expired:
             del ends_s[key]
 
-    def let_go(self, num_entries: int) -> None:
+    def forget(self, num_entries: int) -> None:
         for key in list(itertools.islice(self._ends_s, num_entries)):
             del self._ends_s[key]
 
-    def coverage(self, hints: Sequence[bytes], now_s: float) -> Coverage:
+    def coverage(self, truncated: Sequence[bytes], now_s: float) -> Coverage:
         get = self._ends_s.get
-        run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, itertools.islice(hints, 1, None)))
+        blocks = itertools.islice(truncated, 1, None)
+        run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, blocks))
         return Coverage(run * self.block_size, run * self.block_size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.keys import PrefixKeys, chain_key, chain_root
-from common.wire.cache_events import hint
+from common.wire.cache_events import truncate_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +20,17 @@ class PromptKeys:
         block_size: tokens between two boundaries.
         boundary_keys: key of the first n full blocks at index n; the root, which binds model and salt, at 0.
         token_ids: the prompt's own, for places inside a block.
-        hints: ``boundary_keys``, cut as nodes tell them.
+        truncated_keys: ``boundary_keys`` as they are in the nodes' events.
     """
 
     num_tokens: int
     block_size: int
     boundary_keys: tuple[bytes, ...]
     token_ids: array[int] = field(repr=False)
-    hints: tuple[bytes, ...] = field(init=False, repr=False)
+    truncated_keys: tuple[bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hints", tuple(map(hint, self.boundary_keys)))
+        object.__setattr__(self, "truncated_keys", tuple(map(truncate_key, self.boundary_keys)))
 
     @classmethod
     def of_prompt(

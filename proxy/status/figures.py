@@ -92,7 +92,7 @@ class NodeFigures:
         self._watched: dict[str, _Watched] = {}
 
     async def refresh(self, nodes: Mapping[str, Fetch]) -> None:
-        """Ask the nodes again whose last question is old enough, and wait a moment for the answers."""
+        """Read again what was read long enough ago, and wait a moment for the answers."""
         now = time.monotonic()
         for url in self._watched.keys() - nodes.keys():
             for task in self._watched.pop(url).tasks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from common.metrics.metrics import Samples
-from proxy.admission.queue import Admission
+from proxy.admission.queue import AdmissionQueue
 from proxy.nodes.pool import NodePool
 from proxy.prefix_index.index import PrefixIndex
 
 
-def read_gauges(pool: NodePool, index: PrefixIndex, admission: Admission) -> Samples:
+def read_gauges(pool: NodePool, index: PrefixIndex, admission: AdmissionQueue) -> Samples:
     """A source for ``Metrics.set_source``."""
     nodes = pool.nodes
     return {

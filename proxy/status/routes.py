@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from common.server.drain import STATUS, Drain
 from common.server.versions import installed_versions
-from proxy.admission.queue import Admission
+from proxy.admission.queue import AdmissionQueue
 from proxy.metrics.recent_requests import RecentRequests
 from proxy.nodes.node import Node, NodeState
 from proxy.nodes.pool import NodePool
@@ -49,7 +49,7 @@ class StatusBoard:
     """Puts together what the page shows: of the proxy, its nodes, its last requests."""
 
     def __init__(
-        self, pool: NodePool, recent: RecentRequests, admission: Admission, drain: Drain, max_running: int
+        self, pool: NodePool, recent: RecentRequests, admission: AdmissionQueue, drain: Drain, max_running: int
     ) -> None:
         self._pool = pool
         self._recent = recent

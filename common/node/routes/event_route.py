@@ -15,7 +15,7 @@ from common.kv_cache.groups.recurrent_state import STATE_LABEL
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
 from common.node.node import Node
 from common.server.http import encode_json
-from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, hint
+from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, truncate_key
 from common.wire.fields import invalid
 from common.wire.routes import CACHE_EVENTS_ROUTE
 
@@ -79,11 +79,16 @@ def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
     keyed = itertools.groupby(events, key=_merge_key)
     for (is_stored, group, number), run in keyed:
         if number is None:
-            yield CacheChange(is_stored, group, tuple(hint(key) for event in run for key in event.keys))
+            yield CacheChange(is_stored, group, tuple(truncate_key(key) for event in run for key in event.keys))
             continue
         for event in run:
             yield CacheChange(
-                True, CHECKPOINT, (hint(event.keys[0]),), hint(event.parent), event.position, event.has_row
+                True,
+                CHECKPOINT,
+                (truncate_key(event.keys[0]),),
+                truncate_key(event.parent),
+                event.position,
+                event.has_row,
             )
 
 
@@ -99,7 +104,7 @@ def snapshot_changes(snapshot: CacheSnapshot, limit: int | None = None) -> list[
         positions, block_of = group.positions, group.block_of
         keys = sorted(block_of, key=lambda key: positions[block_of[key]])[:share]
         if keys:
-            changes.append(CacheChange(True, group.label, tuple(map(hint, keys))))
+            changes.append(CacheChange(True, group.label, tuple(map(truncate_key, keys))))
     return [*changes, *changes_of(checkpoints)]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from common.config.proxy import ProxyConfig
-from common.wire.cache_events import CHECKPOINT, CacheChange, hint
+from common.wire.cache_events import CHECKPOINT, CacheChange, truncate_key
 from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.nodes.pool import NodePool
@@ -81,12 +81,12 @@ def report(**fields: Any) -> LoadReport:
 def store(cache: NodeCache, keys: PromptKeys, position: int | None = None) -> None:
     """The first ``position`` tokens (default: all) with a state at their end."""
     position = keys.num_tokens if position is None else position
-    hints = tuple(map(hint, keys.boundary_keys))
+    truncated = tuple(map(truncate_key, keys.boundary_keys))
     num_blocks = position // keys.block_size
     if num_blocks:
-        cache.apply(CacheChange(True, "full", hints[1 : num_blocks + 1]))
-    key = hint(keys.key_at(position))
-    cache.apply(CacheChange(True, CHECKPOINT, (key,), hints[num_blocks], position, True))
+        cache.apply(CacheChange(True, "full", truncated[1 : num_blocks + 1]))
+    key = truncate_key(keys.key_at(position))
+    cache.apply(CacheChange(True, CHECKPOINT, (key,), truncated[num_blocks], position, True))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import InvalidRequestError, NodeUnavailableError, RequestDroppedError
 from proxy.admission.key_limits import Bucket, KeyLimits, Limits
-from proxy.admission.queue import Admission, Ask
+from proxy.admission.queue import AdmissionQueue, AdmissionRequest
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -24,24 +24,24 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def ask(priority: int = 0, deadline_s: float | None = None, **more: Any) -> Ask:
+def ask(priority: int = 0, deadline_s: float | None = None, **more: Any) -> AdmissionRequest:
     now_s = time.monotonic()
     more.setdefault("arrival_s", now_s)
-    return Ask(priority=priority, deadline_s=None if deadline_s is None else now_s + deadline_s, **more)
+    return AdmissionRequest(priority=priority, deadline_s=None if deadline_s is None else now_s + deadline_s, **more)
 
 
 @dataclass
 class Line:
     """An admission whose requests work until the test says so. ``began``: names in the order of their turns."""
 
-    admission: Admission
+    admission: AdmissionQueue
     began: list[str] = field(default_factory=list)
     dropped: dict[str, RequestDroppedError] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     ends: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    async def send(self, name: str, asked: Ask) -> None:
+    async def send(self, name: str, asked: AdmissionRequest) -> None:
         self.ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._run(name, asked))
         await settle()
@@ -51,7 +51,7 @@ class Line:
         await self.tasks[name]
         await settle()
 
-    async def _run(self, name: str, asked: Ask) -> None:
+    async def _run(self, name: str, asked: AdmissionRequest) -> None:
         try:
             async with self.admission.admitted(asked):
                 self.began.append(name)
@@ -76,7 +76,7 @@ async def settle() -> None:
 def line(**settings: Any) -> Line:
     drops: list[str] = []
     values: dict[str, Any] = {"max_running": 1, "max_waiting": 4, "max_wait_s": 10.0, "aging_s": 0.0, **settings}
-    return Line(Admission(**values, on_drop=drops.append), drops=drops)
+    return Line(AdmissionQueue(**values, on_drop=drops.append), drops=drops)
 
 
 @contextlib.asynccontextmanager
@@ -254,7 +254,7 @@ def test_waiting_when_longer_than_allowed_then_evicted() -> None:
 
 def test_everybody_when_evicted_then_each_gets_the_error() -> None:
     async def work() -> None:
-        admission = Admission(max_running=1, max_waiting=4, max_wait_s=10, aging_s=0)
+        admission = AdmissionQueue(max_running=1, max_waiting=4, max_wait_s=10, aging_s=0)
         async with admission.admitted(ask()):
             waiting = [asyncio.create_task(admission.admitted(ask()).__aenter__()) for _ in range(3)]
             await settle()

@@ -50,7 +50,7 @@ class Rig:
         keys = keys_of(token_ids)
         store(cache, keys, position)
         if not state:
-            cache.let_go(0)
+            cache.forget(0)
             for key in list(cache._boundary_of):
                 cache._remove_checkpoint(key)
         self.index.start(node.url, cache)
@@ -171,7 +171,7 @@ def test_place_when_another_node_has_the_prefix_then_it_is_named_as_source_and_n
     busy(rig.decode[1], num_running=64, num_waiting=20)
     placement = rig.place(prompt, placement_header=PlacementHeader.REMOTE)
     assert placement.decode is rig.decode[0]
-    assert placement.sources == [rig.decode[1].source_hint()]
+    assert placement.sources == [rig.decode[1].pull_source()]
     assert rig.place(tokens(3000, seed=5)).sources == []
 
 

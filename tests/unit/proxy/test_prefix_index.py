@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.kv_cache.manager import KVCacheManager
 from common.node.routes.event_route import changes_of, snapshot_changes
-from common.wire.cache_events import HINT_BYTES, CacheChange, CacheNews
+from common.wire.cache_events import TRUNCATED_KEY_BYTES, CacheChange, CacheNews
 from proxy.prefix_index.index import Coverage, PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -112,17 +112,17 @@ def compare_with_sets(data: st.DataObject) -> None:
     tokens = st.lists(st.integers(0, 1), min_size=2, max_size=12)
     for _ in range(data.draw(st.integers(1, 12))):
         url, keys = data.draw(st.sampled_from(urls)), prompt_keys(data.draw(tokens), 2)
-        hints = [key[:HINT_BYTES] for key in keys.boundary_keys[1:]]
+        truncated = [key[:TRUNCATED_KEY_BYTES] for key in keys.boundary_keys[1:]]
         is_stored = data.draw(st.booleans())
-        first = data.draw(st.integers(0, len(hints) - 1))
-        changed = tuple(hints[first:])
+        first = data.draw(st.integers(0, len(truncated) - 1))
+        changed = tuple(truncated[first:])
         held[url] = held[url] | set(changed) if is_stored else held[url] - set(changed)
         assert index.apply(url, CacheChange(is_stored, "attention", changed))
     keys = prompt_keys(data.draw(tokens), 2)
     wanted = {}
     for url in urls:
         run = 0
-        while run < keys.num_blocks and keys.boundary_keys[run + 1][:HINT_BYTES] in held[url]:
+        while run < keys.num_blocks and keys.boundary_keys[run + 1][:TRUNCATED_KEY_BYTES] in held[url]:
             run += 1
         if run:
             wanted[url] = Coverage(2 * run, min(2 * run, keys.num_tokens - 1))
@@ -131,7 +131,7 @@ def compare_with_sets(data: st.DataObject) -> None:
 
 
 def stored(keys: PromptKeys) -> CacheChange:
-    return CacheChange(True, "attention", tuple(key[:HINT_BYTES] for key in keys.boundary_keys[1:]))
+    return CacheChange(True, "attention", tuple(key[:TRUNCATED_KEY_BYTES] for key in keys.boundary_keys[1:]))
 
 
 @pytest.mark.parametrize("missing", range(8))
@@ -139,7 +139,7 @@ def test_index_when_one_block_is_missing_then_what_is_behind_it_does_not_count(m
     index, keys = PrefixIndex(1000), prompt_keys([1] * 33)
     index.start(URL, NodeCache(4, ["attention"], has_state=False))
     index.apply(URL, stored(keys))
-    index.apply(URL, CacheChange(False, "attention", (keys.boundary_keys[missing + 1][:HINT_BYTES],)))
+    index.apply(URL, CacheChange(False, "attention", (keys.boundary_keys[missing + 1][:TRUNCATED_KEY_BYTES],)))
     covered = Coverage(4 * missing, 4 * missing)
     assert index.lookup(keys) == ({URL: covered} if missing else {})
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from proxy.node_http.client import NodeClient
-from proxy.nodes import health_probe as node_look
-from proxy.nodes.health_probe import look
+from proxy.nodes import health_probe as health_probe
+from proxy.nodes.health_probe import probe
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
 
@@ -27,7 +27,7 @@ SOON_S = 8.0
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And slow enough that the nodes that are well answer them on a busy machine: one look missed takes a node out."""
-    monkeypatch.setattr(node_look, "LOOK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(health_probe, "PROBE_TIMEOUT_S", 0.5)
 
 
 def freeze(node: FakeNode, fault: Fault) -> None:
@@ -90,7 +90,9 @@ def test_request_when_its_prefill_node_goes_silent_then_another_one_computes_it(
 def test_stream_when_its_node_is_slow_to_say_something_and_answers_looks_then_is_waited_for(
     start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_look, "LOOK_TIMEOUT_S", 2.0)  # two looks that a busy machine misses last longer than this
+    monkeypatch.setattr(
+        health_probe, "PROBE_TIMEOUT_S", 2.0
+    )  # two looks that a busy machine misses last longer than this
     cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=0.1)
     cluster.decode[0].fault = Fault.HANG
     started_s = time.monotonic()
@@ -203,7 +205,7 @@ def test_look_when_the_network_finds_nobody_there_then_is_silent_and_when_refuse
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
         client = NodeClient("http://127.0.0.1:9", connect_timeout_s=5)
         try:
-            seen = await look(client, "auto", {})
+            seen = await probe(client, "auto", {})
         finally:
             await client.close()
         assert (seen.info, seen.is_silent) == (None, is_silent), seen.problem

@@ -16,7 +16,7 @@ from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument
-from proxy.http.tokenizer import Tokenisation
+from proxy.http.tokenizer import PromptTokenizer
 from proxy.node_http.client import NodeAnswer
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
@@ -162,7 +162,7 @@ class Answers:
 class Site:
     answers: Answers
     node: SimpleNamespace
-    tokenisation: Tokenisation
+    tokenizer: PromptTokenizer
     num_tokenised: int = 0
 
     def inc(self, name: str, amount: int = 1) -> None:
@@ -171,7 +171,7 @@ class Site:
 
     async def tokenised(self, prompt: str) -> Sequence[int] | str:
         body = {"prompt": prompt}
-        done = await self.tokenisation.tokenise(parse_completion(body), body, [prompt])
+        done = await self.tokenizer.tokenise(parse_completion(body), body, [prompt])
         token_ids: Sequence[int] | str = done.prompts[0]
         return token_ids
 
@@ -182,7 +182,7 @@ def site(document: TokenizerDocument) -> Site:
     info = SimpleNamespace(pull=True, fingerprint="f00d", epoch="1")
     node = SimpleNamespace(url="http://a", name="a", is_up=True, info=info, client=answers)
     made = Site(answers, node, None)  # type: ignore[arg-type]
-    made.tokenisation = Tokenisation(SimpleNamespace(nodes=[node]), made, {})  # type: ignore[arg-type]
+    made.tokenizer = PromptTokenizer(SimpleNamespace(nodes=[node]), made, {})  # type: ignore[arg-type]
     return made
 
 
@@ -194,13 +194,13 @@ async def _until_ids(site: Site, token_ids: Sequence[int]) -> None:
 
 @pytest.mark.asyncio
 async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, codec: TextCodec) -> None:
-    site.tokenisation.start()
+    site.tokenizer.start()
     try:
         await _until_ids(site, codec.encode("hello dog"))
         for body in ({"prompt": "hello dog " * 20}, {"prompt": list(range(50))}):
             for salt in (None, "tenant"):
                 full = {**body, "cache_salt": salt}
-                done = await site.tokenisation.tokenise(parse_completion(full), full, [body["prompt"]])
+                done = await site.tokenizer.tokenise(parse_completion(full), full, [body["prompt"]])
                 token_ids = done.prompts[0]
                 extra = (("cache_salt", salt.encode()),) if salt else ()
                 theirs = PrefixKeys(chain_root(b"root", extra), BLOCK_SIZE, token_ids)
@@ -210,10 +210,10 @@ async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, code
                 assert list(keys.boundary_keys) == theirs.boundary_keys(len(token_ids) // BLOCK_SIZE)
                 assert keys.key_at(21) == theirs.key_at(21)
         many = {"prompt": ["a"] * 17}
-        done = await site.tokenisation.tokenise(parse_completion(many), many, many["prompt"])
+        done = await site.tokenizer.tokenise(parse_completion(many), many, many["prompt"])
         assert (len(done.prompts), done.prompt_keys) == (17, ())
     finally:
-        await site.tokenisation.close()
+        await site.tokenizer.close()
 
 
 @pytest.mark.asyncio
@@ -221,7 +221,7 @@ async def test_tokenizer_when_the_node_lives_anew_then_it_is_asked_and_sent_agai
     site: Site, document: TokenizerDocument
 ) -> None:
     old, new = codec_ids(document), None
-    site.tokenisation.start()
+    site.tokenizer.start()
     try:
         await _until_ids(site, old)
         site.node.info.epoch = "2"
@@ -236,14 +236,14 @@ async def test_tokenizer_when_the_node_lives_anew_then_it_is_asked_and_sent_agai
         await _until_ids(site, new)
         assert site.answers.num_bodies == 2
     finally:
-        await site.tokenisation.close()
+        await site.tokenizer.close()
 
 
 @pytest.mark.asyncio
 async def test_tokenizer_when_the_nodes_have_another_model_then_the_old_one_is_not_used_meanwhile(
     site: Site, document: TokenizerDocument
 ) -> None:
-    site.tokenisation.start()
+    site.tokenizer.start()
     try:
         await _until_ids(site, codec_ids(document))
         site.node.info.fingerprint = "beef"
@@ -251,7 +251,7 @@ async def test_tokenizer_when_the_nodes_have_another_model_then_the_old_one_is_n
         site.answers.document = dataclasses.replace(document, fingerprint="beef")
         await _until_ids(site, codec_ids(document))
     finally:
-        await site.tokenisation.close()
+        await site.tokenizer.close()
 
 
 def document_with(tokenizer: Any, document: TokenizerDocument) -> TokenizerDocument:
@@ -276,13 +276,13 @@ async def test_node_without_a_usable_tokenizer_then_texts_go_as_they_came_and_id
 ) -> None:
     site.answers.document = dataclasses.replace(document, parts=None, reason="slow")
     ids = {"prompt": [1, 2, 3]}
-    site.tokenisation.start()
+    site.tokenizer.start()
     try:
         async with asyncio.timeout(20):
-            while not (await site.tokenisation.tokenise(parse_completion(ids), ids, [ids["prompt"]])).prompt_keys:
+            while not (await site.tokenizer.tokenise(parse_completion(ids), ids, [ids["prompt"]])).prompt_keys:
                 await asyncio.sleep(0.01)
         assert await site.tokenised("hello dog") == "hello dog"
-        assert (await site.tokenisation.tokenise(parse_chat(CHAT), CHAT, [None])).body == CHAT
+        assert (await site.tokenizer.tokenise(parse_chat(CHAT), CHAT, [None])).body == CHAT
         assert site.num_tokenised == 0
     finally:
-        await site.tokenisation.close()
+        await site.tokenizer.close()

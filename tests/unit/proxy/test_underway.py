@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, Underway
+from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, PromptsInProgress
 from proxy.placement.request import Avoided, Placement
 from proxy.prefix_index.index import Coverage
 from proxy.prefix_index.node_cache import NodeCache
@@ -72,7 +72,7 @@ def test_place_when_the_first_one_failed_then_nobody_counts_on_it() -> None:
     job = make_request(prompt(0))
     first = rig.placer.place(job, Avoided())
     rig.placer.finished(job)
-    assert len(rig.placer._underway) == 0
+    assert len(rig.placer._in_progress) == 0
     assert rig.place(prompt(1)).prefill[0] is not first.prefill[0]  # the other one's turn
 
 
@@ -113,90 +113,90 @@ def test_placer_when_all_requests_have_ended_then_holds_nothing_of_them() -> Non
         rig.placer.place(job, Avoided())  # a second try
     for job in jobs:
         rig.placer.finished(job)
-    assert len(rig.placer._underway) == 0
+    assert len(rig.placer._in_progress) == 0
 
 
 # --- claims
 
 
 def test_lookup_when_a_longer_prompt_begins_like_one_that_is_computed_then_finds_all_of_it() -> None:
-    underway = Underway()
-    underway.begin(NODE, keys_of(SHARED[:800]), 0)
-    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 800}
-    assert underway.lookup(keys_of(tokens(800, seed=9)), {}) == {}
+    in_progress = PromptsInProgress()
+    in_progress.begin(NODE, keys_of(SHARED[:800]), 0)
+    assert in_progress.lookup(keys_of(SHARED), {}) == {NODE: 800}
+    assert in_progress.lookup(keys_of(tokens(800, seed=9)), {}) == {}
 
 
 def test_lookup_when_two_part_inside_a_stride_then_finds_what_is_surely_shared() -> None:
-    underway = Underway()
-    underway.begin(NODE, keys_of(prompt(1)), 0)
-    found = underway.lookup(keys_of(prompt(2)), {})[NODE]
+    in_progress = PromptsInProgress()
+    in_progress.begin(NODE, keys_of(prompt(1)), 0)
+    found = in_progress.lookup(keys_of(prompt(2)), {})[NODE]
     assert 1600 - STRIDE * BLOCK_SIZE < found <= 1600
 
 
 def test_claim_when_another_one_computes_the_same_then_outlives_the_first_ones_end() -> None:
-    underway = Underway()
-    first, second = (underway.begin(NODE, keys_of(SHARED), 0) for _ in range(2))
-    underway.end(first, is_computed=False)
-    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 1600}
-    underway.end(second, is_computed=False)
-    assert underway.lookup(keys_of(SHARED), {}) == {}
-    assert len(underway) == 0
+    in_progress = PromptsInProgress()
+    first, second = (in_progress.begin(NODE, keys_of(SHARED), 0) for _ in range(2))
+    in_progress.end(first, is_computed=False)
+    assert in_progress.lookup(keys_of(SHARED), {}) == {NODE: 1600}
+    in_progress.end(second, is_computed=False)
+    assert in_progress.lookup(keys_of(SHARED), {}) == {}
+    assert len(in_progress) == 0
 
 
 def test_claim_when_nobody_ends_it_then_counts_for_its_lifetime_and_is_forgotten() -> None:
     now = [0.0]
-    underway = Underway(clock=lambda: now[0])
-    claim = underway.begin(NODE, keys_of(SHARED), 0)
+    in_progress = PromptsInProgress(clock=lambda: now[0])
+    claim = in_progress.begin(NODE, keys_of(SHARED), 0)
     now[0] = LIFETIME_S - 1
-    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 1600}
+    assert in_progress.lookup(keys_of(SHARED), {}) == {NODE: 1600}
     now[0] = LIFETIME_S + 1
-    assert underway.lookup(keys_of(SHARED), {}) == {}
-    underway.begin(OTHER, keys_of(tokens(100, seed=3)), 0)
-    assert underway.lookup(keys_of(SHARED), {}) == {}
-    assert len(underway) <= 2
-    underway.end(claim, is_computed=True)
+    assert in_progress.lookup(keys_of(SHARED), {}) == {}
+    in_progress.begin(OTHER, keys_of(tokens(100, seed=3)), 0)
+    assert in_progress.lookup(keys_of(SHARED), {}) == {}
+    assert len(in_progress) <= 2
+    in_progress.end(claim, is_computed=True)
 
 
 def test_claims_when_there_are_too_many_then_the_oldest_are_forgotten() -> None:
-    underway = Underway(max_keys=100)
-    claims = [underway.begin(NODE, keys_of(tokens(1600, seed=number)), 0) for number in range(20)]
-    assert len(underway) <= 100
-    assert underway.lookup(keys_of(tokens(1600, seed=19)), {}) == {NODE: 1600}
-    assert underway.lookup(keys_of(tokens(1600, seed=0)), {}) == {}
+    in_progress = PromptsInProgress(max_keys=100)
+    claims = [in_progress.begin(NODE, keys_of(tokens(1600, seed=number)), 0) for number in range(20)]
+    assert len(in_progress) <= 100
+    assert in_progress.lookup(keys_of(tokens(1600, seed=19)), {}) == {NODE: 1600}
+    assert in_progress.lookup(keys_of(tokens(1600, seed=0)), {}) == {}
     for claim in claims:
-        underway.end(claim, is_computed=False)
-    assert len(underway) == 0
+        in_progress.end(claim, is_computed=False)
+    assert len(in_progress) == 0
 
 
 def test_claim_when_its_prompt_alone_has_too_many_places_then_its_beginning_is_remembered() -> None:
-    underway = Underway(max_keys=4)
-    before = underway.begin(OTHER, keys_of(tokens(300, seed=3)), 0)
-    claim = underway.begin(NODE, keys_of(SHARED), 0)
-    assert len(underway) == 4
-    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 4 * STRIDE * BLOCK_SIZE}
+    in_progress = PromptsInProgress(max_keys=4)
+    before = in_progress.begin(OTHER, keys_of(tokens(300, seed=3)), 0)
+    claim = in_progress.begin(NODE, keys_of(SHARED), 0)
+    assert len(in_progress) == 4
+    assert in_progress.lookup(keys_of(SHARED), {}) == {NODE: 4 * STRIDE * BLOCK_SIZE}
     for each in (before, claim):
-        underway.end(each, is_computed=False)
-    assert len(underway) == 0
+        in_progress.end(each, is_computed=False)
+    assert len(in_progress) == 0
 
 
 def test_claims_when_they_ended_behind_one_that_computes_for_long_then_are_forgotten_before_it() -> None:
     now = [0.0]
-    underway = Underway(clock=lambda: now[0])
-    underway.begin(NODE, keys_of(SHARED[:800]), 0)
-    num_places = len(underway)
+    in_progress = PromptsInProgress(clock=lambda: now[0])
+    in_progress.begin(NODE, keys_of(SHARED[:800]), 0)
+    num_places = len(in_progress)
     for number in range(10):
-        underway.end(underway.begin(OTHER, keys_of(tokens(800, seed=number)), 0), is_computed=True)
+        in_progress.end(in_progress.begin(OTHER, keys_of(tokens(800, seed=number)), 0), is_computed=True)
     now[0] = GRACE_S + 1
-    underway.begin(NODE, keys_of(SHARED[:800]), 0)
-    assert len(underway) == num_places
-    assert underway.lookup(keys_of(SHARED), {}) == {NODE: 800}
+    in_progress.begin(NODE, keys_of(SHARED[:800]), 0)
+    assert len(in_progress) == num_places
+    assert in_progress.lookup(keys_of(SHARED), {}) == {NODE: 800}
 
 
 def test_lookup_when_computed_and_told_then_leaves_it_to_the_index() -> None:
-    underway = Underway()
-    claim = underway.begin(NODE, keys_of(SHARED), 0)
+    in_progress = PromptsInProgress()
+    claim = in_progress.begin(NODE, keys_of(SHARED), 0)
     told = {NODE: Coverage(1600, 0)}
-    assert underway.lookup(keys_of(SHARED), told) == {NODE: 1600}  # it still computes
-    underway.end(claim, is_computed=True)
-    assert underway.lookup(keys_of(SHARED), told) == {}
-    assert underway.lookup(keys_of(SHARED), {NODE: Coverage(640, 640)}) == {NODE: 1600}
+    assert in_progress.lookup(keys_of(SHARED), told) == {NODE: 1600}  # it still computes
+    in_progress.end(claim, is_computed=True)
+    assert in_progress.lookup(keys_of(SHARED), told) == {}
+    assert in_progress.lookup(keys_of(SHARED), {NODE: Coverage(640, 640)}) == {NODE: 1600}
