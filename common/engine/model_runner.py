@@ -17,8 +17,8 @@ from common.engine.plan import Rows, StepPlan
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.adapter.arguments import step_arguments
+from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
-from common.models.adapter.patching import EngineCache
 from common.models.cpu.replay import Replay
 from common.models.loading.loader import LoadedModel
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from common.errors import ConfigError
+from common.models.loading.checkpoint import read_config
 from common.models.loading.fingerprint import model_fingerprint
-from common.models.loading.loader import load_model, read_config
+from common.models.loading.loader import load_model
 from common.models.loading.quiet import quiet_transformers
 from tests.engine.harness import engine_model, random_tokens, stock_logits, stock_model
 from tests.support.models import FAMILIES, checkpoint, tiered

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
 from common.models.adapter.forward_context import PoolViews, get_forward_context
-from common.models.cpu.recorder import Arena, Program, Recorder
+from common.models.cpu.arena import Arena
+from common.models.cpu.program import Program
+from common.models.cpu.recorder import Recorder
 from common.models.cpu.replay import Replay
 from common.ops.cpu.backend import CppOps
 from common.ops.cpu.elementwise import Elementwise

@@ -1,4 +1,4 @@
-"""The model families that may run, and what their seam looks like in the pinned transformers version.
+"""The model families that may run, and what is patched of each in the pinned transformers version.
 
 A family is listed once its numbers were compared with stock transformers (tests/engine). Another ``model_type`` is
 refused at start, with this list in the message.
@@ -20,7 +20,7 @@ KIMI_DELTA = "chunk_kimi_delta_attention"
 @dataclass(frozen=True, slots=True)
 class Family:
     """``mixer_class``: name of the recurrent mixer's class (None: dense). ``functions``: globals of its module that are
-    replaced by varlen ops (none: the seam replaces the mixer's forward). ``probe_tolerance``: largest allowed float32
+    replaced by varlen ops (none: the mixer's forward is replaced). ``probe_tolerance``: largest allowed float32
     logit difference, in standard deviations."""
 
     mixer_class: str | None

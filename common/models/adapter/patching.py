@@ -1,10 +1,9 @@
-"""Where transformers' model code meets our state: four cache calls, one attention function, five module-level
-functions.
+"""Leads transformers' model code to our ops: one attention function, five module-level functions, three forwards.
 
-Mixers keep their own forward (projections, norms, gates). They are handed :class:`EngineCache`, which has no state to
+Mixers keep their own forward (projections, norms, gates). They are handed an ``EngineCache``, which has no state to
 give, so they take their many-tokens branch for any number of rows; the functions which that branch calls are
 replaced, in the mixer's module, by wrappers that go to the varlen ops while a forward context is set and to the stock
-function otherwise.
+function (transformers' own) otherwise.
 """
 
 from __future__ import annotations
@@ -21,68 +20,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
+from common.errors import ConfigError
+from common.kv_cache.spec import ModelGeometry
 from common.models.adapter import mla
-from common.models.adapter.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2
+from common.models.adapter.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 from common.models.adapter.forward_context import get_forward_context
 from common.models.adapter.lightning_attention import lightning_forward
 from common.models.adapter.short_conv import short_conv_forward
 from common.ops.interface import StepSize
 
-ATTENTION_NAME = "tandem_paged"
+_ATTENTION_NAME = "tandem_paged"
+"""Under which transformers calls :func:`_attention`. No mask function has this name, so no mask is ever built."""
 _STOCK = "__tandem_stock__"
+"""Attribute of a replaced function: the one of transformers that it stands for."""
 _NO_STATE = torch.empty(0)
 """Handed back as the state after a rule: some mixers convert it before they give it to the cache, which ignores it."""
-
-
-class EngineCache:
-    """Stands in for transformers' cache. Holds nothing: it notes which layer is speaking, and K/V go to their
-    blocks."""
-
-    is_compileable = False
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """key, value: [1, num_kv_heads, num_tokens, head_size]; with MLA a latent and the shared part of its key.
-
-        Given back as they are (latents: cut short): attention reads the blocks itself."""
-        context = get_forward_context()
-        assert context is not None, "the engine's cache was used outside a forward context"
-        context.layer_idx = layer_idx
-        pool = context.attention_pool()
-        if pool.is_latent:
-            return mla.store(context, key, value)
-        metadata = context.attention_metadata()
-        context.ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool.key, pool.value, metadata)
-        return key, value
-
-    def update_conv_state(self, x: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        context = get_forward_context()
-        assert context is not None, "the engine's cache was used outside a forward context"
-        context.layer_idx, context.num_scanned = layer_idx, 0
-        return x
-
-    def update_recurrent_state(self, state: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
-        return state
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_query_offset(self, *args: Any) -> int:
-        return 0
 
 
 def _attention(
@@ -226,13 +178,33 @@ _FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = Ma
 kernel does."""
 
 
-def missing_functions(mixer_class: type, names: tuple[str, ...]) -> list[str]:
-    """Those of ``names`` that the mixer's module does not have."""
-    module = sys.modules[mixer_class.__module__]
-    return [name for name in names if not callable(getattr(module, name, None))]
+def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
+    """Check that the loaded modules are those that ``family`` names, and lead their calls to the engine.
+
+    Raises:
+        ConfigError: naming what differs from the planned geometry or the pinned transformers version.
+    """
+    mixers = [m for m in model.modules() if family.mixer_class and type(m).__name__ == family.mixer_class]
+    planned = {layer.layer_idx: layer for layer in geometry.state_layers}
+    if sorted(m.layer_idx for m in mixers) != sorted(planned):
+        raise ConfigError(
+            f"model_type {geometry.model_type!r}: the config plans recurrent layers {sorted(planned)}, the model has "
+            f"{family.mixer_class} at {sorted(m.layer_idx for m in mixers)}",
+            param="--model",
+        )
+    if mixers:
+        module = sys.modules[type(mixers[0]).__module__]
+        if missing := [name for name in family.functions if not callable(getattr(module, name, None))]:
+            raise ConfigError(
+                f"transformers has no {', '.join(missing)} beside {family.mixer_class}: install transformers==5.23.*",
+                param="--model",
+            )
+        _replace_functions(type(mixers[0]), family.functions)
+    AttentionInterface.register(_ATTENTION_NAME, _attention)
+    model.set_attn_implementation(_ATTENTION_NAME)
 
 
-def install(mixer_class: type, names: tuple[str, ...]) -> None:
+def _replace_functions(mixer_class: Any, names: tuple[str, ...]) -> None:
     """Replace the functions in the mixer's module (or its forward), once per process; without a forward context they
     stay what they were."""
     module = sys.modules[mixer_class.__module__]
@@ -242,14 +214,8 @@ def install(mixer_class: type, names: tuple[str, ...]) -> None:
             wrapped = _WRAPPERS[name](current)
             setattr(wrapped, _STOCK, current)
             setattr(module, name, wrapped)
-    forward = mixer_class.forward  # type: ignore[attr-defined]
+    forward = mixer_class.forward
     if mixer_class.__name__ in _FORWARDS and not hasattr(forward, _STOCK):
         replaced = _FORWARDS[mixer_class.__name__](forward)
         setattr(replaced, _STOCK, forward)
-        mixer_class.forward = replaced  # type: ignore[attr-defined]
-
-
-def use_paged_attention(model: Any) -> None:
-    """Switch a loaded model to the engine's attention. The name is not a mask function, so no mask is ever built."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    model.set_attn_implementation(ATTENTION_NAME)
+        mixer_class.forward = replaced

@@ -13,7 +13,6 @@ outside the arena) makes the recording fail; the forward itself is right in any 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from common.models.cpu.arena import Arena, Place
+from common.models.cpu.program import Program
 from common.ops.cpu.backend import CppOps
 from common.ops.cpu.elementwise import Elementwise
 from common.ops.cpu.launch import listening
 from common.ops.step.packed import PackedStep
 
-_ALIGNMENT = 64
 _FRESH = frozenset(
     {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 )
@@ -41,54 +40,6 @@ _NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _EXITS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _BINARY = {"aten::add": Elementwise.ADD, "aten::sub": Elementwise.SUB, "aten::mul": Elementwise.MUL}
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
-
-
-class Arena:
-    """Memory of all programs of one model, of which one runs at a time. Reserved, and resident as far as it is used."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._num_bytes = num_bytes
-        self._begin: int = self._bytes.data_ptr()
-        self._taken: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, who: in order
-
-    def holds(self, x: Tensor) -> bool:
-        return 0 <= int(x.untyped_storage().data_ptr()) - self._begin < self._num_bytes
-
-    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A tensor in memory that no living one has; None: there is no room."""
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        if span == 0:
-            return torch.empty_strided(shape, stride, dtype=dtype)
-        size = -(-span * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._taken = [entry for entry in self._taken if not entry[2].expired()]
-        begin, place = 0, 0
-        while place < len(self._taken) and begin + size > self._taken[place][0]:
-            begin = self._taken[place][1]
-            place += 1
-        if begin + size > self._num_bytes:
-            return None
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=span, offset=begin)
-        self._taken.insert(place, (begin, begin + size, StorageWeakRef(flat.untyped_storage())))
-        return flat.as_strided(shape, stride)
-
-    def view(self, place: _Place) -> Tensor:
-        """The tensor that was at ``place``, again."""
-        if 0 in place.shape:  # was at no address
-            return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-        offset = (place.address - self._begin) // place.dtype.itemsize
-        return self._bytes.view(place.dtype).as_strided(place.shape, place.stride, offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor of the arena that must not be kept alive by the recording."""
-
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +54,7 @@ class _TorchCall:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    results: tuple[_Place, ...] | None  # None: it writes where its arguments say
-
-
-class Program:
-    """A recorded forward. ``inputs`` are filled in before, ``output`` is read after :meth:`run`; both are places in the
-    arena, which the next program may use otherwise."""
-
-    def __init__(
-        self,
-        ops: CppOps,
-        inputs: tuple[Tensor, ...],
-        output: Tensor,
-        stages: list[Callable[[], None]],
-        steps: list[array[int]],
-        kept: list[Any],
-    ) -> None:
-        self.inputs, self.output = inputs, output
-        self._stages, self._steps = stages, steps
-        self._kept = (ops, kept)
-
-    def run(self, steps: Sequence[PackedStep]) -> None:
-        """``steps``: of each attention group."""
-        for own, step in zip(self._steps, steps, strict=True):
-            own[:] = step.header  # in place: the calls have its address
-        for stage in self._stages:
-            stage()
+    results: tuple[Place, ...] | None  # None: it writes where its arguments say
 
 
 class Recorder(TorchDispatchMode):
@@ -239,8 +165,8 @@ class Recorder(TorchDispatchMode):
                 self._flush(stages, pending)
                 stages.append(self._torch_stage(call))
         self._flush(stages, pending)
-        inputs = tuple(self._arena.view(_place(x)) for x in self.inputs)
-        return Program(self._ops, inputs, self._arena.view(_place(output)), stages, steps, self._kept)
+        inputs = tuple(self._arena.view(Place.of(x)) for x in self.inputs)
+        return Program(self._ops, inputs, self._arena.view(Place.of(output)), stages, steps, self._kept)
 
     def _flush(self, stages: list[Callable[[], None]], pending: list[int]) -> None:
         if pending:
@@ -250,7 +176,7 @@ class Recorder(TorchDispatchMode):
 
     def _torch_stage(self, call: _TorchCall) -> Callable[[], None]:
         view = self._arena.view
-        args, kwargs = tree_map(lambda x: view(x) if isinstance(x, _Place) else x, (call.args, call.kwargs))
+        args, kwargs = tree_map(lambda x: view(x) if isinstance(x, Place) else x, (call.args, call.kwargs))
         function = call.function
         if call.results is None:
             return lambda: function(*args, **kwargs)
@@ -317,7 +243,7 @@ class Recorder(TorchDispatchMode):
             self._calls.append(_KernelCall(self._ops.elementwise.function, array("q", words), -1))
             return
         placed = tree_map(self._placed, (args, kwargs))
-        places = None if results is None else tuple(_place(x) for x in results)
+        places = None if results is None else tuple(Place.of(x) for x in results)
         self._calls.append(_TorchCall(func, placed[0], placed[1], places))
 
     def _record_cat(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
@@ -333,7 +259,7 @@ class Recorder(TorchDispatchMode):
             begin += size
         if None in calls:
             placed = tree_map(self._placed, (args, kwargs))
-            self._calls.append(_TorchCall(func, placed[0], placed[1], (_place(out),)))
+            self._calls.append(_TorchCall(func, placed[0], placed[1], (Place.of(out),)))
             return
         self._keep_constants(args, kwargs)
         for words, kept in (call for call in calls if call is not None):
@@ -344,7 +270,7 @@ class Recorder(TorchDispatchMode):
         self._kept.extend(x for x in tree_flatten(trees)[0] if isinstance(x, Tensor) and not self._arena.holds(x))
 
     def _placed(self, x: Any) -> Any:
-        return _place(x) if isinstance(x, Tensor) and self._arena.holds(x) else x
+        return Place.of(x) if isinstance(x, Tensor) and self._arena.holds(x) else x
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -369,10 +295,6 @@ class _Exits(TorchFunctionMode):
         if func in _EXITS:
             self._recorder.read(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _place(x: Tensor) -> _Place:
-    return _Place(x.data_ptr(), tuple(x.shape), tuple(x.stride()), x.dtype)
 
 
 def _is_number_or_tensor(x: Any) -> bool:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
-from common.models.cpu.recorder import Arena, Program, Recorder
+from common.models.cpu.arena import Arena
+from common.models.cpu.program import Program
+from common.models.cpu.recorder import Recorder
 from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata

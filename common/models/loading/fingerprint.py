@@ -27,7 +27,7 @@ def user_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "tandem"
 
 
-def write_atomically(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that another process sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -78,5 +78,5 @@ def _file_digest(path: Path, cache_dir: Path) -> str:
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
     with contextlib.suppress(OSError):  # a read-only home costs time at the next start, nothing else
-        write_atomically(remembered, digest.hexdigest())
+        _write_atomically(remembered, digest.hexdigest())
     return digest.hexdigest()

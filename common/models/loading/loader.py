@@ -1,38 +1,40 @@
 """From a checkpoint folder or hub id to a model that runs with all of its state outside.
 
-1 read the raw config and derive the geometry (no weights yet). 2 load the weights straight to the target dtype. 3 put
-compiled linear layers and norms in (C++ backend). 4 check that the seam fits: functions present, mixers counted, shapes
-as planned. 5 probe: stock forward, from before step 3, against chunked engine. Leaves by: a ``LoadedModel``, or
-``ConfigError`` with the reason. A family never runs unprobed.
+1 read the raw config and derive the geometry (no weights yet). 2 load the weights straight to the target dtype. 3 run
+transformers' own forward over a few tokens: what its cache then holds must have the planned shapes. 4 put compiled
+linear layers, norms and activations in (C++ backend). 5 patch the model: functions present, mixers counted. 6 probe:
+the logits of step 3 against the engine's, in chunks. Leaves by: a ``LoadedModel``, or ``ConfigError`` with the reason.
+A family never runs unprobed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
-from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
-from common.models.adapter.families import FAMILIES, Family
+from common.kv_cache.spec import ModelGeometry
+from common.models.adapter.engine_cache import EngineCache
+from common.models.adapter.families import FAMILIES
 from common.models.adapter.head import Head
-from common.models.adapter.patching import EngineCache, install, missing_functions, use_paged_attention
+from common.models.adapter.patching import patch_model
 from common.models.cpu.activations import fuse_activations
 from common.models.cpu.gated_mlps import fuse_gated_mlps
 from common.models.cpu.linears import pack_linears
 from common.models.cpu.norms import fuse_norms
+from common.models.loading.checkpoint import (
+    eos_token_ids,
+    load_tokenizer,
+    load_weights,
+    read_config,
+    resolve_dtype,
+    resolve_folder,
+)
 from common.models.loading.fingerprint import model_fingerprint, user_cache_dir
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
@@ -41,9 +43,6 @@ from common.ops.interface import Ops
 from common.ops.select import create_ops
 
 logger = logging.getLogger(__name__)
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class LoadedModel:
         config: its text config.
         geometry: what the cache must hold for it, checked against the loaded modules.
         dtype, device: of the weights.
-        ops: the backend that the seam calls.
+        ops: the backend that the patched functions call.
         fingerprint: hex digest of config, weights, dtype and revision.
         head: rows of the last hidden state -> logits.
         tokenizer: the checkpoint's tokenizer, or None when it has none.
@@ -104,7 +103,7 @@ def load_model(
     begin_s = time.monotonic()
     folder = resolve_folder(model, revision)
     raw_config = read_config(folder)
-    dtype = _resolve_dtype(dtype, raw_config)
+    dtype = resolve_dtype(dtype, raw_config)
     geometry = model_geometry(raw_config, dtype)  # refuses what is not in FAMILIES
     family = FAMILIES[geometry.model_type]
     target = torch.device(device)
@@ -116,7 +115,7 @@ def load_model(
         prebuilt_dir=Path(prebuilt_ops) if prebuilt_ops is not None else None,
     )
     with quiet_transformers():
-        loaded = _load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
+        loaded = load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
         head = Head(loaded)
         tokens = probe_tokens(geometry.vocab_size, seed)
         expected = stock_logits(loaded, tokens, geometry, target)
@@ -126,7 +125,7 @@ def load_model(
             fuse_norms(loaded, ops.norms)
             fuse_activations(loaded, ops.elementwise)
             fuse_gated_mlps(loaded, ops.elementwise)
-        _prepare(loaded, family, geometry)
+        patch_model(loaded, family, geometry)
         check_numbers(
             loaded,
             EngineCache(),
@@ -161,125 +160,7 @@ def load_model(
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
         tokenizer=load_tokenizer(folder, trust_remote_code),
-        eos_token_ids=_eos_token_ids(loaded),
+        eos_token_ids=eos_token_ids(loaded),
         folder=folder,
         is_replayed=is_replayed,
     )
-
-
-def resolve_folder(model: str, revision: str | None) -> Path:
-    """The folder with the checkpoint's files: ``model`` itself, or the hub's snapshot of it (fetched if need be).
-
-    Raises:
-        ConfigError: neither.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"--model {model!r}: no such folder", param="--model")
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as exc:
-        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        raise ConfigError(
-            f"--model {model!r} is no folder here, and the hub did not give it "
-            f"(revision {revision or 'main'}): {reason}",
-            param="--model",
-        ) from exc
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's ``config.json``.
-
-    Raises:
-        ConfigError: missing, or not a JSON object with a ``model_type``.
-    """
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise ConfigError(f"--model {str(folder)!r}: the folder holds no config.json", param="--model") from exc
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"--model: {path} cannot be read: {exc}", param="--model") from exc
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise ConfigError(f"--model: {path} has no model_type", param="--model")
-    return raw
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any | None:
-    """The tokenizer in ``folder``, or None when there are no tokenizer files.
-
-    Raises:
-        ConfigError: the files are there and cannot be used.
-    """
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"--model {str(folder)!r}: the tokenizer cannot be loaded: {exc}", param="--model") from exc
-
-
-def _resolve_dtype(dtype: str, raw_config: Mapping[str, Any]) -> str:
-    if dtype == "auto":
-        nested = raw_config.get("text_config") or {}
-        found = [c.get(key) for c in (raw_config, nested) for key in ("dtype", "torch_dtype")]
-        dtype = str(next((value for value in found if value), "float32")).removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype {dtype!r}: must be one of auto, {', '.join(DTYPE_BYTES)}", param="--dtype")
-    return dtype
-
-
-def _load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        # A vision-language model of which transformers has no text-only class is loaded whole; it takes text as it is.
-        is_text = type(config) in AutoModelForCausalLM._model_mapping
-        model, report = (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
-            folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-    except SafetensorError as exc:
-        files = ", ".join(sorted(path.name for path in folder.glob("*.safetensors")))
-        raise ConfigError(f"--model {str(folder)!r}: weights cannot be read ({files}): {exc}", param="--model") from exc
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as exc:
-        raise ConfigError(
-            f"--model {str(folder)!r} cannot be loaded: {type(exc).__name__}: {exc}", param="--model"
-        ) from exc
-    wrong = {name: sorted(map(str, report[name])) for name in ("missing_keys", "mismatched_keys") if report[name]}
-    if wrong:
-        examples = "; ".join(f"{len(keys)} {name}, e.g. {keys[0]}" for name, keys in wrong.items())
-        raise ConfigError(f"--model {str(folder)!r}: the weights do not fit the config: {examples}", param="--model")
-    return model.to(device).eval().requires_grad_(False)
-
-
-def _prepare(model: Any, family: Family, geometry: ModelGeometry) -> None:
-    """Check that the seam fits the loaded modules, and put it in.
-
-    Raises:
-        ConfigError: naming what differs from the planned geometry or the pinned transformers version.
-    """
-    mixers = [m for m in model.modules() if family.mixer_class and type(m).__name__ == family.mixer_class]
-    planned = {layer.layer_idx: layer for layer in geometry.state_layers}
-    if sorted(m.layer_idx for m in mixers) != sorted(planned):
-        raise ConfigError(
-            f"model_type {geometry.model_type!r}: the config plans recurrent layers {sorted(planned)}, the model has "
-            f"{family.mixer_class} at {sorted(m.layer_idx for m in mixers)}",
-            param="--model",
-        )
-    if mixers:
-        if missing := missing_functions(type(mixers[0]), family.functions):
-            raise ConfigError(
-                f"transformers has no {', '.join(missing)} beside {family.mixer_class}: install transformers==5.23.*",
-                param="--model",
-            )
-        install(type(mixers[0]), family.functions)
-    use_paged_attention(model)
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    ids: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        value = getattr(holder, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or ())
-    return tuple(sorted(ids))

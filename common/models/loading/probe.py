@@ -1,4 +1,4 @@
-"""Does the seam give this model's own numbers? A short check on the loaded weights, before anything is served.
+"""Does the patched model give its own numbers? A short check on the loaded weights, before anything is served.
 
 40 tokens: the stock forward over all of them at once, against the engine's way of computing them: cut in odd places,
 two sequences packed together, a state saved in mid-chunk and resumed in another slot, single decode rows. A model

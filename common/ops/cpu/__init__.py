@@ -1,0 +1,6 @@
+"""The compiled ops (backend "cpp"): float32 and bfloat16 on the CPU, from the C++ sources in ``src``.
+
+``build.py`` compiles and loads the library, ``launch.py`` calls a kernel, ``backend.py`` implements the interface;
+``linear.py``, ``norm.py`` and ``elementwise.py`` are the kernels that replace torch's between the ops. The Python side
+checks shapes and hands over addresses; kernels trust them. Nothing here knows transformers' modules.
+"""

@@ -1,0 +1,130 @@
+"""The files of a checkpoint: where they are, and its config, weights and tokenizer read from them.
+
+transformers' and the hub's errors are translated here: what cannot be used leaves by ``ConfigError`` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from common.errors import ConfigError
+from common.kv_cache.spec import DTYPE_BYTES
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+"""What is fetched of a hub repository: no pickled weights."""
+
+
+def resolve_folder(model: str, revision: str | None) -> Path:
+    """The folder with the checkpoint's files: ``model`` itself, or the hub's snapshot of it (fetched if need be).
+
+    Raises:
+        ConfigError: neither.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"--model {model!r}: no such folder", param="--model")
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as exc:
+        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise ConfigError(
+            f"--model {model!r} is no folder here, and the hub did not give it "
+            f"(revision {revision or 'main'}): {reason}",
+            param="--model",
+        ) from exc
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: missing, or not a JSON object with a ``model_type``.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"--model {str(folder)!r}: the folder holds no config.json", param="--model") from exc
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--model: {path} cannot be read: {exc}", param="--model") from exc
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise ConfigError(f"--model: {path} has no model_type", param="--model")
+    return raw
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any | None:
+    """The tokenizer in ``folder``, or None when there are no tokenizer files.
+
+    Raises:
+        ConfigError: the files are there and cannot be used.
+    """
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(f"--model {str(folder)!r}: the tokenizer cannot be loaded: {exc}", param="--model") from exc
+
+
+def resolve_dtype(dtype: str, raw_config: Mapping[str, Any]) -> str:
+    """The dtype of the run; ``auto``: the one that the config names, else float32.
+
+    Raises:
+        ConfigError: no dtype that the engine runs in.
+    """
+    if dtype == "auto":
+        nested = raw_config.get("text_config") or {}
+        found = [c.get(key) for c in (raw_config, nested) for key in ("dtype", "torch_dtype")]
+        dtype = str(next((value for value in found if value), "float32")).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype {dtype!r}: must be one of auto, {', '.join(DTYPE_BYTES)}", param="--dtype")
+    return dtype
+
+
+def load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """The transformers model with the weights of ``folder``, in eval mode.
+
+    Raises:
+        ConfigError: the weights cannot be read, or do not fit the config.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # A vision-language model of which transformers has no text-only class is loaded whole; it takes text as it is.
+        is_text = type(config) in AutoModelForCausalLM._model_mapping
+        model, report = (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
+            folder, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except SafetensorError as exc:
+        files = ", ".join(sorted(path.name for path in folder.glob("*.safetensors")))
+        raise ConfigError(f"--model {str(folder)!r}: weights cannot be read ({files}): {exc}", param="--model") from exc
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as exc:
+        raise ConfigError(
+            f"--model {str(folder)!r} cannot be loaded: {type(exc).__name__}: {exc}", param="--model"
+        ) from exc
+    wrong = {name: sorted(map(str, report[name])) for name in ("missing_keys", "mismatched_keys") if report[name]}
+    if wrong:
+        examples = "; ".join(f"{len(keys)} {name}, e.g. {keys[0]}" for name, keys in wrong.items())
+        raise ConfigError(f"--model {str(folder)!r}: the weights do not fit the config: {examples}", param="--model")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of the generation config and of the config, sorted."""
+    ids: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        value = getattr(holder, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or ())
+    return tuple(sorted(ids))
