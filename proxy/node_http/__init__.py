@@ -1,0 +1,5 @@
+"""The HTTP client to one node: connections, deadlines, and the errors that a call can end with.
+
+In: a method, a route, headers, a body and how long it may take. Out: a whole answer, or a stream of its bytes. Must not
+know: which node it is, what the request means, and who else could be asked.
+"""

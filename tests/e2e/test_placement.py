@@ -1,7 +1,7 @@
 """Placement over real nodes: what `benchmarks.placement` measures, with less of everything.
 
 Which way is the better one is decided by measured times, so no test here expects one of them:
-``tests/unit/proxy/test_placer.py`` and ``test_placement_simulation.py`` do, with times of their own.
+``tests/unit/proxy/placement`` (``test_placer.py``, ``test_simulation.py``) does, with times of their own.
 """
 
 from __future__ import annotations

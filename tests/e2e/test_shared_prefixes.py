@@ -1,7 +1,7 @@
 """Requests that come together with the same new beginning, over several real nodes: no node computes it again.
 
 Which nodes get them is decided by measured times, so nothing here depends on it; that one node gets them all, as long
-as it is not too busy, is held by ``tests/unit/proxy/test_underway.py`` with times of its own.
+as it is not too busy, is held by ``tests/unit/proxy/placement/test_in_progress.py`` with times of its own.
 """
 
 from __future__ import annotations

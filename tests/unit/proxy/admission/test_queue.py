@@ -24,7 +24,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def ask(priority: int = 0, deadline_s: float | None = None, **more: Any) -> AdmissionRequest:
+def admission_request(priority: int = 0, deadline_s: float | None = None, **more: Any) -> AdmissionRequest:
     now_s = time.monotonic()
     more.setdefault("arrival_s", now_s)
     return AdmissionRequest(priority=priority, deadline_s=None if deadline_s is None else now_s + deadline_s, **more)
@@ -41,9 +41,9 @@ class Line:
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     ends: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    async def send(self, name: str, asked: AdmissionRequest) -> None:
+    async def send(self, name: str, wanted: AdmissionRequest) -> None:
         self.ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._run(name, asked))
+        self.tasks[name] = asyncio.create_task(self._run(name, wanted))
         await settle()
 
     async def end(self, name: str) -> None:
@@ -51,9 +51,9 @@ class Line:
         await self.tasks[name]
         await settle()
 
-    async def _run(self, name: str, asked: AdmissionRequest) -> None:
+    async def _run(self, name: str, wanted: AdmissionRequest) -> None:
         try:
-            async with self.admission.admitted(asked):
+            async with self.admission.admitted(wanted):
                 self.began.append(name)
                 await self.ends[name].wait()
         except RequestDroppedError as exc:
@@ -90,9 +90,9 @@ async def closing(subject: Line):  # type: ignore[no-untyped-def]
 def test_turns_when_priorities_differ_then_lowest_first_and_in_order_within() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("running", ask())
+            await requests.send("running", admission_request())
             for name, priority in (("a", 0), ("b", 0), ("low", 5), ("urgent", -3)):
-                await requests.send(name, ask(priority))
+                await requests.send(name, admission_request(priority))
             assert requests.admission.num_waiting == 4
             for name in ("running", "urgent", "a", "b", "low"):
                 await requests.end(name)
@@ -106,10 +106,10 @@ def test_turns_when_somebody_has_waited_long_then_it_is_before_newer_ones_of_bet
     async def work() -> None:
         async with closing(line(aging_s=10.0)) as requests:
             now_s = time.monotonic()
-            await requests.send("running", ask())
-            await requests.send("old", ask(5, arrival_s=now_s - 60))
-            await requests.send("new", ask(0))
-            await requests.send("urgent", ask(-5))
+            await requests.send("running", admission_request())
+            await requests.send("old", admission_request(5, arrival_s=now_s - 60))
+            await requests.send("new", admission_request(0))
+            await requests.send("urgent", admission_request(-5))
             for name in ("running", "urgent", "old"):
                 await requests.end(name)
             assert requests.began == ["running", "urgent", "old", "new"]
@@ -120,13 +120,13 @@ def test_turns_when_somebody_has_waited_long_then_it_is_before_newer_ones_of_bet
 def test_queue_when_full_then_equal_newcomer_is_rejected_and_a_better_one_evicts_the_last() -> None:
     async def work() -> None:
         async with closing(line(max_waiting=2)) as requests:
-            await requests.send("running", ask())
-            await requests.send("a", ask(1))
-            await requests.send("b", ask(1))
-            await requests.send("equal", ask(1))
+            await requests.send("running", admission_request())
+            await requests.send("a", admission_request(1))
+            await requests.send("b", admission_request(1))
+            await requests.send("equal", admission_request(1))
             assert requests.dropped["equal"].dropped == "rejected-queue-full"
             assert "--max-queue-size 2" in requests.dropped["equal"].message
-            await requests.send("better", ask(0))
+            await requests.send("better", admission_request(0))
             assert requests.dropped["b"].dropped == "evicted-priority"
             assert requests.drops == ["rejected-queue-full", "evicted-priority"]
             for name in ("running", "better", "a"):
@@ -139,9 +139,9 @@ def test_queue_when_full_then_equal_newcomer_is_rejected_and_a_better_one_evicts
 def test_waiting_when_the_client_leaves_then_its_place_in_the_queue_is_free_at_once() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("running", ask())
-            await requests.send("gone", ask())
-            await requests.send("next", ask())
+            await requests.send("running", admission_request())
+            await requests.send("gone", admission_request())
+            await requests.send("next", admission_request())
             requests.tasks["gone"].cancel()
             await settle()
             assert requests.admission.num_waiting == 1
@@ -154,9 +154,9 @@ def test_waiting_when_the_client_leaves_then_its_place_in_the_queue_is_free_at_o
 def test_turn_when_it_comes_as_the_client_leaves_then_it_goes_to_the_next() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("running", ask())
-            await requests.send("leaving", ask())
-            await requests.send("next", ask())
+            await requests.send("running", admission_request())
+            await requests.send("leaving", admission_request())
+            await requests.send("next", admission_request())
             requests.ends["running"].set()
             while not requests.tasks["running"].done():  # its place is given on; nobody has woken up yet
                 await asyncio.sleep(0)
@@ -170,8 +170,8 @@ def test_turn_when_it_comes_as_the_client_leaves_then_it_goes_to_the_next() -> N
 def test_deadline_when_it_passes_in_the_queue_then_evicted_without_having_begun() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("running", ask())
-            await requests.send("late", ask(deadline_s=0.05))
+            await requests.send("running", admission_request())
+            await requests.send("late", admission_request(deadline_s=0.05))
             await requests.tasks["late"]
             assert requests.dropped["late"].dropped == "evicted-deadline"
             assert requests.began == ["running"]
@@ -185,14 +185,14 @@ def test_deadline_when_it_passes_just_before_the_turn_comes_then_evicted_and_the
             end = asyncio.Event()
 
             async def hold_up() -> None:
-                async with requests.admission.admitted(ask()):
+                async with requests.admission.admitted(admission_request()):
                     await end.wait()
                     time.sleep(0.15)  # noqa: ASYNC251 - the loop stands still: no timer tells that a deadline passed
 
             running = asyncio.create_task(hold_up())
             await settle()
-            await requests.send("late", ask(deadline_s=0.1))
-            await requests.send("next", ask())
+            await requests.send("late", admission_request(deadline_s=0.1))
+            await requests.send("next", admission_request())
             end.set()
             await running
             await settle()
@@ -206,16 +206,16 @@ def test_deadline_when_it_passes_just_before_the_turn_comes_then_evicted_and_the
 def test_deadline_when_the_turn_would_come_after_it_then_rejected_at_once_with_retry_after() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("slow", ask())
+            await requests.send("slow", admission_request())
             await asyncio.sleep(0.3)
             await requests.end("slow")  # requests take 0.3 s
-            await requests.send("running", ask())
+            await requests.send("running", admission_request())
             for index in range(4):
-                await requests.send(f"waiting-{index}", ask())
-            await requests.send("hopeless", ask(-1, deadline_s=0.1))
+                await requests.send(f"waiting-{index}", admission_request())
+            await requests.send("hopeless", admission_request(-1, deadline_s=0.1))
             assert requests.dropped["hopeless"].dropped == "rejected-deadline"
             assert requests.dropped["hopeless"].retry_after_s >= 2  # five turns of 0.3 s before it
-            await requests.send("possible", ask(-1, deadline_s=5.0))
+            await requests.send("possible", admission_request(-1, deadline_s=5.0))
             assert "possible" not in requests.dropped
 
     run(work)
@@ -224,13 +224,13 @@ def test_deadline_when_the_turn_would_come_after_it_then_rejected_at_once_with_r
 def test_deadline_when_the_queue_before_it_grows_then_shed_before_it_passes() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
-            await requests.send("slow", ask())
+            await requests.send("slow", admission_request())
             await asyncio.sleep(0.4)
             await requests.end("slow")  # requests take 0.4 s
-            await requests.send("running", ask())
-            await requests.send("victim", ask(5, deadline_s=1.5))
+            await requests.send("running", admission_request())
+            await requests.send("victim", admission_request(5, deadline_s=1.5))
             for index in range(3):
-                await requests.send(f"better-{index}", ask(0))
+                await requests.send(f"better-{index}", admission_request(0))
             started_s = time.monotonic()
             await requests.tasks["victim"]
             assert requests.dropped["victim"].dropped == "evicted-deadline"
@@ -243,8 +243,8 @@ def test_deadline_when_the_queue_before_it_grows_then_shed_before_it_passes() ->
 def test_waiting_when_longer_than_allowed_then_evicted() -> None:
     async def work() -> None:
         async with closing(line(max_wait_s=0.05)) as requests:
-            await requests.send("running", ask())
-            await requests.send("waiting", ask())
+            await requests.send("running", admission_request())
+            await requests.send("waiting", admission_request())
             await requests.tasks["waiting"]
             assert requests.dropped["waiting"].dropped == "evicted-timeout"
             assert "--max-queue-seconds is 0.05" in requests.dropped["waiting"].message
@@ -255,8 +255,8 @@ def test_waiting_when_longer_than_allowed_then_evicted() -> None:
 def test_everybody_when_evicted_then_each_gets_the_error() -> None:
     async def work() -> None:
         admission = AdmissionQueue(max_running=1, max_waiting=4, max_wait_s=10, aging_s=0)
-        async with admission.admitted(ask()):
-            waiting = [asyncio.create_task(admission.admitted(ask()).__aenter__()) for _ in range(3)]
+        async with admission.admitted(admission_request()):
+            waiting = [asyncio.create_task(admission.admitted(admission_request()).__aenter__()) for _ in range(3)]
             await settle()
             admission.evict_all(NodeUnavailableError("the end"))
             results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -270,11 +270,11 @@ def test_key_when_at_its_concurrency_then_rejected_and_others_are_not() -> None:
         limits = KeyLimits(Limits(max_concurrency=1), {"b": Limits(max_concurrency=2)})
         async with closing(line(max_running=8, limits=limits)) as requests:
             for name, key in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b"), ("b3", "b")):
-                await requests.send(name, ask(key=key))
+                await requests.send(name, admission_request(key=key))
             assert requests.began == ["a1", "b1", "b2"]
             assert {error.dropped for error in requests.dropped.values()} == {"rejected-concurrency"}
             await requests.end("a1")
-            await requests.send("a3", ask(key="a"))
+            await requests.send("a3", admission_request(key="a"))
             assert requests.began[-1] == "a3"
 
     run(work)
@@ -308,9 +308,9 @@ def test_key_when_its_request_is_dropped_from_the_queue_then_it_was_charged_noth
     async def work() -> None:
         limits = KeyLimits(Limits(requests_per_minute=2))
         async with closing(line(max_waiting=0, limits=limits)) as requests:
-            await requests.send("running", ask())
+            await requests.send("running", admission_request())
             for index in range(3):
-                await requests.send(f"full-{index}", ask())
+                await requests.send(f"full-{index}", admission_request())
             assert {error.dropped for error in requests.dropped.values()} == {"rejected-queue-full"}
 
     run(work)

@@ -180,4 +180,4 @@ def test_node_when_unhealthy_then_not_ready_with_the_reason(start_front: StartFr
 
 def test_node_kind_when_tandem_then_a_server_without_ready_is_not_used(start_front: StartFront) -> None:
     front = start_front(node_kind="tandem", wait=False)
-    wait_for(lambda: "/ready answers 404" in front.client.get("/ready").text, "the look at its /ready")
+    wait_for(lambda: "/ready answers 404" in front.client.get("/ready").text, "the probe of its /ready")

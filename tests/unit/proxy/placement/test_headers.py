@@ -49,8 +49,8 @@ def test_cost_when_requests_end_then_nodes_that_report_nothing_are_used_alike(st
 
 def test_cost_when_a_stream_begins_then_estimate_and_ratio_are_counted(start_cluster: StartCluster) -> None:
     cluster = start_cluster(policy="cost")
-    for hint in ("remote", "local"):
-        headers = {"X-Tandem-Placement": hint}
+    for way in ("remote", "local"):
+        headers = {"X-Tandem-Placement": way}
         stream = {**BODY, "stream": True}
         assert cluster.client.post("/v1/completions", json=stream, headers=headers).status_code == 200
     assert cluster.client.post("/v1/completions", json=BODY).status_code == 200

@@ -11,7 +11,7 @@ from common.wire.handoff import prefill_leg_params
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import FakeNode, Fault
-from tests.unit.proxy.test_failures import NEVER_POLL_AGAIN, abandoned
+from tests.unit.proxy.legs.test_failures import NEVER_POLL_AGAIN, abandoned
 
 BODY = {"prompt": "abc"}
 STREAM = {"prompt": "abc", "stream": True}

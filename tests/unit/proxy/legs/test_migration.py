@@ -29,7 +29,7 @@ def first_and_second(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
     return first, second
 
 
-@pytest.mark.parametrize("pull", [False, True], ids=["in turn", "paired"])
+@pytest.mark.parametrize("pull", [False, True], ids=["sequential", "concurrent"])
 @pytest.mark.parametrize("fault", [Fault.BREAK_LATE, Fault.STALL, Fault.END_EARLY, Fault.TELL_ERROR])
 def test_stream_when_its_node_fails_then_goes_on_elsewhere_without_a_seam(
     start_cluster: StartCluster, fault: Fault, pull: bool
@@ -103,7 +103,7 @@ def test_stream_when_it_cannot_go_on_then_error_event_and_nothing_was_asked_for(
     assert "tandem_stream_state" not in body
 
 
-@pytest.mark.parametrize("pull", [False, True], ids=["in turn", "paired"])
+@pytest.mark.parametrize("pull", [False, True], ids=["sequential", "concurrent"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_stream_when_a_node_refuses_to_go_on_with_it_then_error_event(
     start_cluster: StartCluster, role: str, pull: bool

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from proxy.node_http.client import NodeClient
-from proxy.nodes import health_probe as health_probe
+from proxy.nodes import health_probe
 from proxy.nodes.health_probe import probe
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, FakeNode, Fault
@@ -25,8 +25,8 @@ SOON_S = 8.0
 
 
 @pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And slow enough that the nodes that are well answer them on a busy machine: one look missed takes a node out."""
+def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And slow enough that the nodes that are well answer them on a busy machine: one probe missed takes a node out."""
     monkeypatch.setattr(health_probe, "PROBE_TIMEOUT_S", 0.5)
 
 
@@ -35,7 +35,7 @@ def freeze(node: FakeNode, fault: Fault) -> None:
     node.is_silent = True
 
 
-def ask(cluster: Cluster, body: dict[str, Any] = STREAM) -> tuple[float, list[Any]]:
+def complete(cluster: Cluster, body: dict[str, Any] = STREAM) -> tuple[float, list[Any]]:
     """Seconds, and the events or the answer."""
     started_s = time.monotonic()
     answer = cluster.client.post("/v1/completions", json=body)
@@ -43,11 +43,11 @@ def ask(cluster: Cluster, body: dict[str, Any] = STREAM) -> tuple[float, list[An
     return time.monotonic() - started_s, [block if block == "[DONE]" else json.loads(block) for block in blocks]
 
 
-@pytest.mark.parametrize("pull", [False, True], ids=["in turn", "paired"])
+@pytest.mark.parametrize("pull", [False, True], ids=["sequential", "concurrent"])
 def test_stream_when_its_node_goes_silent_then_goes_on_elsewhere_soon(start_cluster: StartCluster, pull: bool) -> None:
     cluster = start_cluster(1, 2, pull=pull, resume=True, migration_limit=1, node_silence_seconds=SILENCE_S)
     freeze(cluster.decode[0], Fault.STALL)
-    seconds, events = ask(cluster)
+    seconds, events = complete(cluster)
     assert seconds < SOON_S
     assert [event["index"] for event in events[:-1]] == list(range(NUM_CHUNKS))
     assert [event["node"] for event in events[:-1]] == ["decode-0"] + ["decode-1"] * (NUM_CHUNKS - 1)
@@ -59,7 +59,7 @@ def test_stream_when_its_node_goes_silent_and_it_may_not_move_then_error_event_s
 ) -> None:
     cluster = start_cluster(1, 2, node_silence_seconds=SILENCE_S)
     freeze(cluster.decode[0], Fault.STALL)
-    seconds, events = ask(cluster)
+    seconds, events = complete(cluster)
     assert seconds < SOON_S
     assert events[-1]["error"]["code"] == "no_node"
     assert "no sign of life" in events[-1]["error"]["message"]
@@ -71,7 +71,7 @@ def test_request_when_its_node_goes_silent_before_the_first_byte_then_another_on
 ) -> None:
     cluster = start_cluster(1, 2, node_silence_seconds=SILENCE_S)
     freeze(cluster.decode[0], Fault.HANG)
-    seconds, events = ask(cluster, {**STREAM, "stream": stream})
+    seconds, events = complete(cluster, {**STREAM, "stream": stream})
     assert seconds < SOON_S
     assert all("error" not in event for event in events)
     assert len(cluster.decode[1].bodies) == 1
@@ -81,18 +81,17 @@ def test_request_when_its_node_goes_silent_before_the_first_byte_then_another_on
 def test_request_when_its_prefill_node_goes_silent_then_another_one_computes_it(start_cluster: StartCluster) -> None:
     cluster = start_cluster(2, 1, node_silence_seconds=SILENCE_S)
     freeze(cluster.prefill[0], Fault.HANG)
-    seconds, events = ask(cluster)
+    seconds, events = complete(cluster)
     assert seconds < SOON_S
     assert events[-1] == "[DONE]"
     assert len(cluster.prefill[1].bodies) == 1
 
 
-def test_stream_when_its_node_is_slow_to_say_something_and_answers_looks_then_is_waited_for(
+def test_stream_when_its_node_is_slow_to_say_something_and_answers_probes_then_is_waited_for(
     start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        health_probe, "PROBE_TIMEOUT_S", 2.0
-    )  # two looks that a busy machine misses last longer than this
+    # Two probes that a busy machine misses last longer than the silence below.
+    monkeypatch.setattr(health_probe, "PROBE_TIMEOUT_S", 2.0)
     cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=0.1)
     cluster.decode[0].fault = Fault.HANG
     started_s = time.monotonic()
@@ -102,7 +101,7 @@ def test_stream_when_its_node_is_slow_to_say_something_and_answers_looks_then_is
     assert cluster.decode[1].bodies == []
 
 
-def test_stream_when_its_node_answers_no_looks_and_goes_on_streaming_then_is_not_given_up(
+def test_stream_when_its_node_answers_no_probes_and_goes_on_streaming_then_is_not_given_up(
     start_cluster: StartCluster,
 ) -> None:
     cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=1.5)
@@ -120,13 +119,13 @@ def test_stream_when_its_node_answers_no_looks_and_goes_on_streaming_then_is_not
 def test_node_when_it_answers_again_then_gets_requests_again(start_cluster: StartCluster) -> None:
     cluster = start_cluster(1, 1, node_silence_seconds=SILENCE_S)
     freeze(cluster.decode[0], Fault.STALL)
-    assert "error" in ask(cluster)[1][-1]
+    assert "error" in complete(cluster)[1][-1]
     cluster.decode[0].is_silent, cluster.decode[0].fault = False, Fault.NONE
     deadline_s = time.monotonic() + 10
     while cluster.client.get("/ready").status_code != 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    assert ask(cluster)[1][-1] == "[DONE]"
+    assert complete(cluster)[1][-1] == "[DONE]"
 
 
 def wait_for_silence(cluster: Cluster, node: FakeNode) -> None:
@@ -136,7 +135,7 @@ def wait_for_silence(cluster: Cluster, node: FakeNode) -> None:
         time.sleep(0.02)
 
 
-def test_request_when_the_only_decode_node_has_missed_a_look_then_it_is_asked_all_the_same(
+def test_request_when_the_only_decode_node_has_missed_a_probe_then_it_is_asked_all_the_same(
     start_cluster: StartCluster,
 ) -> None:
     cluster = start_cluster(1, 1, node_silence_seconds=30)
@@ -144,11 +143,11 @@ def test_request_when_the_only_decode_node_has_missed_a_look_then_it_is_asked_al
     node.is_silent = True
     wait_for_silence(cluster, node)
     assert cluster.client.get("/ready").status_code == 200
-    assert ask(cluster)[1][-1] == "[DONE]"
+    assert complete(cluster)[1][-1] == "[DONE]"
     assert len(node.bodies) == 1
 
 
-def test_request_when_another_decode_node_answers_looks_then_the_late_one_is_not_asked(
+def test_request_when_another_decode_node_answers_probes_then_the_late_one_is_not_asked(
     start_cluster: StartCluster,
 ) -> None:
     cluster = start_cluster(1, 2, node_silence_seconds=30)
@@ -156,11 +155,11 @@ def test_request_when_another_decode_node_answers_looks_then_the_late_one_is_not
     late.is_silent = True
     wait_for_silence(cluster, late)
     for _ in range(4):
-        assert ask(cluster)[1][-1] == "[DONE]"
+        assert complete(cluster)[1][-1] == "[DONE]"
     assert (len(late.bodies), len(well.bodies)) == (0, 4)
 
 
-def test_request_when_the_only_decode_node_misses_looks_for_long_and_goes_on_streaming_then_it_is_asked(
+def test_request_when_the_only_decode_node_misses_probes_for_long_and_goes_on_streaming_then_it_is_asked(
     start_cluster: StartCluster,
 ) -> None:
     cluster = start_cluster(1, 1, node_silence_seconds=1.4)
@@ -188,14 +187,14 @@ def test_request_when_the_only_decode_node_is_silent_for_too_long_or_drains_then
     while cluster.client.get("/ready").status_code == 200:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    assert ask(cluster)[1][-1]["error"]["code"] == "no_node"
+    assert complete(cluster)[1][-1]["error"]["code"] == "no_node"
     assert cluster.decode[0].bodies == []
 
 
 @pytest.mark.parametrize(
     ("number", "is_silent"), [(errno.EHOSTUNREACH, True), (errno.ETIMEDOUT, True), (errno.ECONNREFUSED, False)]
 )
-def test_look_when_the_network_finds_nobody_there_then_is_silent_and_when_refused_then_not(
+def test_probe_when_the_network_finds_nobody_there_then_is_silent_and_when_refused_then_not(
     monkeypatch: pytest.MonkeyPatch, number: int, is_silent: bool
 ) -> None:
     async def connect(*address: object) -> None:
@@ -205,9 +204,9 @@ def test_look_when_the_network_finds_nobody_there_then_is_silent_and_when_refuse
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
         client = NodeClient("http://127.0.0.1:9", connect_timeout_s=5)
         try:
-            seen = await probe(client, "auto", {})
+            probed = await probe(client, "auto", {})
         finally:
             await client.close()
-        assert (seen.info, seen.is_silent) == (None, is_silent), seen.problem
+        assert (probed.info, probed.is_silent) == (None, is_silent), probed.problem
 
     asyncio.run(work())

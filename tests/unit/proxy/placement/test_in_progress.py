@@ -10,8 +10,8 @@ from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, PromptsInPr
 from proxy.placement.request import Avoided, Placement
 from proxy.prefix_index.index import Coverage
 from proxy.prefix_index.node_cache import NodeCache
-from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_request
-from tests.unit.proxy.test_placer import Rig, tokens
+from tests.unit.proxy.placement.test_placer import Rig, tokens
+from tests.unit.proxy.placement.world import BLOCK_SIZE, keys_of, make_request
 
 SHARED = tokens(1600, seed=1)
 NODE, OTHER = "http://a", "http://b"

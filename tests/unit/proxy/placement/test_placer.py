@@ -15,7 +15,7 @@ from proxy.placement.placer import Placer
 from proxy.placement.request import Avoided, Placement, PlacementHeader
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
-from tests.unit.proxy.placement_world import BLOCK_SIZE, keys_of, make_pool, make_request, report, store
+from tests.unit.proxy.placement.world import BLOCK_SIZE, keys_of, make_pool, make_request, report, store
 
 NOBODY = Avoided()
 
@@ -136,17 +136,17 @@ def test_place_when_two_decode_nodes_lack_the_state_then_the_one_with_the_blocks
     assert placed == [rig.decode[1]] * 3
 
 
-@pytest.mark.parametrize(("hint", "is_local"), [(PlacementHeader.LOCAL, True), (PlacementHeader.REMOTE, False)])
-def test_place_when_hinted_then_that_way_whatever_it_costs(hint: PlacementHeader, is_local: bool) -> None:
+@pytest.mark.parametrize(("header", "is_local"), [(PlacementHeader.LOCAL, True), (PlacementHeader.REMOTE, False)])
+def test_place_when_the_header_says_so_then_that_way_whatever_it_costs(header: PlacementHeader, is_local: bool) -> None:
     for policy in ("cost", "round_robin"):
         rig = Rig(policy=policy)
         prompt = tokens(2040)
         rig.has(rig.decode[0], prompt, 2000)
         for each in (prompt, tokens(3000, seed=2)):
-            assert rig.place(each, placement_header=hint).is_local is is_local
+            assert rig.place(each, placement_header=header).is_local is is_local
 
 
-def test_place_when_hinted_remote_without_a_prefill_node_then_local() -> None:
+def test_place_when_the_header_says_remote_without_a_prefill_node_then_local() -> None:
     rig = Rig(0, 1)
     assert rig.place(tokens(3000), placement_header=PlacementHeader.REMOTE).is_local
 

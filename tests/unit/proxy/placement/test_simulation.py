@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.proxy.placement_world import Outcome, SimNode, World
+from tests.unit.proxy.placement.world import Outcome, SimNode, World
 
 NUM_SESSIONS, NUM_TURNS, FIRST, GROWTH, ANSWER = 40, 6, 300, 80, 16
 LONGEST = FIRST + (NUM_TURNS - 1) * GROWTH + ANSWER

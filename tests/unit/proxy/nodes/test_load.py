@@ -11,7 +11,7 @@ from proxy.nodes.load import LoadReport
 from proxy.nodes.node import NodeRole
 from proxy.nodes.rates import Rates, RateTable
 from proxy.placement.text_history import TextHistory, TextKeys
-from tests.unit.proxy.placement_world import make_pool
+from tests.unit.proxy.placement.world import make_pool
 
 GOOD: dict[str, Any] = {
     "running": 3,

@@ -126,7 +126,7 @@ class FakeDns:
 
     def wait_asked(self) -> None:
         seen = self.num_asked
-        wait_for(lambda: self.num_asked >= seen + 2, "another look at DNS")
+        wait_for(lambda: self.num_asked >= seen + 2, "another answer of DNS")
 
 
 @contextlib.contextmanager
