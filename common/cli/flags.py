@@ -18,9 +18,11 @@ from common.config.proxy import ProxyConfig
 from common.errors import ConfigError
 
 NODE_HOST = "127.0.0.1"
-PREFILL_PORT_OFFSET = 100
-DECODE_PORT_OFFSET = 200
+"""Address of the nodes: only the proxy is for others."""
 MAX_NODES = 100
+"""Nodes of one kind at most, so that the two ranges of ports cannot meet."""
+PREFILL_PORT_OFFSET = MAX_NODES
+DECODE_PORT_OFFSET = 2 * MAX_NODES
 
 # Set by `tandem up` itself, for each process.
 _OWN_NODE_FLAGS = frozenset({"model", "host", "port", "advertise_host", "node_name", "peers"})

@@ -20,8 +20,8 @@ class LogSink:
         self._is_json = log_format == "json"
 
     def forward(self, name: str, line: str) -> None:
-        """``line`` comes from process ``name``. Of JSON lines each says itself where it is from; what a library printed
-        past the log becomes an object."""
+        """``line`` comes from process ``name``. A JSON line names its process itself; other output, such as a
+        library's, becomes an object."""
         if not self._is_json:
             self._write(f"[{name}] {line}")
         elif is_json_object(line):

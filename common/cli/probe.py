@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 
 TIMEOUT_S = 2.0
-ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - where a process that binds to all is
+"""Seconds for the answer; container engines give a check a few more."""
+ANY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - not bound to, but looked up
+"""Address that a process binds to -> address at which it is reached from its own machine."""
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:

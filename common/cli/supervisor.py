@@ -28,13 +28,21 @@ from common.cli.log_sink import LogSink
 from common.errors import ConfigError
 
 READY_POLL_S = 0.1
+"""Seconds between two questions whether a child is ready."""
 READY_TIMEOUT_S = 2.0
+"""Seconds for the answer to one of them."""
 STOP_DEADLINE_S = 10.0
+"""Seconds from SIGTERM to SIGKILL, unless the caller says otherwise."""
 KILL_DEADLINE_S = 5.0
+"""Seconds for a killed child to be gone; then it is given up."""
 MAX_BACKOFF_S = 30.0
+"""Longest pause before a restart, in seconds."""
 STEADY_AFTER_S = 60.0
+"""A child that ran for so many seconds is restarted after the shortest pause again."""
 TAIL_LINES = 12
+"""Lines of a dead child's output that are repeated."""
 LINE_LIMIT_BYTES = 1 << 20
+"""Longest line of a child's output; asyncio drops a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class Child:
         return cls(spec, process, log)
 
     async def wait(self) -> ChildDiedError:
-        """The exit, once it happened and the output's end was read."""
+        """Returns once the child has exited and its output was read to the end."""
         status = await self._process.wait()
         # A grandchild may hold the pipe open; the tail is worth a moment, not a hang.
         await asyncio.wait({self._reader}, timeout=1.0)
@@ -99,7 +107,7 @@ class Child:
             os.killpg(self._process.pid, number)
 
     async def stop(self, deadline_s: float) -> None:
-        """SIGTERM, then SIGKILL after ``deadline_s``; returns when the process is gone. Once is enough."""
+        """SIGTERM, then SIGKILL after ``deadline_s``; returns when the process is gone. Later calls do nothing."""
         if self._is_stopped:
             return
         if self._process.returncode is None:
@@ -107,7 +115,7 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):
                     await self._process.wait()
-        # Also when it went by itself: what it started itself is in its group.
+        # Also when it exited by itself: processes that it started are in its group.
         self.signal(signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_DEADLINE_S):
@@ -173,7 +181,7 @@ class Supervisor:
             await self._stop_all()
 
     def kill(self) -> None:
-        """Do not wait for anybody: SIGKILL now."""
+        """SIGKILL to every child now."""
         for child in self._children.values():
             child.signal(signal.SIGKILL)
 

@@ -22,9 +22,10 @@ from common.config.node import NodeConfig
 from common.config.proxy import ProxyConfig
 
 ENVIRONMENT_PREFIX = "TANDEM_"
+"""Of the variables that processes read as flags."""
 STOP_MARGIN_S = 5.0
-"""What a child gets beyond its drain before it is killed."""
-# The built-in model recalls what an earlier turn told it.
+"""Seconds that a child gets beyond its drain before it is killed."""
+# Messages of the example request: the built-in model recalls what an earlier turn told it.
 _EXAMPLE = [
     {"role": "user", "content": "The code word of the mill is amber falcon."},
     {"role": "assistant", "content": "Noted."},

@@ -8,6 +8,7 @@ import urllib.parse
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DNS_PREFIX = "dns+"
+"""Before a node's URL: the name stands for all its addresses."""
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

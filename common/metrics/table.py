@@ -31,7 +31,7 @@ NODES = frozenset({Role.PREFILL, Role.DECODE})
 ALL = NODES | {Role.PROXY}
 PROXY = frozenset({Role.PROXY})
 
-# 1 ms to 2 min: first tokens, transfers and phases of small and large models.
+# Bounds of the histograms' buckets. 1 ms to 2 min: first tokens, transfers and phases of small and large models.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 # Whole requests last longer: up to 20 min.
 REQUEST_SECONDS = (
@@ -57,6 +57,7 @@ REQUEST_SECONDS = (
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 # Actual over estimated: 1 is right, to both sides up to a factor of 10.
 RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+# Memory ranges of one pull: neighbouring blocks are one range.
 DESCRIPTORS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0)
 
 

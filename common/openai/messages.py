@@ -18,6 +18,7 @@ from common.wire.fields import shown
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PART_SEPARATOR = "\n"
+"""Between the text parts of one message."""
 CACHE_CONTROL = "cache_control"
 
 Message = dict[str, Any]

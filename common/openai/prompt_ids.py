@@ -1,7 +1,7 @@
 """``tandem_prompt``: the tokens of a chat, from a proxy that has rendered and tokenised it already.
 
-Takes the place of ``messages`` and of everything else that only a template reads. Nodes take it from their proxy alone
-(the cluster key, where one is set): whoever else sends it is asking with an unknown field, which is ignored.
+It takes the place of ``messages`` and of every other field that only a template reads. Nodes take it from their proxy
+alone (which has the cluster key, where one is set); from anybody else it is an unknown field, which is ignored.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
-from common.openai.sampling import MAX_TOKEN_ID
-from common.wire.fields import Fields, invalid
+from common.wire.fields import MAX_TOKEN_ID, Fields, invalid
 
 PROMPT_IDS_KEY = "tandem_prompt"
 MAX_BOUNDARIES = 6
 """Positions of a prompt, besides its end, at which states are worth keeping."""
 
+# Fields of a chat body that only the template reads.
 _TEMPLATE_FIELDS = (
     "messages",
     "tools",

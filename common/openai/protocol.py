@@ -1,11 +1,11 @@
 """Requests of the OpenAI endpoints: raw JSON in, frozen and checked values out.
 
 Life cycle: 1 the body is parsed (here, without a tokenizer or a model), 2 the node turns the prompt into token ids, 3
-``to_sampling_params`` joins the two, which is where everything that needs the prompt's length or the vocabulary is
-checked. Each violation is an ``InvalidRequestError`` with ``param`` set; unknown fields are ignored; fields that are
-known and not built are refused by name.
+``to_sampling_params`` joins the two and checks what needs the prompt's length or the vocabulary. Each violation is an
+``InvalidRequestError`` with ``param`` set; unknown fields are ignored; fields of the API that are not built are refused
+by name.
 
-A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt``, ``priority`` and source hints
+A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt``, ``priority`` and pull sources
 only: proxies leave the client's sampling and output fields in, and they may contradict the ``max_tokens: 1`` that the
 proxy wrote.
 """
@@ -21,7 +21,6 @@ from common.openai.messages import CACHE_CONTROL, CacheMark, Message, parse_cach
 from common.openai.prompt_ids import PromptIds, read_prompt_ids
 from common.openai.sampling import (
     MAX_LOGPROBS,
-    MAX_TOKEN_ID,
     OutputFields,
     SamplingFields,
     parse_chat_logprobs,
@@ -30,7 +29,7 @@ from common.openai.sampling import (
     refuse_unbuilt,
 )
 from common.request import SamplingParams
-from common.wire.fields import Fields, check_int_list, invalid, is_int, shown
+from common.wire.fields import MAX_TOKEN_ID, Fields, check_int_list, invalid, is_int, shown
 from common.wire.handoff import TransferMode, read_transfer_params
 from common.wire.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
 from common.wire.source_hints import SourceHint, read_source_hints
@@ -51,7 +50,9 @@ __all__ = [
 ]
 
 MAX_PROMPTS = 2048
+"""Prompts of one completion request."""
 DEFAULT_COMPLETION_TOKENS = 16
+"""``max_tokens`` of a completion that does not say; OpenAI's default."""
 
 Prompt = str | tuple[int, ...]
 

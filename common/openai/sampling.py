@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from common.errors import InvalidRequestError
-from common.wire.fields import Fields, check_number, invalid, is_int, shown
+from common.wire.fields import MAX_TOKEN_ID, Fields, check_number, invalid, is_int, shown
 
 MAX_N = 128
+"""Continuations of one prompt; OpenAI's bound."""
 MAX_LOGPROBS = 20
+"""Alternatives per token; OpenAI's bound for chats."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
-MAX_TOKEN_ID = 2**31 - 1
+"""Characters of one stop string; both bounds keep the search in the text cheap."""
 MAX_TOKENS = 2**31 - 1
-# Below this, dividing logits by the temperature only overflows; it is greedy in all but name.
+"""Largest ``max_tokens`` and ``min_tokens``; the model's own bound is checked later."""
 GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing logits by them overflows and changes nothing else."""
 
 _T = TypeVar("_T")
 
@@ -170,7 +173,7 @@ def _is_at_most_n(value: object, body: Mapping[str, Any]) -> bool:
     return value is None or (is_int(value) and value <= (n if is_int(n) else 1))  # type: ignore[operator]
 
 
-# Field -> whether the value asks for nothing that is missing.
+# Field that is not built -> whether a value means what is done without the field.
 _UNBUILT: Mapping[str, Callable[[object, Mapping[str, Any]], bool]] = {
     "response_format": _is_text_format,
     "tool_choice": _is_free_choice,

@@ -1,10 +1,9 @@
 """One client connection of any of the servers: uvicorn's httptools protocol with bounds where it has none.
 
-A request's head is bounded in bytes, in headers and in time, and the number of connections is bounded: each refusal is
-an answer of this project's shape (431, 408, 503) and the connection's end. What is no HTTP is answered 400 likewise.
-httptools keeps the headers of a request that has not ended them yet, without a bound of its own: so bytes are counted
-while they come.
-A client that closes its sending side is taken for gone, as one that closes both: what it waits for is aborted.
+A request's head is bounded in bytes, in headers and in time, and the number of connections is bounded. Each refusal is
+an error body of this project (431, 408, 503), after which the connection is closed; bytes that are not HTTP get a 400
+in the same way. httptools keeps unfinished headers without a bound of its own, so the bytes are counted as they come.
+A client that closes only its sending side counts as gone: its request is aborted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ from common.errors import (
 from common.openai.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 2**10
+"""Bytes of a request line with its headers: several times what clients and load balancers send."""
 MAX_HEADERS = 128
+"""Headers of one request."""
 HEAD_TIMEOUT_S = 20.0
+"""Seconds from a request's first byte, or from the connection, to the end of its headers."""
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 STATUS = "draining"
 SERVING_STATUS = "serving"
 WORK_PATHS = frozenset({COMPLETIONS_ROUTE, CHAT_ROUTE})
-LOOK_S = 0.02
+"""Routes whose requests a drain waits for."""
+POLL_S = 0.02
+"""Seconds between two checks of whether anything is left, while draining."""
 CUT_GRACE_S = 0.5
-"""How long cut-off requests get to say so to their clients."""
+"""Seconds that cut-off requests get to send their clients the error."""
 
 
 class Drain:
@@ -38,7 +40,7 @@ class Drain:
     Args:
         who: the process in messages.
         timeout_s: longest time from the beginning to the end.
-        count_held: what is held for others besides open requests, asked again and again.
+        count_held: counts what is held for others besides open requests; called at each check.
         cut_off: called once at the deadline with the error for whoever still waits.
     """
 
@@ -109,12 +111,12 @@ class Drain:
         """Until nothing is left, or the deadline: then what is left is cut off. Needs ``begin``. True: all ended."""
         assert self._deadline_s is not None
         started_s = time.monotonic()
-        # Held is counted only when nothing is open: what is open may become held.
+        # Held is counted only once nothing is open: an open request may end in a lease.
         while self.num_open or await self.held():
             if time.monotonic() >= self._deadline_s:
                 await self._cut()
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         logger.info("drained seconds=%.2f", time.monotonic() - started_s)
         return True
 

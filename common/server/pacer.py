@@ -6,6 +6,7 @@ import asyncio
 import collections
 
 STARTS_PER_TURN = 4
+"""Requests that may begin in one turn: each parses a body and places a request, which takes up to milliseconds."""
 
 
 class Pacer:

@@ -37,8 +37,11 @@ from common.telemetry.logs import is_logging_json
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
+"""Seconds that an idle connection is kept: longer than the 60 s of common load balancers, so that they close first."""
 GRACE_S = 1
+"""Seconds that connections get after the drain."""
 FORCED_STATUS = 1
+"""Exit status after a second signal."""
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,7 @@
 """Which request the running code works for, so that each log line can say so without being told.
 
-One context variable: a task inherits it from the task that made it. ``RequestIdMiddleware`` sets it at a request's
-begin; tracing adds its ids. Code outside of requests (start, polling, the engine's thread) has none.
+One context variable: a task inherits it from the task that made it. The ``Gate`` sets it at a request's begin;
+tracing adds its ids. Code outside of requests (start, polling, the engine's thread) has none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a process logs, to stderr: lines for people (``--log-format text``) or one JSON object a line (``json``).
 
 Both name the request that a line belongs to (``common.telemetry.context``); JSON adds role and node of the process and
-the ids of a traced request. Messages never hold prompts, answers or keys: that is for their writers to keep, not for
-this module to filter.
+the ids of a traced request. Messages never hold prompts, answers or keys: whoever logs must see to that, nothing is
+filtered here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from common.telemetry.context import current_context
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Loggers that say something about each request or connection: they begin at warning.
 NOISY_LOGGERS = ("httpx", "httpcore", "uvicorn.error", "asyncio", "urllib3")
 
 

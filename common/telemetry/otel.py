@@ -25,14 +25,19 @@ from common.telemetry.context import name_span
 from common.telemetry.tracing import RequestSpan, Tracer, Value
 
 TRACES_PATH = "/v1/traces"
+"""Route of OTLP over HTTP at a collector."""
 STATE_MEMBER = "tandem"
+"""Our member of ``tracestate``: the request span's id, and its begin in nanoseconds since 1970."""
 CLOSE_DEADLINE_S = 3.0
+"""Seconds that a process waits at its end for the last spans to be sent."""
 MAX_BEFORE_S = 3600.0
+"""A begin that lies further back than this many seconds is not believed: a clock is wrong, or somebody made it up."""
 EXPORT_TIMEOUT_S = 5.0
+"""Seconds for the collector to take one batch."""
 FAILED_OUTCOMES = frozenset({"error"})
+"""Outcomes of requests whose span has the status error."""
 
 _MEMBER = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})")
-"""The request span's id, and its begin in nanoseconds since the epoch."""
 
 
 def create_otlp_tracer(endpoint: str, *, role: str, name: str, version: str) -> OtelTracer:
@@ -76,7 +81,7 @@ class OtelTracer(Tracer):
         return OtelRequestSpan(self._tracer, span, start_s, epoch_ns)
 
     def close(self) -> None:
-        # Sending may retry for longer than anybody waits, and a thread pool's threads are waited for at exit.
+        # A daemon thread: sending may retry for long, and Python waits for a thread pool's threads at exit.
         thread = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         thread.start()
         thread.join(CLOSE_DEADLINE_S)

@@ -20,9 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTEXT_HEADERS = ("traceparent", "tracestate")
+"""Names of W3C Trace Context."""
 MAX_HEADER_CHARS = 1024
+"""Characters of one of them that are passed on; a longer one is dropped."""
 
-# FastAPI traces and logs by itself where somebody configured OpenTelemetry, and puts in what clients sent.
+# Given to FastAPI: else it traces and logs by itself where OpenTelemetry is configured, with what clients sent.
 NO_FRAMEWORK_TELEMETRY: Any = {
     "tracing": False,
     "metrics": False,
@@ -49,7 +51,7 @@ class RequestSpan:
         """Something of the request took from ``start_s`` to ``end_s``."""
 
     def end(self, outcome: str, **attributes: Value) -> None:
-        """The request is over. Once is enough, later calls do nothing."""
+        """The request is over. Later calls do nothing."""
 
 
 NO_SPAN = RequestSpan()

@@ -6,8 +6,9 @@ end of system prompt and tools, the end of the last message before the generatio
 
 1 a candidate is rendered as a conversation that ends there, without a generation prompt; where that text is no prefix
 of the whole text (templates that refuse partial conversations, or drop earlier reasoning), the conversation is rendered
-with another text in the next message, and what both texts share counts. 2 The text between the candidate and a known
-place is tokenised: the candidate is kept where that gives the prompt's own tokens. 3 The first few stay.
+with another text in the next message, and the candidate ends where the two texts part. 2 The text between the
+candidate and a known place is tokenised: the candidate is kept where that gives the prompt's own tokens. 3 The first
+few stay.
 
 Cost: at most ``2 * MAX_CANDIDATES`` renderings, and less than one more tokenisation of the prompt; in a long chat the
 texts between are short. A wrong position could only waste a state, never give a wrong answer. Nothing here fails a
@@ -25,7 +26,7 @@ from common.openai.messages import CacheMark
 from common.openai.prompt_ids import MAX_BOUNDARIES
 
 MAX_CANDIDATES = 12
-"""Places that are looked at."""
+"""Places that are examined, the most promising first; each costs up to two renderings."""
 
 MIN_GAP = 16
 """Tokens below which a boundary is not worth a state beside its neighbour (or beside the prompt's start)."""

@@ -1,8 +1,8 @@
 """A ``common.text.tokenizer.Tokenizer`` made of a ``tokenizer.json`` and a chat template alone.
 
-For processes without transformers: the same ids and the same texts as the tokenizer object it was taken from, as far as
-that is a plain wrapper round the two (``common.text.tokenizer_document`` checks it). Thread-safe; tokenising lets go of
-the interpreter's lock.
+For processes without transformers: it gives the same ids and texts as the tokenizer object it was taken from, as long
+as that is a plain wrapper round the two (``common.text.tokenizer_document`` checks it). Thread-safe; tokenising
+releases the interpreter's lock.
 """
 
 from __future__ import annotations

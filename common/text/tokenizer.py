@@ -33,8 +33,7 @@ class Tokenizer(Decoder, Protocol):
     def __len__(self) -> int: ...
 
 
-# Arguments of apply_chat_template that are not the caller's to set: they change the result's type, cost, or the
-# template.
+# Arguments of apply_chat_template that a client must not set: they change the result's type, its cost, or the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
         "conversation",

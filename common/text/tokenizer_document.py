@@ -19,6 +19,7 @@ from common.text.tokenizer import TextCodec
 from common.wire.fields import Fields
 from common.wire.routes import TOKENIZER_ROUTE
 
+# Texts and chats whose token ids both sides compare: blanks, accents, other scripts, code, names of special tokens.
 PROBE_TEXTS = (
     "Hello, world!  How are you?",
     " leading and trailing ",

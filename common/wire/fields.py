@@ -1,8 +1,8 @@
 """Strict reading of JSON fields, one error wording for every body this service parses.
 
-JSON that a client sends is looked at field by field: ``null`` and absent both mean "the default", integers are integers
-(a boolean is not one), numbers may be written as integers, and nothing is converted from text. What does not fit is an
-``InvalidRequestError`` that names the field, the value and the bound. Fields nobody asks for are never looked at.
+``null`` and absent both mean "the default", integers are integers (a boolean is not one), numbers may be written as
+integers, and nothing is converted from text. A value that does not fit is an ``InvalidRequestError`` that names the
+field, the value and the bound. Only fields that the code asks for are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import NoReturn
 
 from common.errors import InvalidRequestError
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id that any body may hold; whether the model has it is checked where its vocabulary is known."""
 MAX_SHOWN_CHARS = 80
+"""Characters of a value that an error message repeats."""
 
 
 def shown(value: object) -> str:

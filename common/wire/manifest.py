@@ -6,8 +6,8 @@ because JSON readers between us may hold numbers as doubles.
 
 Life cycle of a ``Manifest``: 1 a holder builds it from a lease and answers ``to_params()``, 2 it reaches the reader
 through a proxy's decode leg or as the answer of a pull, 3 the reader parses it with ``from_params()``, which checks
-every size before anything is allocated, 4 it compares epoch and fingerprint with the peer it knows and reads. A
-manifest is a claim by the sender: nothing in it is trusted before the generations were read back.
+every size before anything is allocated, 4 the reader compares epoch and fingerprint with the peer it knows and reads.
+A manifest is a claim by the sender: nothing in it is trusted before the generations were read back.
 """
 
 from __future__ import annotations

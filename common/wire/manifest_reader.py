@@ -15,7 +15,9 @@ from common.errors import InvalidRequestError
 from common.wire.fields import Fields, check_int_list, invalid, is_int, shown
 
 PREFIX = "kv_transfer_params."
+"""Before a key's name in errors."""
 
+# Bounds on what a peer may claim, far above what any node has: they only keep a claim from costing memory or time.
 MAX_U64 = 2**64 - 1
 MAX_ID = 2**31 - 1
 MAX_PROMPT_TOKENS = 2**24
@@ -26,6 +28,7 @@ MAX_LEASE_SECONDS = 86_400.0
 MAX_SECONDS = 1e9
 ROW_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# Names (of engines, requests, leases, rendezvous), hosts with IPv6 in brackets, bytes and digests in hex.
 WORD = re.compile(r"[A-Za-z0-9._:\-]{1,256}")
 HOST = re.compile(r"[A-Za-z0-9._:\-\[\]%]{1,253}")
 HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")

@@ -17,7 +17,9 @@ from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialMani
 from common.wire.manifest_reader import HEX, MAX_PROMPT_TOKENS, WORD
 
 MAX_WAIT_SECONDS = 10.0
+"""Seconds after which a long poll is answered although there is nothing new."""
 MAX_SALT_CHARS = 4096
+"""Characters of a ``cache_salt``; clients may send 1024."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ Life cycle: 1 the proxy asks a decode leg for ``tandem_stream_state``, 2 the nod
 event (``: tandem {...}``: the tokens that the client knows once it has the event), which the proxy takes out again, 3
 the node dies, 4 the proxy sends the client's body with ``tandem_resume`` elsewhere: prompt and known tokens are the
 prefix to compute, to pull or to find in a cache, as in a next turn, and sampling, penalties, stop strings, text and
-counts go on as if the stream had never been cut. Both fields are the proxy's: nodes take them
-from it alone (the cluster key, where one is set), and what clients send under these names is ignored.
+counts go on as if the stream had never been cut. Nodes take both fields from their proxy alone (which has the cluster
+key, where one is set); what clients send under these names is ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
-from common.wire.fields import Fields, invalid
+from common.wire.fields import MAX_TOKEN_ID, Fields, invalid
 
 RESUME_KEY = "tandem_resume"
 STREAM_STATE_KEY = "tandem_stream_state"
 STATE_PREFIX = b": tandem "
-MAX_TOKEN_ID = 2**31 - 1
+"""Begins a line of state: a comment to readers of server-sent events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def read_resume(body: Mapping[str, Any], *, num_prompts: int) -> Resume | None:
 
 
 def check_resumable(body: Mapping[str, Any], *, stream: bool, n: int, has_prompt_logprobs: bool) -> None:
-    """Refuse the two fields where an answer cannot be cut: only single streams without echoed log-probabilities."""
+    """Refuse the two fields for answers that cannot go on elsewhere: all but single streams without echoed
+    log-probabilities."""
     name = next((name for name in (RESUME_KEY, STREAM_STATE_KEY) if body.get(name)), None)
     if name is not None and (not stream or n != 1 or has_prompt_logprobs):
         raise InvalidRequestError(

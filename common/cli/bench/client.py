@@ -18,6 +18,7 @@ from common.wire.routes import COMPLETIONS_ROUTE
 TRACE_HEADERS = {TRACE_HEADER: "1"}
 CUT = "the stream ended without [DONE]"
 MAX_EVENT_BYTES = 16 * 2**20
+"""Longest event that can be read, in bytes: an event is one line."""
 
 
 @dataclass(slots=True)

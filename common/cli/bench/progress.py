@@ -6,12 +6,14 @@ import time
 from typing import TextIO
 
 TERMINAL_INTERVAL_S = 0.1
+"""Seconds between two updates of the line on a terminal."""
 LINE_INTERVAL_S = 10.0
+"""Seconds between two lines elsewhere."""
 BAR_CHARS = 24
 
 
 class Progress:
-    """``update`` often; writes seldom. ``close`` ends the line."""
+    """Call ``update`` after each change; it writes once per interval. ``close`` ends the line."""
 
     def __init__(self, stream: TextIO, num_requests: int, *, is_shown: bool = True) -> None:
         self._stream = stream

@@ -12,7 +12,7 @@ from common.cli.bench.client import Sample
 PERCENTILES = (50, 90, 99)
 TRACE_COUNTS = ("transferred_bytes", "transferred_blocks", "transferred_states")
 BUSY_CLIENT_S = 0.02
-"""Beyond this delay of its event loop (p99) this program itself makes latencies longer."""
+"""Seconds by which this program's own event loop may be late (p99) before the report warns of it."""
 
 
 def summarize(samples: Sequence[Sample], duration_s: float) -> dict[str, Any]:

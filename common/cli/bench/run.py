@@ -33,8 +33,11 @@ from common.wire.routes import MODELS_ROUTE, VERSION_ROUTE
 
 DISTRIBUTION = "tandem-serve"
 INTERRUPTED_STATUS = 130
-LOOK_TIMEOUT_S = 5.0
+"""Exit status after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+SERVER_INFO_TIMEOUT_S = 5.0
+"""Seconds for the service to name its models and version."""
 LAG_INTERVAL_S = 0.02
+"""Seconds between two measurements of this program's own delay."""
 
 
 def run_bench(argv: Sequence[str]) -> int:
@@ -78,7 +81,7 @@ async def _run(settings: BenchSettings) -> Run:
     run = Run(started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     progress = Progress(sys.stderr, settings.requests, is_shown=settings.shows_progress)
     async with _session(settings) as session:
-        run.server = await _look(session)
+        run.server = await _server_info(session)
         models = run.server["models"]
         client = BenchClient(session, settings, settings.model or (models[0] if models else None))
         work = asyncio.create_task(_work(client, settings, run, progress))
@@ -162,7 +165,7 @@ async def _session(settings: BenchSettings) -> AsyncIterator[aiohttp.ClientSessi
         yield session
 
 
-async def _look(session: aiohttp.ClientSession) -> dict[str, Any]:
+async def _server_info(session: aiohttp.ClientSession) -> dict[str, Any]:
     """Names of the served models and the versions of the service, as far as it answers."""
     models = await _get(session, MODELS_ROUTE)
     data = models.get("data") if isinstance(models, dict) else None
@@ -172,7 +175,7 @@ async def _look(session: aiohttp.ClientSession) -> dict[str, Any]:
 
 async def _get(session: aiohttp.ClientSession, route: str) -> Any:
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
-        async with session.get(route, timeout=aiohttp.ClientTimeout(LOOK_TIMEOUT_S)) as response:
+        async with session.get(route, timeout=aiohttp.ClientTimeout(SERVER_INFO_TIMEOUT_S)) as response:
             if response.status == 200:
                 return await response.json(content_type=None)
     return None
@@ -192,7 +195,7 @@ def _interrupted_by_signal(work: asyncio.Task[None], run: Run) -> Iterator[None]
     try:
         for number in numbers:
             loop.add_signal_handler(number, stop)
-    except (RuntimeError, ValueError):  # not the main thread: nobody's Ctrl-C comes here
+    except (RuntimeError, ValueError):  # not the main thread, which alone gets signals
         pass
     try:
         yield
@@ -202,7 +205,7 @@ def _interrupted_by_signal(work: asyncio.Task[None], run: Run) -> Iterator[None]
 
 
 async def _watch_lag(run: Run) -> None:
-    """How late this program's own event loop is: its part of every latency."""
+    """Measures how late this program's own event loop is, which every latency contains."""
     while True:
         before_s = time.perf_counter()
         await asyncio.sleep(LAG_INTERVAL_S)

@@ -12,7 +12,8 @@ from common.config.key_file import read_key_file
 from common.config.values import parse_url
 from common.errors import ConfigError
 
-FIRST_TOKEN_ID = 3  # below are usually special tokens
+FIRST_TOKEN_ID = 3
+"""Smallest id of a prompt: those below are special tokens in most vocabularies."""
 DEFAULT_CONCURRENCY = 4
 
 DESCRIPTION = "Load a running service and print what a client saw: latencies, throughput, what was cached and moved."
