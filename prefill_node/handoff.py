@@ -13,7 +13,7 @@ import time
 
 from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
-from common.kv_cache.results import PrefixProgress
+from common.kv_cache.sharing.leases import PrefixProgress
 from common.node.lend.manifests import leased_manifest
 from common.node.node import Node
 from common.node.pull.pull_task import RemotePrefix

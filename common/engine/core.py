@@ -25,7 +25,7 @@ from common.engine.sequence import Sequence, SequenceStatus
 from common.errors import InvalidRequestError, TandemError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import LeasedPrefix
+from common.kv_cache.sharing.leases import LeasedPrefix
 from common.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.engine.sequence import Sequence
 from common.errors import TandemError
-from common.kv_cache.results import LeasedPrefix, PrefixProgress
+from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
 from common.request import FinishReason, TokenLogprob
 
 

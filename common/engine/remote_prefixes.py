@@ -17,7 +17,7 @@ from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequestError, TandemError, TransferError
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import PullPlan
+from common.kv_cache.sharing.remote_prefix import PullPlan
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_LOOKED_AT, has_to_wait, is_computing, places_for
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import PrefixHit, PullPlan
+from common.kv_cache.prefix.hits import PrefixHit
+from common.kv_cache.sharing.remote_prefix import PullPlan
 
 logger = logging.getLogger(__name__)
 

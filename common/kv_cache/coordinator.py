@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.eviction.create import create_policy
 from common.kv_cache.groups.full_attention import FullAttentionManager
-from common.kv_cache.groups.recurrent_state import STATE_LABEL, StateManager
-from common.kv_cache.groups.single_type import BlockGroupManager
+from common.kv_cache.groups.recurrent_state import STATE_LABEL, RecurrentStateManager
+from common.kv_cache.groups.single_type import SingleTypeManager
 from common.kv_cache.groups.sliding_window import SlidingWindowManager
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
@@ -48,13 +48,13 @@ class Coordinator:
             for name, num_units in config.pool_sizes.items()
         }
         self.slots = pools["slots"]
-        self.groups: tuple[BlockGroupManager, ...] = tuple(
+        self.groups: tuple[SingleTypeManager, ...] = tuple(
             _MANAGERS[group.kind](group, pools[group.pool_name], config.block_size, self.policy, self.events)
             for group in config.geometry.attention_groups
         )
         self.full_groups = tuple(group for group in self.groups if isinstance(group, FullAttentionManager))
         self.window_groups = tuple(group for group in self.groups if isinstance(group, SlidingWindowManager))
-        self.state = StateManager(self.slots, config.max_checkpoints, self.policy, self.events)
+        self.state = RecurrentStateManager(self.slots, config.max_checkpoints, self.policy, self.events)
         self.lookup = PrefixLookup(config, self.groups, self.state)
         self._counters = counters
         self.caches_states = config.caches_states
@@ -75,7 +75,7 @@ class Coordinator:
     def can_allocate_slot(self) -> bool:
         return self.slots.num_available > 0
 
-    def allocate_blocks(self, group: BlockGroupManager, num_blocks: int) -> list[int]:
+    def allocate_blocks(self, group: SingleTypeManager, num_blocks: int) -> list[int]:
         pool = group.pool
         while (num_missing := num_blocks - pool.num_free) > 0:
             self._evict_blocks(group, pool.victims(num_missing))
@@ -86,7 +86,7 @@ class Coordinator:
             self._evict_checkpoint(self.state.of_slot(self.slots.victim()), "capacity")
         return self.slots.allocate()[0]
 
-    def _evict_blocks(self, group: BlockGroupManager, block_ids: Sequence[int]) -> None:
+    def _evict_blocks(self, group: SingleTypeManager, block_ids: Sequence[int]) -> None:
         group_id, state = group.group.group_id, self.state
         num_free = group.pool.num_free
         named: list[int] = []

@@ -17,26 +17,19 @@ from typing import Any
 
 from common.kv_cache.checkpoints.save_policy import SavePolicy
 from common.kv_cache.coordinator import Coordinator
+from common.kv_cache.invariants import find_violations
 from common.kv_cache.keys import PrefixKeys, chain_root
-from common.kv_cache.observe import invariants
 from common.kv_cache.observe.events import CacheSnapshot, EventLog
 from common.kv_cache.observe.stats import CacheCounters, CacheStats
 from common.kv_cache.pools.generations import GenerationTables
-from common.kv_cache.results import (
-    LeasedPrefix,
-    PrefixHit,
-    PrefixProgress,
-    PromptEnd,
-    PullPlan,
-    RemoteHit,
-    SequenceView,
-)
+from common.kv_cache.prefix.hits import PrefixHit, RemoteHit
+from common.kv_cache.sequences.allocation import SequenceView
 from common.kv_cache.sequences.checkpoint_saver import CheckpointSaver
-from common.kv_cache.sequences.prompt_ends import PromptEnds
+from common.kv_cache.sequences.prompt_ends import PromptEnd, PromptEnds
 from common.kv_cache.sequences.sequence_table import SequenceTable
-from common.kv_cache.sharing.lease_manager import PrefixLender
-from common.kv_cache.sharing.leases import LeaseTable
-from common.kv_cache.sharing.remote_prefix import RemoteIntake
+from common.kv_cache.sharing.lease_manager import LeaseManager
+from common.kv_cache.sharing.leases import LeasedPrefix, LeaseTable, PrefixProgress
+from common.kv_cache.sharing.remote_prefix import PullPlan, RemotePrefixes
 from common.kv_cache.spec import KVCacheConfig
 
 
@@ -62,8 +55,8 @@ class KVCacheManager:
         self._sequences = SequenceTable(config, self._coordinator, self._save_policy, self._counters)
         self._saver = CheckpointSaver(self._sequences)
         self._prompt_ends = PromptEnds(self._sequences)
-        self._lender = PrefixLender(self._sequences, self.leases)
-        self._remote = RemoteIntake(self._sequences, self._prompt_ends)
+        self._lease_manager = LeaseManager(self._sequences, self.leases)
+        self._remote = RemotePrefixes(self._sequences, self._prompt_ends)
 
     def prefix_keys(
         self,
@@ -101,11 +94,11 @@ class KVCacheManager:
         coordinator, sequences = self._coordinator, self._sequences
         if not coordinator.lookup.is_current(hit, keys):
             return False
-        seq = sequences.create(seq_id, keys, num_prompt_tokens or keys.num_tokens)
-        seq.num_computed_tokens = hit.num_tokens
+        allocation = sequences.create(seq_id, keys, num_prompt_tokens or keys.num_tokens)
+        allocation.num_computed_tokens = hit.num_tokens
         # First touch the hits of all groups, then allocate: allocation may evict what was just found.
         for group, table, found, num_written in zip(
-            coordinator.groups, seq.tables, hit.tables, hit.num_written, strict=False
+            coordinator.groups, allocation.tables, hit.tables, hit.num_written, strict=False
         ):
             table.block_ids = list(found)
             table.num_published = len(found)
@@ -116,50 +109,50 @@ class KVCacheManager:
         if checkpoint is not None:
             coordinator.pin(checkpoint)
             coordinator.state.touch(checkpoint)
-            seq.src_checkpoint = checkpoint
-            seq.src_slot = checkpoint.slot_id
+            allocation.src_checkpoint = checkpoint
+            allocation.src_slot = checkpoint.slot_id
         num_covered = max(num_tokens, *hit.num_written, 0)
-        if not coordinator.can_allocate(sequences.missing_blocks(seq, num_covered), int(self.config.has_state)):
-            sequences.remove(seq)
+        if not coordinator.can_allocate(sequences.missing_blocks(allocation, num_covered), int(self.config.has_state)):
+            sequences.remove(allocation)
             return False
-        coordinator.policy.admitted(keys, seq.num_prompt_tokens, hit.tables[0] if hit.tables else (), checkpoint)
-        coordinator.lookup.remember(keys, seq.num_prompt_tokens)
-        sequences.grow(seq, num_covered)
+        coordinator.policy.admitted(keys, allocation.num_prompt_tokens, hit.tables[0] if hit.tables else (), checkpoint)
+        coordinator.lookup.remember(keys, allocation.num_prompt_tokens)
+        sequences.grow(allocation, num_covered)
         if checkpoint is not None and checkpoint.tail_block_ids:
             index = checkpoint.position // self.config.block_size
-            sequences.copy_tail(seq, checkpoint, tuple(len(found) > index for found in hit.tables))
+            sequences.copy_tail(allocation, checkpoint, tuple(len(found) > index for found in hit.tables))
         if self.config.has_state:
-            seq.dst_slot = coordinator.allocate_slot()
-        self._count_hit(hit, seq.num_prompt_tokens)
+            allocation.dst_slot = coordinator.allocate_slot()
+        self._count_hit(hit, allocation.num_prompt_tokens)
         return True
 
     def extend(self, seq_id: str, num_tokens: int) -> bool:
         """Cover ``num_tokens`` positions with blocks. False: no memory, nothing changed."""
-        seq = self._sequences[seq_id]
-        if not self._coordinator.can_allocate(self._sequences.missing_blocks(seq, num_tokens), 0):
+        allocation = self._sequences[seq_id]
+        if not self._coordinator.can_allocate(self._sequences.missing_blocks(allocation, num_tokens), 0):
             return False
-        self._sequences.grow(seq, num_tokens)
+        self._sequences.grow(allocation, num_tokens)
         return True
 
     def sequence(self, seq_id: str) -> SequenceView:
-        seq = self._sequences[seq_id]
+        allocation = self._sequences[seq_id]
         return SequenceView(
-            tables=seq.tables,
-            src_slot=seq.src_slot,
-            dst_slot=seq.dst_slot,
-            num_computed_tokens=seq.num_computed_tokens,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            keys=seq.keys,
+            tables=allocation.tables,
+            src_slot=allocation.src_slot,
+            dst_slot=allocation.dst_slot,
+            num_computed_tokens=allocation.num_computed_tokens,
+            num_prompt_tokens=allocation.num_prompt_tokens,
+            keys=allocation.keys,
         )
 
     def state_row(self, seq_id: str) -> list[int]:
         """The state group's row of a sequence, by block: the slot that keeps the state at the block's end, null where
         none does; the running slot last, while it is inside a block."""
-        seq = self._sequences[seq_id]
-        num_full, num_tail = divmod(seq.num_computed_tokens, self.config.block_size)
-        kept = (self._coordinator.state.get(seq.keys.boundary_key(index + 1)) for index in range(num_full))
+        allocation = self._sequences[seq_id]
+        num_full, num_tail = divmod(allocation.num_computed_tokens, self.config.block_size)
+        kept = (self._coordinator.state.get(allocation.keys.boundary_key(index + 1)) for index in range(num_full))
         row = [checkpoint.slot_id if checkpoint is not None else 0 for checkpoint in kept]
-        return [*row, seq.dst_slot] if num_tail else row
+        return [*row, allocation.dst_slot] if num_tail else row
 
     def has_sequence(self, seq_id: str) -> bool:
         return seq_id in self._sequences
@@ -177,7 +170,8 @@ class KVCacheManager:
 
         ``boundaries``: positions with a meaning (ends of messages, cache marks), most valuable first.
         """
-        return self._save_policy.prompt_positions(num_prompt_tokens, hit, boundaries)
+        resume, junction = (hit.num_tokens, hit.junction) if hit is not None else (0, None)
+        return self._save_policy.prompt_positions(num_prompt_tokens, resume, junction, boundaries)
 
     def chunk_size(self, start: int, num_tokens: int, num_known_tokens: int) -> int:
         """How many of the next ``num_tokens`` tokens (at least 1) to run in one step of a sequence that has
@@ -196,22 +190,22 @@ class KVCacheManager:
 
         Full blocks are published as far as ``keys`` reach: extend the keys first.
         """
-        seq = self._sequences[seq_id]
-        assert not seq.is_sealed, f"sequence {seq_id} must not have run: its memory is the prompt's end"
-        assert seq.pull is None, f"sequence {seq_id} must not have run: its prefix is not here"
-        assert num_computed_tokens > seq.num_computed_tokens, "a step computes at least one token"
-        seq.num_computed_tokens = num_computed_tokens
-        self._sequences.publish_blocks(seq)
-        self._saver.publish(seq)
-        seq.src_slot = seq.dst_slot
-        if seq.src_checkpoint is not None:
-            self._coordinator.unpin(seq.src_checkpoint)
-            seq.src_checkpoint = None
-        if seq.prompt_end is not None:
-            self._coordinator.unpin(seq.prompt_end)
-            seq.prompt_end = None
+        allocation = self._sequences[seq_id]
+        assert not allocation.is_sealed, f"sequence {seq_id} must not have run: its memory is the prompt's end"
+        assert allocation.pull is None, f"sequence {seq_id} must not have run: its prefix is not here"
+        assert num_computed_tokens > allocation.num_computed_tokens, "a step computes at least one token"
+        allocation.num_computed_tokens = num_computed_tokens
+        self._sequences.publish_blocks(allocation)
+        self._saver.publish(allocation)
+        allocation.src_slot = allocation.dst_slot
+        if allocation.src_checkpoint is not None:
+            self._coordinator.unpin(allocation.src_checkpoint)
+            allocation.src_checkpoint = None
+        if allocation.prompt_end is not None:
+            self._coordinator.unpin(allocation.prompt_end)
+            allocation.prompt_end = None
         if self._coordinator.window_groups:
-            self._sequences.release_passed(seq)
+            self._sequences.release_passed(allocation)
 
     def finish_prompt(self, seq_id: str, output_row: Any | None, *, seal: bool = False) -> PromptEnd:
         """The prompt is computed (after ``complete_step``), or the hit was exact. Publishes its end when caching is on.
@@ -225,11 +219,11 @@ class KVCacheManager:
 
     def free(self, seq_id: str, *, donate: bool) -> None:
         """Finish, abort or preempt. ``donate``: the running state becomes the checkpoint of ``num_computed_tokens``."""
-        seq = self._sequences[seq_id]
-        assert seq.pull is None, f"sequence {seq_id} waits for a read: abandon it"
+        allocation = self._sequences[seq_id]
+        assert allocation.pull is None, f"sequence {seq_id} waits for a read: abandon it"
         if donate:
-            self._saver.donate(seq)
-        self._sequences.remove(seq)
+            self._saver.donate(allocation)
+        self._sequences.remove(allocation)
 
     def fork(self, seq_id: str, child_id: str) -> bool:
         """Between ``finish_prompt`` and the next step: a child that continues the same prompt. False: no memory.
@@ -240,7 +234,7 @@ class KVCacheManager:
 
     def progress(self, seq_id: str) -> PrefixProgress:
         """The full blocks of a running prompt that are computed, for a remote reader who does not want to wait."""
-        return self._lender.progress(self._sequences[seq_id])
+        return self._lease_manager.progress(self._sequences[seq_id])
 
     def lease(self, seq_id: str, lease_id: str, deadline_s: float) -> LeasedPrefix:
         """After ``finish_prompt``: pin the prompt for a remote reader until ``deadline_s`` on the manager's clock.
@@ -248,10 +242,10 @@ class KVCacheManager:
         Works with caching disabled too. The sequence runs no further step if its end had not been kept (it is sealed).
         Run ``take_block_copies`` before the sequence is freed and before the reader is told.
         """
-        seq = self._sequences[seq_id]
-        if seq.prompt_end is None:
-            self._prompt_ends.finish(seq, None, seal=True)
-        return self._lender.lease_prompt(seq, lease_id, deadline_s)
+        allocation = self._sequences[seq_id]
+        if allocation.prompt_end is None:
+            self._prompt_ends.finish(allocation, None, seal=True)
+        return self._lease_manager.lease_prompt(allocation, lease_id, deadline_s)
 
     def lease_prefix(
         self, keys: PrefixKeys, num_tokens: int, lease_id: str, deadline_s: float, *, deeper_than: int
@@ -263,19 +257,19 @@ class KVCacheManager:
         Run ``take_block_copies`` before the reader is told.
         """
         hit = self._coordinator.lookup.local(keys, num_tokens)
-        return self._lender.lease_cached(keys, hit, lease_id, deadline_s, deeper_than)
+        return self._lease_manager.lease_cached(keys, hit, lease_id, deadline_s, deeper_than)
 
     def release_lease(self, lease_id: str) -> bool:
         lease = self.leases.take(lease_id)
         if lease is None:
             return False
-        self._lender.end(lease)
+        self._lease_manager.end(lease)
         return True
 
     def expire_leases(self) -> list[str]:
         expired = self.leases.take_expired(self._clock())
         for lease in expired:
-            self._lender.end(lease)
+            self._lease_manager.end(lease)
         self._counters.leases_expired += len(expired)
         return [lease.lease_id for lease in expired]
 
@@ -332,7 +326,7 @@ class KVCacheManager:
 
     def check(self) -> list[str]:
         """Violated invariants, [] when all hold."""
-        return invariants.check(self._coordinator, self._sequences, self.leases, self._remote.quarantined)
+        return find_violations(self._coordinator, self._sequences, self.leases, self._remote.quarantined)
 
     def snapshot(self) -> CacheSnapshot:
         """Everything findable now, to start from before following ``events``."""

@@ -16,7 +16,7 @@ from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, QueueFullError, RequestAbortedError
 from common.kv_cache.observe.stats import CacheStats
-from common.kv_cache.results import PullPlan
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics, Samples
 from common.node.engine_thread import EngineThread
 from common.node.lend.digests import VERIFY_OFF, find_mismatch

@@ -18,7 +18,8 @@ from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TransferError
 from common.kv_cache.pools.generations import content_tag
-from common.kv_cache.results import LeasedPrefix, PrefixProgress, PullPlan
+from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint

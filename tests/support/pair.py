@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from common.config.node import NodeConfig
 from common.engine.outputs import RequestOutput
-from common.kv_cache.results import PullPlan
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node import runtime
 from common.node.lend.rendezvous import RendezvousTable
 from common.node.pull.engine_bridge import PullSource

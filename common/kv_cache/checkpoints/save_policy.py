@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from common.kv_cache.results import PrefixHit
 from common.kv_cache.spec import KVCacheConfig
 
 MAX_SEMANTIC_SAVES = 8
@@ -44,12 +43,12 @@ class SavePolicy:
         return True
 
     def prompt_positions(
-        self, num_prompt_tokens: int, hit: PrefixHit | None, boundaries: Sequence[int] = ()
+        self, num_prompt_tokens: int, resume: int, junction: int | None, boundaries: Sequence[int] = ()
     ) -> dict[int, str]:
-        """Position -> why, for what of the prompt is still to be computed. ``boundaries``: most valuable first."""
+        """Position -> why, for what of the prompt is still to be computed: what lies behind ``resume``. ``junction``:
+        as in ``PrefixHit``. ``boundaries``: most valuable first."""
         if not self._saves_states:
             return {}
-        resume, junction = (hit.num_tokens, hit.junction) if hit is not None else (0, None)
         wanted: dict[int, str] = {}
         if self.is_by_block:
             size = self._block_size

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from itertools import islice
 
 from common.kv_cache.eviction.base import EvictionPolicy
-from common.kv_cache.groups.single_type import BlockGroupManager
+from common.kv_cache.groups.single_type import SingleTypeManager
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.observe.events import EventLog
 from common.kv_cache.pools.unit_pool import UnitPool
 from common.kv_cache.spec import KVCacheGroup
 
 
-class FullAttentionManager(BlockGroupManager):
+class FullAttentionManager(SingleTypeManager):
     def __init__(
         self, group: KVCacheGroup, pool: UnitPool, block_size: int, policy: EvictionPolicy, events: EventLog | None
     ) -> None:

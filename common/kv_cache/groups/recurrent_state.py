@@ -24,7 +24,7 @@ STATE_LABEL = "state"
 _Key = TypeVar("_Key", bytes, tuple[int, int])
 
 
-class StateManager:
+class RecurrentStateManager:
     def __init__(
         self, pool: UnitPool, max_checkpoints: int, policy: EvictionPolicy, events: EventLog | None = None
     ) -> None:

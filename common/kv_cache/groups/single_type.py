@@ -17,7 +17,7 @@ from common.kv_cache.pools.unit_pool import UnitPool
 from common.kv_cache.spec import KVCacheGroup
 
 
-class BlockGroupManager(ABC):
+class SingleTypeManager(ABC):
     def __init__(
         self, group: KVCacheGroup, pool: UnitPool, block_size: int, policy: EvictionPolicy, events: EventLog | None
     ) -> None:

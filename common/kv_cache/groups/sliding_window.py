@@ -7,11 +7,11 @@ its blocks back as the window leaves them.
 
 from __future__ import annotations
 
-from common.kv_cache.groups.single_type import BlockGroupManager
+from common.kv_cache.groups.single_type import SingleTypeManager
 from common.kv_cache.keys import PrefixKeys
 
 
-class SlidingWindowManager(BlockGroupManager):
+class SlidingWindowManager(SingleTypeManager):
     @property
     def is_downward_closed(self) -> bool:
         return False

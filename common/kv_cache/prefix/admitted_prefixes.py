@@ -12,7 +12,7 @@ MAX_KEYS = 65_536
 """About 100 bytes each."""
 
 
-class SeenPrefixes:
+class AdmittedPrefixes:
     """Whenever a boundary is known, so are those before it: the ones forgotten first are the longest unseen, deepest
     first."""
 

@@ -10,28 +10,32 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from common.kv_cache.groups.full_attention import FullAttentionManager
-from common.kv_cache.groups.recurrent_state import StateManager
-from common.kv_cache.groups.single_type import BlockGroupManager
+from common.kv_cache.groups.recurrent_state import RecurrentStateManager
+from common.kv_cache.groups.single_type import SingleTypeManager
 from common.kv_cache.groups.sliding_window import SlidingWindowManager
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.prefix.admitted_prefixes import SeenPrefixes
-from common.kv_cache.results import PrefixHit, RemoteHit
+from common.kv_cache.prefix.admitted_prefixes import AdmittedPrefixes
+from common.kv_cache.prefix.hits import PrefixHit, RemoteHit
 from common.kv_cache.spec import KVCacheConfig
 
 
 class PrefixLookup:
-    def __init__(self, config: KVCacheConfig, groups: Sequence[BlockGroupManager], state: StateManager) -> None:
+    def __init__(
+        self, config: KVCacheConfig, groups: Sequence[SingleTypeManager], state: RecurrentStateManager
+    ) -> None:
         self._config = config
         self._groups = groups
         self._full_groups = [group for group in groups if isinstance(group, FullAttentionManager)]
         self._window_groups = [group for group in groups if isinstance(group, SlidingWindowManager)]
         self._state = state
-        self._seen = SeenPrefixes() if config.has_state and config.caches_states and not self._full_groups else None
+        self._admitted = (
+            AdmittedPrefixes() if config.has_state and config.caches_states and not self._full_groups else None
+        )
 
     def remember(self, keys: PrefixKeys, num_tokens: int) -> None:
         """A prompt of ``num_tokens`` was admitted: where later ones part from it, a state is worth keeping."""
-        if self._seen is not None:
-            self._seen.add(keys, num_tokens)
+        if self._admitted is not None:
+            self._admitted.add(keys, num_tokens)
 
     def local(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
         """Deepest checkpoint that the attention groups cover too. Dense: attention alone, or a deeper tail."""
@@ -59,7 +63,7 @@ class PrefixLookup:
         row = found.output_row if found is not None and is_exact else None
         if self._config.has_state or is_exact:
             resume = reach = found.position if found is not None else 0
-            known = num_attention if self._seen is None else self._seen.depth(keys, num_tokens)
+            known = num_attention if self._admitted is None else self._admitted.depth(keys, num_tokens)
             junction = known if known > resume and not is_exact else None
         else:
             junction = None

@@ -6,6 +6,7 @@ Every id in ``tables`` is held once, the running slot ``dst_slot`` once, each pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
@@ -31,7 +32,7 @@ class BlockTable:
 
 
 @dataclass(slots=True)
-class Sequence:
+class Allocation:
     """
     Attributes:
         tables: one per attention group.
@@ -75,3 +76,20 @@ class Pull:
 
     indices: tuple[tuple[int, ...], ...]
     slot_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence as the scheduler sees it, at the moment of the call.
+
+    ``tables`` are the live block tables, one per attention group (do not mutate; copy them if kept across calls), null
+    where a window does not reach; rows of positions below ``write_from`` are there already. ``src_slot`` is the
+    checkpoint's (or null) slot before the first step, then the running slot; ``dst_slot`` is the running slot.
+    """
+
+    tables: Sequence[BlockTable]
+    src_slot: int
+    dst_slot: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    keys: PrefixKeys

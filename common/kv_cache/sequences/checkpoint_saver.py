@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from common.kv_cache.sequences.allocation import Sequence
+from common.kv_cache.sequences.allocation import Allocation
 from common.kv_cache.sequences.sequence_table import SequenceTable
 
 
@@ -21,60 +21,62 @@ class CheckpointSaver:
         self._skipped = sequences.counters.checkpoints_skipped
 
     def plan(
-        self, seq: Sequence, start: int, end: int, wanted: Mapping[int, str] | Collection[int]
+        self, allocation: Allocation, start: int, end: int, wanted: Mapping[int, str] | Collection[int]
     ) -> tuple[tuple[int, int], ...]:
         """(position, slot), ascending, for what the step (start, end] is to keep."""
         if not self._config.has_state:
             return ()
         saves: list[tuple[int, int]] = []
-        positions = self._sequences.save_policy.step_positions(seq.num_prompt_tokens, start, end, wanted)
+        positions = self._sequences.save_policy.step_positions(allocation.num_prompt_tokens, start, end, wanted)
         for position, origin in positions.items():
-            if position not in seq.saves:
-                if self._coordinator.caches_states and self._coordinator.state.get(seq.keys.key_at(position)):
+            if position not in allocation.saves:
+                if self._coordinator.caches_states and self._coordinator.state.get(allocation.keys.key_at(position)):
                     self._skipped["exists"] += 1
                     continue
                 if not self._coordinator.can_allocate_slot():
                     self._skipped["no_slot"] += 1
                     continue
-                self._sequences.plan_save(seq, position, origin)
-            saves.append((position, seq.saves[position].slot_id))
+                self._sequences.plan_save(allocation, position, origin)
+            saves.append((position, allocation.saves[position].slot_id))
         return tuple(reversed(saves))
 
-    def publish(self, seq: Sequence) -> None:
+    def publish(self, allocation: Allocation) -> None:
         """The step has completed: what it wrote can be found."""
-        due = [position for position in seq.saves if position <= seq.num_computed_tokens]
+        due = [position for position in allocation.saves if position <= allocation.num_computed_tokens]
         for position in sorted(due):
             # The prompt's end waits for ``finish_prompt``; a sequence that goes on without was finished before it was
             # preempted, and has computed its prompt again.
-            if position != seq.num_prompt_tokens or seq.num_computed_tokens > position:
-                self._publish(seq, position)
-                self._sequences.drop_save(seq, position)
+            if position != allocation.num_prompt_tokens or allocation.num_computed_tokens > position:
+                self._publish(allocation, position)
+                self._sequences.drop_save(allocation, position)
 
-    def _publish(self, seq: Sequence, position: int) -> None:
-        coordinator, sequences, save = self._coordinator, self._sequences, seq.saves[position]
+    def _publish(self, allocation: Allocation, position: int) -> None:
+        coordinator, sequences, save = self._coordinator, self._sequences, allocation.saves[position]
         if not coordinator.caches_states:
             return
-        copies = sequences.copies_needed(seq, position)
+        copies = sequences.copies_needed(allocation, position)
         if any(copies) and not coordinator.can_allocate(copies, 0):
             self._skipped["no_block"] += 1
             return
-        tails = sequences.tail_blocks(seq, position)
-        checkpoint = sequences.make_checkpoint(seq, position, save.slot_id, tails, save.origin)
-        sequences.publish_windows(seq, position)
+        tails = sequences.tail_blocks(allocation, position)
+        checkpoint = sequences.make_checkpoint(allocation, position, save.slot_id, tails, save.origin)
+        sequences.publish_windows(allocation, position)
         if coordinator.publish_checkpoint(checkpoint) and any(copies):
-            sequences.continue_in_copies(seq, position, copies)
+            sequences.continue_in_copies(allocation, position, copies)
 
-    def donate(self, seq: Sequence) -> None:
+    def donate(self, allocation: Allocation) -> None:
         """The running slot and the open blocks become a checkpoint of what was computed, without a copy."""
-        position, coordinator = seq.num_computed_tokens, self._coordinator
-        if not coordinator.caches_states or seq.is_sealed or not seq.owns_state or position == 0:
+        position, coordinator = allocation.num_computed_tokens, self._coordinator
+        if not coordinator.caches_states or allocation.is_sealed or not allocation.owns_state or position == 0:
             return
-        if seq.keys.num_tokens < position:
+        if allocation.keys.num_tokens < position:
             self._skipped["no_keys"] += 1
             return
-        tails = self._sequences.tail_blocks(seq, position)
+        tails = self._sequences.tail_blocks(allocation, position)
         if not self._config.has_state and not tails:
             return  # a boundary of a dense model is found through its block alone
-        self._sequences.publish_blocks(seq, again=True)
-        self._sequences.publish_windows(seq, position)
-        coordinator.publish_checkpoint(self._sequences.make_checkpoint(seq, position, seq.dst_slot, tails, "donated"))
+        self._sequences.publish_blocks(allocation, again=True)
+        self._sequences.publish_windows(allocation, position)
+        coordinator.publish_checkpoint(
+            self._sequences.make_checkpoint(allocation, position, allocation.dst_slot, tails, "donated")
+        )

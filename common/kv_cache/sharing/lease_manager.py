@@ -14,33 +14,35 @@ from typing import Any
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import content_tag
-from common.kv_cache.results import LeasedPrefix, PrefixHit, PrefixProgress, Tables
-from common.kv_cache.sequences.allocation import Sequence
+from common.kv_cache.prefix.hits import PrefixHit
+from common.kv_cache.sequences.allocation import Allocation
 from common.kv_cache.sequences.sequence_table import SequenceTable
-from common.kv_cache.sharing.leases import Lease, LeaseTable
+from common.kv_cache.sharing.leases import Lease, LeasedPrefix, LeaseTable, PrefixProgress, Tables
 
 
-class PrefixLender:
+class LeaseManager:
     def __init__(self, sequences: SequenceTable, leases: LeaseTable) -> None:
         self._sequences = sequences
         self._coordinator = sequences.coordinator
         self._block_size = sequences.config.block_size
         self._leases = leases
 
-    def lease_prompt(self, seq: Sequence, lease_id: str, deadline_s: float) -> LeasedPrefix:
+    def lease_prompt(self, allocation: Allocation, lease_id: str, deadline_s: float) -> LeasedPrefix:
         """The sequence's kept prompt end and the full blocks before it."""
-        end = seq.prompt_end
+        end = allocation.prompt_end
         assert end is not None
         num_full = end.position // self._block_size
-        full = tuple(tuple(table.block_ids[:num_full]) for table in seq.tables)
+        full = tuple(tuple(table.block_ids[:num_full]) for table in allocation.tables)
         tails = end.tail_block_ids
         own_tails: tuple[int, ...] = ()
         if not self._are_tagged(tails, end.key):
             # The sequence has these rows in open blocks of its own: computed, copied, or about to be copied.
-            tails = own_tails = tuple(table.block_ids[num_full] for table in seq.tables)
+            tails = own_tails = tuple(table.block_ids[num_full] for table in allocation.tables)
             for group, block_id in zip(self._coordinator.groups, own_tails, strict=True):
                 group.pool.set_tags((block_id,), (end.key,))
-        return self._add(lease_id, deadline_s, seq.keys, end.position, full, tails, own_tails, end, end.output_row)
+        return self._add(
+            lease_id, deadline_s, allocation.keys, end.position, full, tails, own_tails, end, end.output_row
+        )
 
     def lease_cached(
         self, keys: PrefixKeys, hit: PrefixHit, lease_id: str, deadline_s: float, deeper_than: int
@@ -151,10 +153,10 @@ class PrefixLender:
             copies.cancel(table)
             group.pool.end_lease(filter(None, reversed(table)))
 
-    def progress(self, seq: Sequence) -> PrefixProgress:
+    def progress(self, allocation: Allocation) -> PrefixProgress:
         """The full blocks that are computed, from the start of the prompt."""
-        num_full = min(seq.num_computed_tokens, seq.num_prompt_tokens) // self._block_size
-        tables = tuple(tuple(islice(table.block_ids, num_full)) for table in seq.tables)
+        num_full = min(allocation.num_computed_tokens, allocation.num_prompt_tokens) // self._block_size
+        tables = tuple(tuple(islice(table.block_ids, num_full)) for table in allocation.tables)
         return PrefixProgress(num_full * self._block_size, tables, self._generations(tables))
 
 

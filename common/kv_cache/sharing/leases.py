@@ -8,10 +8,40 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.results import LeasedPrefix, Tables
+
+Tables = tuple[tuple[int, ...], ...]
+"""Per attention group, one entry per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPrefix:
+    """A prefix pinned for a remote reader until release or expiry.
+
+    ``tables`` cover ``num_tokens`` positions per attention group, the tail block last, null below a window;
+    generations are those at lease time (0 for a null entry). ``output_row``: when the prefix is a whole prompt.
+    """
+
+    num_tokens: int
+    tables: Tables
+    generations: Tables
+    slot_id: int
+    slot_generation: int
+    key: bytes
+    output_row: Any | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixProgress:
+    """The full blocks of a prompt that are computed while the rest still is: ``num_tokens`` tokens from the start, a
+    whole number of blocks. Not leased: valid as long as the generations stay."""
+
+    num_tokens: int
+    tables: Tables
+    generations: Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,39 @@ destinations freed, or quarantined while the read may still write them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.results import PullPlan, RemoteHit
-from common.kv_cache.sequences.allocation import Pull, Sequence
+from common.kv_cache.prefix.hits import RemoteHit
+from common.kv_cache.sequences.allocation import Allocation, Pull
 from common.kv_cache.sequences.prompt_ends import PromptEnds
 from common.kv_cache.sequences.sequence_table import SequenceTable
 
 
-class RemoteIntake:
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """Destinations of one pull, held and unpublished until ``commit_remote`` or ``abandon_remote``.
+
+    Attributes:
+        num_tokens: length of the prefix.
+        pairs: per attention group, (index in the prompt's block table, local block id) to be read, ascending.
+        slot_id: slot to read the state into; 0 when no state is needed.
+        num_local_tokens: of the prefix, what was found here: its K/V as far as the groups that keep everything have it
+            (without attention layers: all or nothing, as its state is here or not). Null positions are never counted.
+    """
+
+    num_tokens: int
+    pairs: tuple[tuple[tuple[int, int], ...], ...]
+    slot_id: int
+    num_local_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.pairs) and self.slot_id == 0
+
+
+class RemotePrefixes:
     def __init__(self, sequences: SequenceTable, prompt_ends: PromptEnds) -> None:
         self._sequences = sequences
         self._coordinator = sequences.coordinator
@@ -32,9 +55,9 @@ class RemoteIntake:
         checkpoint = hit.checkpoint
         uses_tail = checkpoint is not None and bool(checkpoint.tail_block_ids)
         # First touch the hits of all groups, then allocate: allocation may evict what was just found.
-        seq = sequences.create(seq_id, keys, num_tokens)
+        allocation = sequences.create(seq_id, keys, num_tokens)
         for group, table, found, first in zip(
-            coordinator.groups, seq.tables, hit.tables, hit.first_needed, strict=True
+            coordinator.groups, allocation.tables, hit.tables, hit.first_needed, strict=True
         ):
             group.pool.hold(block_id for block_id in found if block_id)
             table.block_ids = list(found)
@@ -43,33 +66,34 @@ class RemoteIntake:
         if checkpoint is not None and (self._config.has_state or uses_tail):
             coordinator.pin(checkpoint)
             coordinator.state.touch(checkpoint)
-            seq.src_checkpoint = checkpoint
+            allocation.src_checkpoint = checkpoint
         missing = [
             [i for i in range(first, num_blocks) if i >= len(found) or not found[i]]
             for found, first in zip(hit.tables, hit.first_needed, strict=True)
         ]
         if not coordinator.can_allocate([len(indices) for indices in missing], int(self._config.has_state)):
-            sequences.remove(seq)
+            sequences.remove(allocation)
             return None
         coordinator.policy.admitted(keys, num_tokens, hit.tables[0] if hit.tables else (), checkpoint)
         coordinator.lookup.remember(keys, num_tokens)
-        for group, table, indices in zip(coordinator.groups, seq.tables, missing, strict=True):
+        for group, table, indices in zip(coordinator.groups, allocation.tables, missing, strict=True):
             table.num_published = indices[0] if indices else num_blocks
             table.block_ids += [0] * (num_blocks - len(table.block_ids))
             for index, block_id in zip(indices, coordinator.allocate_blocks(group, len(indices)), strict=True):
                 table.block_ids[index] = block_id
         slot_id = 0
         if self._config.has_state:
-            seq.src_slot = seq.dst_slot = coordinator.allocate_slot()
-            if seq.src_checkpoint is not None:
-                seq.src_slot = seq.src_checkpoint.slot_id
+            allocation.src_slot = allocation.dst_slot = coordinator.allocate_slot()
+            if allocation.src_checkpoint is not None:
+                allocation.src_slot = allocation.src_checkpoint.slot_id
             else:
-                slot_id = seq.dst_slot
+                slot_id = allocation.dst_slot
         read = tuple(tuple(i for i in indices if not (uses_tail and i == num_blocks - 1)) for indices in missing)
-        seq.pull = Pull(read, slot_id)
+        allocation.pull = Pull(read, slot_id)
         self._count_hit(hit, num_tokens)
         pairs = tuple(
-            tuple((i, table.block_ids[i]) for i in indices) for table, indices in zip(seq.tables, read, strict=True)
+            tuple((i, table.block_ids[i]) for i in indices)
+            for table, indices in zip(allocation.tables, read, strict=True)
         )
         return PullPlan(num_tokens, pairs, slot_id, self._num_local_tokens(hit, num_tokens, read, slot_id))
 
@@ -96,36 +120,41 @@ class RemoteIntake:
             hits["state"] = num_state
         self._sequences.counters.count_query(num_tokens, hits)
 
-    def commit(self, seq: Sequence, output_row: Any | None, *, seal: bool) -> None:
-        assert seq.pull is not None, "nothing was accepted"
-        seq.pull = None
-        seq.num_computed_tokens = seq.num_prompt_tokens
+    def commit(self, allocation: Allocation, output_row: Any | None, *, seal: bool) -> None:
+        assert allocation.pull is not None, "nothing was accepted"
+        allocation.pull = None
+        allocation.num_computed_tokens = allocation.num_prompt_tokens
         # Only real blocks were counted as cached, so everything pulled is published here.
-        self._sequences.publish_blocks(seq)
-        self._mark_null_entries(seq)
-        source = seq.src_checkpoint
+        self._sequences.publish_blocks(allocation)
+        self._mark_null_entries(allocation)
+        source = allocation.src_checkpoint
         if source is not None and source.tail_block_ids:
-            self._sequences.copy_tail(seq, source)
-        if not seal or self._config.has_state or output_row is not None or seq.num_prompt_tokens % seq.keys.block_size:
-            self._prompt_ends.finish(seq, output_row, seal=seal, origin="pulled")
+            self._sequences.copy_tail(allocation, source)
+        if (
+            not seal
+            or self._config.has_state
+            or output_row is not None
+            or allocation.num_prompt_tokens % allocation.keys.block_size
+        ):
+            self._prompt_ends.finish(allocation, output_row, seal=seal, origin="pulled")
 
-    def _mark_null_entries(self, seq: Sequence) -> None:
+    def _mark_null_entries(self, allocation: Allocation) -> None:
         """The state row of this prefix is [null, .., null, slot]: register the nulls on the attention entries."""
         groups, state = self._coordinator.full_groups, self._coordinator.state
         if not (self._config.enable_prefix_caching and self._config.has_state and groups):
             return
-        for num_blocks in range(1, -(-seq.num_prompt_tokens // self._config.block_size)):
-            key = seq.keys.boundary_key(num_blocks)
+        for num_blocks in range(1, -(-allocation.num_prompt_tokens // self._config.block_size)):
+            key = allocation.keys.boundary_key(num_blocks)
             if state.get(key) is None:
                 groups[0].mark_remote(key)
 
-    def abandon(self, seq: Sequence, *, quarantine: bool) -> None:
-        assert seq.pull is not None, "nothing was accepted"
-        pull = seq.pull
+    def abandon(self, allocation: Allocation, *, quarantine: bool) -> None:
+        assert allocation.pull is not None, "nothing was accepted"
+        pull = allocation.pull
         if quarantine and (any(pull.indices) or pull.slot_id):
-            tables, slots = self.quarantined.setdefault(seq.seq_id, (tuple([] for _ in seq.tables), []))
+            tables, slots = self.quarantined.setdefault(allocation.seq_id, (tuple([] for _ in allocation.tables), []))
             for group, table, indices, block_ids in zip(
-                self._coordinator.groups, seq.tables, pull.indices, tables, strict=True
+                self._coordinator.groups, allocation.tables, pull.indices, tables, strict=True
             ):
                 for index in reversed(indices):
                     block_id = table.block_ids.pop(index)
@@ -134,8 +163,8 @@ class RemoteIntake:
             if pull.slot_id:
                 self._coordinator.slots.quarantine(pull.slot_id)
                 slots.append(pull.slot_id)
-                seq.src_slot = seq.dst_slot = 0
-        self._sequences.remove(seq)
+                allocation.src_slot = allocation.dst_slot = 0
+        self._sequences.remove(allocation)
 
     def release(self, seq_id: str) -> bool:
         units = self.quarantined.pop(seq_id, None)

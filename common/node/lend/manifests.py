@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.kv_cache.results import LeasedPrefix
+from common.kv_cache.sharing.leases import LeasedPrefix
 from common.node.lend.digests import make_digests
 from common.wire.manifest import Manifest, PrefillReport
 

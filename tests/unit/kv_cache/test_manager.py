@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.prefix.admitted_prefixes import SeenPrefixes
+from common.kv_cache.prefix.admitted_prefixes import AdmittedPrefixes
 from tests.unit.kv_cache.world import World, make_config
 
 A = list(range(100, 140))
@@ -73,7 +73,7 @@ def test_shared_prefix_when_no_group_keeps_every_position_then_junction_is_saved
 
 
 def test_seen_prefixes_when_too_many_then_the_longest_unseen_go_deep_end_first() -> None:
-    seen = SeenPrefixes(max_keys=6)
+    seen = AdmittedPrefixes(max_keys=6)
     prompts = [PrefixKeys(b"root", 4, [number] * 16) for number in range(3)]
     for prompt in prompts[:2]:
         seen.add(prompt, 16)

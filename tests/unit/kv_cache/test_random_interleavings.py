@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES
 from common.kv_cache.pools.generations import content_tag
-from common.kv_cache.results import LeasedPrefix, PullPlan
+from common.kv_cache.sharing.leases import LeasedPrefix
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from tests.unit.kv_cache.world import World, make_config
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import PrefixHit, PromptEnd, PullPlan
+from common.kv_cache.prefix.hits import PrefixHit
+from common.kv_cache.sequences.prompt_ends import PromptEnd
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.kv_cache.spec import (
     AttentionLayerSpec,
     GroupKind,

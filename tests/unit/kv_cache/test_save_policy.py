@@ -6,7 +6,6 @@ import pytest
 
 from common.kv_cache.checkpoints.save_policy import MAX_SEMANTIC_SAVES, SavePolicy
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.results import PrefixHit
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import World, make_config
 
@@ -32,26 +31,30 @@ def policy(mode: str = "auto", interval: int | None = None, **options: bool) -> 
 def test_positions_when_prompt_is_new_then_those_of_the_mode(
     mode: str, interval: int | None, expected: list[int]
 ) -> None:
-    assert sorted(policy(mode, interval).prompt_positions(100, None, (50, 30, 96, 100, 0))) == expected
+    assert sorted(policy(mode, interval).prompt_positions(100, 0, None, (50, 30, 96, 100, 0))) == expected
 
 
 def test_positions_when_part_is_cached_then_only_what_is_still_computed() -> None:
-    hit = PrefixHit(num_tokens=40, num_attention_tokens=64, junction=64)
-    assert policy().prompt_positions(100, hit, (30, 40, 50)) == {50: "semantic", 64: "junction", 100: "prompt_end"}
-    assert sorted(policy("all").prompt_positions(100, hit)) == [48, 64, 80, 96]
-    assert sorted(policy("all", 80).prompt_positions(100, hit)) == [64, 80, 96]
-    assert policy("none").prompt_positions(100, hit, (50,)) == {}
+    resume, junction = 40, 64
+    assert policy().prompt_positions(100, resume, junction, (30, 40, 50)) == {
+        50: "semantic",
+        64: "junction",
+        100: "prompt_end",
+    }
+    assert sorted(policy("all").prompt_positions(100, resume, junction)) == [48, 64, 80, 96]
+    assert sorted(policy("all", 80).prompt_positions(100, resume, junction)) == [64, 80, 96]
+    assert policy("none").prompt_positions(100, resume, junction, (50,)) == {}
 
 
 def test_positions_when_there_are_too_many_boundaries_then_the_most_valuable_stay() -> None:
     boundaries = list(range(90, 0, -5))
-    kept = policy().prompt_positions(100, None, boundaries)
+    kept = policy().prompt_positions(100, 0, None, boundaries)
     assert sorted(kept) == sorted([*boundaries[:MAX_SEMANTIC_SAVES], 100])
 
 
 def test_positions_when_model_is_dense_or_caching_is_off_then_none() -> None:
-    assert policy(state=False).prompt_positions(100, None, (50,)) == {}
-    assert policy(caching=False).prompt_positions(100, None, (50,)) == {}
+    assert policy(state=False).prompt_positions(100, 0, None, (50,)) == {}
+    assert policy(caching=False).prompt_positions(100, 0, None, (50,)) == {}
 
 
 def test_slots_when_short_then_the_deep_positions_get_them() -> None:

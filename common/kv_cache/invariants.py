@@ -14,12 +14,12 @@ from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.coordinator import Coordinator
 from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.pools.unit_pool import UnitPool
-from common.kv_cache.sequences.allocation import Sequence
+from common.kv_cache.sequences.allocation import Allocation
 from common.kv_cache.sequences.sequence_table import SequenceTable
 from common.kv_cache.sharing.leases import Lease, LeaseTable
 
 
-def check(
+def find_violations(
     coordinator: Coordinator,
     sequences: SequenceTable,
     leases: LeaseTable,
@@ -28,16 +28,16 @@ def check(
     """Violations in words, [] when there are none. O(units + table entries)."""
     problems: list[str] = []
     users = _Users(coordinator)
-    for seq in sequences:
-        for table, counts in zip(seq.tables, users.held_blocks, strict=True):
+    for allocation in sequences:
+        for table, counts in zip(allocation.tables, users.held_blocks, strict=True):
             counts.update(table.block_ids)
-        users.held_slots.update(save.slot_id for save in seq.saves.values())
-        users.held_slots[seq.dst_slot] += 1
-        for checkpoint in (seq.src_checkpoint, seq.prompt_end):
+        users.held_slots.update(save.slot_id for save in allocation.saves.values())
+        users.held_slots[allocation.dst_slot] += 1
+        for checkpoint in (allocation.src_checkpoint, allocation.prompt_end):
             if checkpoint is not None:
                 users.pins[id(checkpoint)] += 1
                 users.add_checkpoint(checkpoint, users.held_blocks, users.held_slots)
-        problems += _check_sequence(coordinator, sequences, seq)
+        problems += _check_sequence(coordinator, sequences, allocation)
     for copies, counts in zip(sequences.copies, users.held_blocks, strict=True):
         counts.update(copies.sources())
     for lease in leases.active():
@@ -120,11 +120,11 @@ def _check_lease(coordinator: Coordinator, lease: Lease) -> list[str]:
     return problems
 
 
-def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, seq: Sequence) -> list[str]:
+def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, allocation: Allocation) -> list[str]:
     problems = []
-    name, size = f"sequence {seq.seq_id}", coordinator.config.block_size
-    position = seq.num_computed_tokens if seq.pull is None else seq.num_prompt_tokens
-    for group, table, _ in sequences.rows(seq):
+    name, size = f"sequence {allocation.seq_id}", coordinator.config.block_size
+    position = allocation.num_computed_tokens if allocation.pull is None else allocation.num_prompt_tokens
+    for group, table, _ in sequences.rows(allocation):
         block_ids = table.block_ids[table.first_block :]
         if len(set(block_ids)) != len(block_ids):
             problems.append(f"{name}: a block is in its table twice")
@@ -134,15 +134,20 @@ def _check_sequence(coordinator: Coordinator, sequences: SequenceTable, seq: Seq
             problems.append(f"{name}: a block is held that its window has left")
         if table.first_block > group.first_needed(position):
             problems.append(f"{name}: a block is gone that its window still covers")
-        if len(table.block_ids) < sequences.blocks_for(seq.num_computed_tokens):
-            problems.append(f"{name}: {len(table.block_ids)} blocks for {seq.num_computed_tokens} tokens")
-        first_open = max(seq.num_computed_tokens, table.write_from) // size
+        if len(table.block_ids) < sequences.blocks_for(allocation.num_computed_tokens):
+            problems.append(f"{name}: {len(table.block_ids)} blocks for {allocation.num_computed_tokens} tokens")
+        first_open = max(allocation.num_computed_tokens, table.write_from) // size
         for block_id in table.block_ids[first_open:]:
-            if group.pool.content[block_id] and not seq.is_sealed:
+            if group.pool.content[block_id] and not allocation.is_sealed:
                 problems.append(f"{name}: published block {block_id} is still to be written")
-    if coordinator.config.has_state and seq.dst_slot and coordinator.slots.content[seq.dst_slot] and not seq.is_sealed:
-        problems.append(f"{name}: published slot {seq.dst_slot} is still to be written")
-    if coordinator.config.has_state and not seq.dst_slot:
+    if (
+        coordinator.config.has_state
+        and allocation.dst_slot
+        and coordinator.slots.content[allocation.dst_slot]
+        and not allocation.is_sealed
+    ):
+        problems.append(f"{name}: published slot {allocation.dst_slot} is still to be written")
+    if coordinator.config.has_state and not allocation.dst_slot:
         problems.append(f"{name}: no running slot")
     return problems
 

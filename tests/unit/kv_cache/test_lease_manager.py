@@ -9,7 +9,7 @@ import pytest
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import ENTRY_BYTES, GenerationTables, content_tag
-from common.kv_cache.results import LeasedPrefix
+from common.kv_cache.sharing.leases import LeasedPrefix
 from tests.unit.kv_cache.world import World, make_config
 
 A = list(range(1000, 1100))
