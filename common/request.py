@@ -1,4 +1,4 @@
-"""What travels with one request, and what comes back per step. Plain data: no torch, nothing of ours imported.
+"""What travels with one request, and the words for its tokens and its end. Plain data that imports nothing of ours.
 
 A *request* is one prompt with one sampled continuation. ``n > 1`` is expressed by ``Request.num_forks``: the engine
 forks the finished prompt, so the prompt is computed once.
@@ -46,7 +46,6 @@ class SamplingParams:
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
     ERROR = "error"
 
 
@@ -67,17 +66,18 @@ class Request:
     Attributes:
         sampling: None on a prefill-only request: the prompt is computed and handed out (leased), nothing is sampled.
         num_forks: how many continuations are sampled from the one prompt.
-        remote: what a peer promised to hand over: the prefix of its first ``num_tokens`` tokens, with key
-            ``prefix_key`` (otherwise opaque to the engine, given to the node's pull function); None: local.
+        remote: a prefix that a peer holds for this request: its first ``num_tokens`` tokens, with key ``prefix_key``.
+            The rest of it is opaque to the engine, which passes it to its prefix source. None: nothing is pulled.
         is_remote_optional: losing ``remote`` is no failure: the prompt is computed here, whatever the policy.
-        lost_remote: a peer's prefix was promised and could not be had: compute the prompt here if the policy allows.
+        lost_remote: a peer held a prefix for this request and it was lost before the request came here: the prompt is
+            computed here if the policy allows it.
         num_resumed_tokens: how many of the prompt's last tokens were generated before, on another node: for sampling,
             penalties and limits they are output.
-        wants_progress: report finished blocks of a handed-out prompt while the rest computes.
+        wants_progress: report the finished blocks of a prompt without sampling while the rest is computed.
         skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every row).
         arrival_s: monotonic seconds.
         semantic_boundaries: positions inside the prompt at which later prompts are likely to part from it, the most
-            reusable first: a hint where to keep states.
+            reusable first; states are best kept there.
     """
 
     request_id: str
@@ -94,10 +94,6 @@ class Request:
     wants_progress: bool = False
     arrival_s: float = 0.0
     semantic_boundaries: tuple[int, ...] = ()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def skip_prefix_lookup(self) -> bool:

@@ -31,7 +31,7 @@ from common.request import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256
-"""Prompt rows whose logits exist at a time: with a vocabulary of 150,000 that is 150 MB."""
+"""Rows of a prompt whose logits are in memory at a time. With a vocabulary of 150,000 that is 150 MB in float32."""
 
 
 class EngineCore:
@@ -71,7 +71,7 @@ class EngineCore:
         self.step_times = StepTimes()
 
     def pull_with(self, source: PrefixSource) -> None:
-        """Who moves remote prefixes here; called once, before the first request that has one."""
+        """Sets who moves remote prefixes here. Called once, before the first request that has one."""
         self._remote.source = source
 
     # --- called between steps
@@ -91,7 +91,8 @@ class EngineCore:
 
     @property
     def num_uncomputed_prompt_tokens(self) -> int:
-        """Of all requests that are here; what a waiting one will find in the cache counts. Readable from any thread."""
+        """Prompt tokens still to be computed for all requests that are here, at most: what a waiting one will find in
+        the cache is counted too. Readable from any thread."""
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
 
@@ -103,7 +104,7 @@ class EngineCore:
         return self._manager.next_lease_deadline()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. A handed-over prefix must be one of this prompt (and this cache salt).
+        """Queues a request. Its remote prefix must be one of this prompt (and this cache salt).
 
         Raises:
             InvalidRequestError: the id is another's, maybe one that has left but whose read may still write.
@@ -131,7 +132,7 @@ class EngineCore:
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have
-        ended by itself meanwhile: nothing is told twice."""
+        ended by itself meanwhile; then nothing is reported again."""
         not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
             if sequence.index == index and sequence.status not in not_now:
@@ -213,7 +214,7 @@ class EngineCore:
             if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
                 self._append_prompt_logprobs(sequence, segment.start, hidden)
             if sequence.num_uncomputed_tokens:
-                self._show_progress(sequence)
+                self._report_progress(sequence)
                 continue
             row = hidden[-1]
             if sequence.is_prompt_done:
@@ -222,17 +223,17 @@ class EngineCore:
                 self._finish_prompt(sequence, row.clone(), to_sample)  # kept: must not pin the whole step's rows
         return to_sample
 
-    def _show_progress(self, sequence: Sequence) -> None:
-        """Tells the reader of a handed-out prompt which of its blocks are finished."""
+    def _report_progress(self, sequence: Sequence) -> None:
+        """Reports which blocks of a prompt are finished, to the node that pulls them already."""
         if not sequence.request.wants_progress or sequence.sampling is not None:
             return
         progress = self._manager.progress(sequence.seq_id)
-        if progress.num_tokens > sequence.num_shown_tokens:
-            sequence.num_shown_tokens = progress.num_tokens
+        if progress.num_tokens > sequence.num_reported_tokens:
+            sequence.num_reported_tokens = progress.num_tokens
             self._outputs.add(sequence, progress=progress)
 
     def _run_copies(self) -> None:
-        """Block copies that must not wait for the next step: their destinations are promised to a reader."""
+        """Block copies that must not wait for the next step: a reader pulls their destinations."""
         if copies := self._manager.take_block_copies():
             self._runner.forward(StepPlan(block_copies=copies))
 

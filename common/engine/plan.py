@@ -1,4 +1,4 @@
-"""One step of the model as plain data: what the scheduler asks and the model runner executes.
+"""One step of the model as plain data: what the scheduler decides and the model runner executes.
 
 All rows of a step are packed into one ``[1, T]`` forward: prompt chunks and decode rows in any mix, in the order of
 ``StepPlan.segments``. Memory named in a plan is neither freed nor reused until the step has completed.
@@ -60,7 +60,3 @@ class StepPlan:
 
     segments: list[Segment] = field(default_factory=list)
     block_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.segments)

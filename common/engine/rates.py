@@ -1,4 +1,4 @@
-"""How long this node's work takes, from what it did: for whoever chooses between nodes.
+"""How long this node's work takes, learned from the work that it did. The proxy's placement asks for it.
 
 ``LinearCost`` learns seconds = fixed + per_unit * units. Observations fade one by one, so that the estimate follows the
 machine; what was never observed is None and not zero.
@@ -10,10 +10,13 @@ import time
 from dataclasses import dataclass
 
 HALF_LIFE = 100
-"""Observations after which one counts half."""
+"""Observations after which an older one counts half: many enough that a single slow step does not show, few enough to
+follow a machine whose speed changes."""
 _FADE = 0.5 ** (1 / HALF_LIFE)
+"""What one observation's weight is multiplied with when the next one comes."""
 _MIN_SPREAD = 0.1
-"""Of units, relative to their mean: less variation than this tells nothing about the fixed part."""
+"""Least standard deviation of the units, as a share of their mean, from which the fixed part is estimated. Below it the
+observations are nearly the same point, through which any line fits."""
 
 
 @dataclass(frozen=True, slots=True)

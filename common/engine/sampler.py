@@ -20,7 +20,8 @@ from torch import Tensor
 from common.request import SamplingParams, TokenLogprob
 
 _UNIFORM_BITS = 52
-"""Bits of a uniform number: u <= 1 - 2**-52, so that u * total stays below total in float64."""
+"""Random bits of one uniform number u in [0, 1). With 52 of them u is at most 1 - 2**-52, so that u times a total stays
+below the total in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class SampleTask:
 
     Attributes:
         params: the request's.
-        prompt_token_ids, output_token_ids: what came before; penalties read them, the length of the output is the
-        position. index: the fork number (0 without forks); it goes into the seed.
+        prompt_token_ids, output_token_ids: what came before. Penalties read both; the output's length is the position
+            that the seed is hashed with.
+        index: the fork number (0 without forks); it is hashed with the seed as well.
         eos_token_ids: masked, with the stop tokens, until ``min_tokens`` are out.
     """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
-from common.engine.shared_prefixes import MAX_LOOKED_AT, has_to_wait, is_computing, places_for
+from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sharing.remote_prefix import PullPlan
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """``max_num_seqs``: sequences that hold memory at a time. ``max_num_batched_tokens``: tokens computed in a step."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_model_len: int
 
 
 @dataclass(slots=True)
@@ -93,9 +94,8 @@ class Scheduler:
         for sequence in self.running:
             self._keep_for_waiting(sequence)
         budget = self._schedule_running(schedule, self._config.max_num_batched_tokens)
-        if (
-            self.num_preemptions == num_preemptions
-        ):  # else memory is short: who was just preempted must not return at once
+        if self.num_preemptions == num_preemptions:
+            # Otherwise memory is short, and what a preemption freed is not given away in the same step.
             self._admit_waiting(schedule, budget)
         schedule.plan.block_copies = self._manager.take_block_copies()
         return schedule
@@ -141,14 +141,14 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
         """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves. Only those that wait
-        for a running prompt's computing let others pass.
+        for what a running prompt is computing let others pass.
 
-        A sequence gets the blocks of all its tokens at once: one that started with part of them could take itself back
-        and start again for as long as somebody's lease holds the rest.
+        A sequence gets the blocks of all its tokens at once. With blocks for a part of them it could be preempted for
+        want of the rest, start again and be preempted again, for as long as somebody's lease holds that memory.
         """
-        num_held = 0  # at the front of the queue
-        while num_held < min(len(self.waiting), MAX_LOOKED_AT) and self.has_room():
-            sequence = self.waiting[num_held]
+        num_passed = 0  # sequences at the front of the queue that wait for a running prompt
+        while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
+            sequence = self.waiting[num_passed]
             if sequence.remote is not None:
                 if not self._start_pull(schedule, sequence):
                     return
@@ -159,7 +159,7 @@ class Scheduler:
             if not sequence.request.skip_prefix_lookup:
                 hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
                 if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
-                    num_held += 1
+                    num_passed += 1
                     continue
             num_computed = hit.num_tokens if hit is not None else 0
             num_tokens = self._chunk_size(sequence, num_computed, budget)
@@ -191,7 +191,7 @@ class Scheduler:
         sequence.num_computed_tokens = num_computed
         num_hit = min(num_computed, sequence.num_prompt_tokens)
         if sequence.num_preemptions == 0 and not sequence.transferred_bytes:
-            sequence.num_local_hit = num_hit  # else it may have found what it computed itself, or pulled
+            sequence.num_local_hit = num_hit  # otherwise the hit may be what it computed itself, or pulled
         sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
         if sequence.scheduled_s is None:
             sequence.scheduled_s = self._clock()
@@ -199,12 +199,12 @@ class Scheduler:
         self._keep_for_waiting(sequence)
 
     def _keep_for_waiting(self, sequence: Sequence) -> None:
-        """States where prompts that wait will go on from this one's."""
+        """Lets this prompt's states be kept where prompts that wait will go on from them."""
         config = self._manager.config
         if not (self.waiting and config.has_state and config.caches_states and is_computing(sequence)):
             return
-        for place in places_for(sequence, self.waiting[:MAX_LOOKED_AT]):
-            sequence.save_positions.setdefault(place, "junction")
+        for position in junctions_with(sequence, self.waiting[:MAX_COMPARED]):
+            sequence.save_positions.setdefault(position, "junction")
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""
@@ -252,7 +252,7 @@ class Scheduler:
 
     @staticmethod
     def _wanted_saves(sequence: Sequence) -> Mapping[int, str]:
-        """A prompt that is only handed out keeps its end without a save: the running slot itself becomes it."""
+        """A prompt without sampling keeps its end without a save: the running slot itself becomes that checkpoint."""
         end = sequence.num_prompt_tokens
         if sequence.num_computed_tokens >= end:
             return {}

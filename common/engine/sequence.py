@@ -2,8 +2,8 @@
 once its prompt is computed.
 
 Life: WAITING -> (TRANSFERRING ->) RUNNING -> FINISHED; RUNNING -> WAITING when preempted, TRANSFERRING -> WAITING when
-the pull failed, or brought only a part of the prompt. The cache manager knows a
-sequence by ``seq_id`` from its admission to its ``free``.
+the pull failed, or brought only a part of the prompt. The cache manager has an allocation under ``seq_id`` from the
+sequence's admission to its ``free``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Sequence:
             what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
-            exact prefix hit, a handed-over prompt or a fork.
-        save_positions: where the cache's policy wants states of the prompt kept, and why each.
-        num_shown_tokens: of a prompt that is handed out while it computes: tokens whose blocks its reader knows.
+            exact prefix hit, a prompt that was pulled whole, or a fork.
+        save_positions: position -> why, for the states of the prompt that the save policy keeps.
+        num_reported_tokens: of a prompt whose blocks are pulled while the rest is computed: tokens whose blocks the
+            reader has been told of.
         aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
     """
 
@@ -49,7 +50,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.pending_row: Any = None
         self.remote = request.remote
-        self.num_shown_tokens = 0
+        self.num_reported_tokens = 0
         self.aborted = False
         self.is_prompt_done = False
         self.num_preemptions = 0

@@ -157,9 +157,7 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
 
 
 def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
-    scheduler = Scheduler(
-        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, model.max_model_len), model.manager
-    )
+    scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens), model.manager)
     return EngineCore(
         scheduler,
         model.manager,

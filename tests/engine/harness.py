@@ -64,7 +64,7 @@ def stock_greedy(family: str, prompt: Sequence[int], num_tokens: int) -> tuple[l
 
 @dataclass
 class Running:
-    """A sequence under way: what the cache manager would hold."""
+    """A running sequence: what the cache manager would hold of it."""
 
     block_ids: list[int]
     slot: int

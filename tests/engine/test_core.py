@@ -156,7 +156,7 @@ def test_exact_repeat_when_cached_runs_no_forward_before_its_first_token() -> No
     forward = model.runner.forward
 
     def counted(plan: StepPlan) -> list[torch.Tensor]:
-        forwards.append(plan.num_tokens)
+        forwards.append(sum(segment.num_tokens for segment in plan.segments))
         return forward(plan)
 
     model.runner.forward = counted  # type: ignore[method-assign]

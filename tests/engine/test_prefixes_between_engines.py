@@ -321,7 +321,7 @@ def test_lost_prefix_when_more_than_the_limit_is_left_to_compute_then_typed_erro
     reader.assert_nothing_held()
 
 
-def test_lost_prefix_when_it_was_only_a_hint_then_computed_whatever_the_policy() -> None:
+def test_lost_prefix_when_it_was_optional_then_computed_whatever_the_policy() -> None:
     for flags in ({"kv_load_failure_policy": "fail"}, {"local_prefill_limit": 0}):
         holder, reader = Engine(), Engine(**flags)
         prompt = tokens(1, 60)

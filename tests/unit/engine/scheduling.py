@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any) -> None:
         self.manager = KVCacheManager(make_config(block_size=BLOCK, **cache), clock=lambda: 0.0)
-        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, 1024)
+        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens)
         self.scheduler = Scheduler(config, self.manager, clock=lambda: 0.0)
         self._num_added = 0
 

@@ -13,7 +13,7 @@ import pytest
 
 from common.engine.plan import Rows
 from common.engine.sequence import SequenceStatus
-from common.engine.shared_prefixes import MAX_LOOKED_AT, MAX_SAVES
+from common.engine.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
 from tests.unit.engine.scheduling import BLOCK, Rig, names, planned, words
 
 
@@ -363,7 +363,7 @@ def test_prompts_when_nothing_is_kept_then_do_not_wait_for_each_other(cache: dic
     assert names(rig.step().sequences) == ["first", "alike"]
 
 
-@pytest.mark.parametrize(("num_alike", "is_seen"), [(MAX_LOOKED_AT - 1, True), (MAX_LOOKED_AT, False)])
+@pytest.mark.parametrize(("num_alike", "is_seen"), [(MAX_COMPARED - 1, True), (MAX_COMPARED, False)])
 def test_queue_when_its_front_waits_for_a_prompt_then_is_looked_at_so_far_and_no_further(
     num_alike: int, is_seen: bool
 ) -> None:
@@ -379,10 +379,10 @@ def test_queue_when_its_front_waits_for_a_prompt_then_is_looked_at_so_far_and_no
 def test_states_when_many_part_from_a_prompt_then_only_so_many_are_kept() -> None:
     rig = Rig(max_num_batched_tokens=512, num_blocks=512, num_slots=64)
     rig.add("first", words(1, 100))
-    for number in range(MAX_SAVES + 3):
+    for number in range(MAX_JUNCTIONS + 3):
         rig.add(f"alike{number}", words(1, 40 + 4 * number) + words(10 + number, 4))
     offsets = rig.schedule().plan.segments[0].save_offsets
-    assert offsets == (*(40 + 4 * number for number in range(MAX_SAVES)), 100)
+    assert offsets == (*(40 + 4 * number for number in range(MAX_JUNCTIONS)), 100)
 
 
 # --- prefixes from a peer
