@@ -28,8 +28,9 @@ import httpx
 
 from common import demo_model
 from common.engine.outputs import PhaseSeconds
-from common.node.serving.metrics import trace_phases
+from common.node.serving.request_record import trace_phases
 from common.telemetry.create import create_tracer
+from common.wire.routes import COMPLETIONS_ROUTE
 from tests.support.collector import collecting
 from tests.support.service import Service
 
@@ -121,7 +122,7 @@ def _ttft_s(client: httpx.Client, url: str, prompt: list[int]) -> float:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
     start_s = time.perf_counter()
     first_s = 0.0
-    with client.stream("POST", url + "/v1/completions", json={**body, "return_token_ids": True}) as answer:
+    with client.stream("POST", url + COMPLETIONS_ROUTE, json={**body, "return_token_ids": True}) as answer:
         assert answer.status_code == 200, answer.read()
         for _ in answer.iter_raw():
             first_s = first_s or time.perf_counter() - start_s

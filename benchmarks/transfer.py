@@ -32,7 +32,7 @@ import torch
 
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
-from common.node.lend.digests import VERIFY_ALL, find_mismatch, make_digests
+from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
 from common.transfer.nixl.agent import PROGRESS_TIMEOUT_US

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from common.metrics.table import Role
 from common.node.main import run_node
-from common.server.serve import end_process
-
-DEFAULT_PORT = 8100
-
-
-def import_app() -> Any:
-    from prefill_node.app import create_app
-
-    return create_app
-
 
 if __name__ == "__main__":
-    end_process(run_node("prefill", DEFAULT_PORT, import_app))
+    run_node(Role.PREFILL, default_port=8100)

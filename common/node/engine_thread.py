@@ -26,22 +26,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_IDLE_WAIT_S = 1.0
-"""The longest the idle thread sleeps before it looks at lease deadlines again."""
+"""The longest time that the idle thread sleeps before it checks lease deadlines again."""
 
 
 class EngineThread:
-    """Owns the engine core and its thread. Made on the event loop's thread; ``close`` joins the thread with a
-    deadline."""
+    """Owns the engine core and its thread. ``start`` it on the event loop that will read the outputs; ``close`` joins
+    the thread with a deadline."""
 
-    def __init__(self, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._loop = loop
+        self._loop: asyncio.AbstractEventLoop
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
@@ -103,12 +104,12 @@ class EngineThread:
                 self.post(lambda: self._core.abort(request.request_id))
 
     def is_in_use(self, request_id: str) -> bool:
-        """Whether somebody waits for outputs of a request of this id. Event loop only."""
+        """Whether a caller waits for outputs of a request of this id. Event loop only."""
         return request_id in self._outputs
 
     def interrupt(self, request_id: str, error: TandemError) -> None:
-        """Whoever waits for this request's outputs gets ``error``, on which it is aborted; nobody may. Event loop
-        only."""
+        """Whoever waits for this request's outputs gets ``error``, and the request is aborted; nothing happens when
+        nobody waits. Event loop only."""
         outputs = self._outputs.get(request_id)
         if outputs is not None:
             outputs.put_nowait(RequestOutput(request_id, 0, [], error=error))
@@ -144,7 +145,7 @@ class EngineThread:
         return min(max(deadline - time.monotonic(), 0.001), MAX_IDLE_WAIT_S)
 
     def _add(self, request: Request) -> None:
-        """Whoever waits for the outputs of a request that could not be added hears so: there will be none."""
+        """A request that cannot be added has no outputs, so whoever waits for them gets the error."""
         try:
             self._core.add_request(request)
         except Exception as exc:
@@ -166,7 +167,7 @@ class EngineThread:
     def _run_command(command: Callable[[], None]) -> None:
         try:
             command()
-        except Exception:  # one caller's command must not take the engine, and with it everybody, down
+        except Exception:  # one caller's command must not end the engine for all
             logger.exception("engine command failed")
 
     def _fail_all(self) -> None:

@@ -30,7 +30,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel, load_model
 from common.node.cache_warnings import cache_warnings
-from common.node.pull.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
+from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.backend import TransferBackend
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.regions import Region

@@ -11,7 +11,7 @@ import pytest
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.kv_cache.manager import PullPlan
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.runtime import NodeModel
 from common.request import Request, SamplingParams
 from tests.engine.test_core import engine, run, tokens, used

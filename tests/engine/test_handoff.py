@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.kv_cache.manager import PullPlan
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from tests.support.models import FAMILIES, tiered
 from tests.support.pair import Answer, Pair
 from tests.support.reference import Mismatch, Reference, random_tokens, reference

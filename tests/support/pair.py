@@ -1,6 +1,7 @@
-"""A prefill engine and a decode engine in one process: the nodes' own handoff and intake over the in-process transfer.
+"""A prefill engine and a decode engine in one process: the nodes' own prefill legs and handoffs over the in-process
+transfer.
 
-What is left out is HTTP, the engine's thread, liveness and the renewal of leases; manifests and questions go through
+What is left out is HTTP, the engine's thread, liveness and the renewal of leases; manifests and queries go through
 their wire forms. The pair owns the event loop, and both cores are stepped on it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,13 +19,16 @@ from unittest.mock import patch
 from common.config.node import NodeConfig
 from common.engine.outputs import RequestOutput
 from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.metrics.metrics import Metrics
+from common.metrics.table import Role
 from common.node import runtime
+from common.node.lend.manifest_builder import ManifestBuilder
+from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.rendezvous import RendezvousTable
-from common.node.pull.engine_bridge import PullSource
-from common.node.pull.handoff import Handover
-from common.node.pull.manifest_stream import Offer, Offers
+from common.node.pull.engine_bridge import EngineBridge
+from common.node.pull.handoff import Handoff, HandoffReader
+from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
 from common.node.pull.pull_task import FinishedPull, RemotePrefix
-from common.node.serving.prompt_jobs import EncodedPrompt
 from common.request import Request, SamplingParams
 from common.transfer.backend import TransferBackend
 from common.transfer.puller import Puller
@@ -33,8 +38,6 @@ from common.wire.handoff import Rendezvous
 from common.wire.manifest import Manifest
 from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
 from common.wire.routes import PULL_ROUTE
-from decode_node.intake import Intake
-from prefill_node.handoff import PrefillLeg
 from tests.support.models import checkpoint
 
 PATIENCE_S = 60.0
@@ -75,7 +78,7 @@ class Answer:
 
 
 class Side:
-    """One node's engine, pools and transfer backend; ``common.node.node.Node`` to the handoff and the intake.
+    """One node's engine, pools and transfer backend.
 
     Made on the event loop. ``pace(num_tokens)``: awaited before the step after one that finished blocks.
     """
@@ -87,16 +90,14 @@ class Side:
         def call_off(request_id: str) -> None:
             raise AssertionError(f"{request_id}: no test here calls a leg off")
 
-        self.name = self.engine_id = name
-        self.advertised_host = HOST
+        self.name = name
         self.config = config
         self.model = runtime.load_node_model(config)
         self.core = runtime.create_core(config, self.model)
         with patch.object(runtime, "NixlBackend", in_process):
             self.backend = runtime.create_backend(config, self.model, name)
-        self.engine = SimpleNamespace(generate=self._generate, call=self._call)
-        loop = asyncio.get_running_loop()
-        self.rendezvous = RendezvousTable(loop, is_in_use=lambda request_id: False, call_off=call_off)
+        self.engine: Any = SimpleNamespace(generate=self._generate, call=self._call)
+        self.rendezvous = RendezvousTable(is_in_use=lambda request_id: False, call_off=call_off)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.pace: Callable[[int], Awaitable[None]] | None = None
 
@@ -152,7 +153,7 @@ class OnlyPeer:
         assert (peer.engine_id, peer.epoch) == (engine_id, epoch)
         return peer
 
-    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert path == PULL_ROUTE
         query = parse_query(_over_the_wire(body), vocab_size=self._peer.model.cache_config.geometry.vocab_size)
         assert isinstance(query, RendezvousQuery)
@@ -171,25 +172,25 @@ class OnlyPeer:
         return True
 
 
-class WatchedOffers(Offers):
-    """Offers whose reader is watched: who asks for more than N tokens has read that many."""
+class WatchedStream(ManifestStream):
+    """A manifest stream whose reader is watched: who asks for more than N tokens has read that many."""
 
-    def __init__(self, offers: Offers) -> None:
-        self._offers = offers
+    def __init__(self, manifests: ManifestStream) -> None:
+        self._manifests = manifests
         self._num_read = 0
         self._asked = asyncio.Event()
 
     @property
-    def final(self) -> Offer | None:
-        return self._offers.final
+    def final(self) -> ReadablePrefix | None:
+        return self._manifests.final
 
-    async def beyond(self, num_tokens: int) -> Offer:
+    async def beyond(self, num_tokens: int) -> ReadablePrefix:
         self._num_read = num_tokens
         self._asked.set()
-        return await self._offers.beyond(num_tokens)
+        return await self._manifests.beyond(num_tokens)
 
     def close(self) -> None:
-        self._offers.close()
+        self._manifests.close()
 
     async def read(self, num_tokens: int) -> None:
         """Returns when the first ``num_tokens`` tokens are read, as far as anybody wants them."""
@@ -211,17 +212,45 @@ class Pair:
     async def _start(self) -> None:
         self.prefill, self.decode = (Side(name, self._hub, self._config) for name in ("prefill", "decode"))
         peers: Any = OnlyPeer(self.prefill, self.decode.backend)
-        node: Any = self.decode
-        node.peers = node.remote_leases = peers
-        self._intake = Intake(node)
-        self._leg = PrefillLeg(self.prefill)  # type: ignore[arg-type]
+        model, config = self.decode.model, self._config
+        self._handoffs = HandoffReader(
+            manager=model.manager,
+            engine=self.decode.engine,
+            peers=peers,
+            leases=peers,
+            loaded=model.loaded,
+            metrics=Metrics(Role.DECODE),
+            fingerprint=self.decode.backend.fingerprint,
+            fails_when_lost=config.kv_load_failure_policy == "fail",
+        )
+        self._leg = self._create_leg(self.prefill)
         self._puller = Puller(self.decode.backend)
-        self.source = PullSource(self._puller, peers, self, PATIENCE_S, None)
-        self.decode.core.pull_with(self.source)
+        self.bridge = EngineBridge(self._puller, peers, self, PATIENCE_S, None)
+        self.decode.core.pull_with(self.bridge)
+        self.bridge.open()
         self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
 
+    def _create_leg(self, side: Side) -> PrefillLeg:
+        manifests = ManifestBuilder(
+            engine_id=side.name,
+            epoch=side.model.manager.generations.epoch,
+            host=HOST,
+            port=PORT,
+            fingerprint=side.backend.fingerprint,
+            lease_seconds=self._config.kv_lease_seconds,
+            verify=self._config.kv_transfer_verify,
+            storage=side.model.storage,
+        )
+        return PrefillLeg(
+            side.name,
+            manager=side.model.manager,
+            engine=side.engine,
+            rendezvous=side.rendezvous,
+            manifests=manifests,
+        )
+
     def close(self) -> None:
-        self._runner.run(self.source.close())
+        self._runner.run(self.bridge.close())
         self._puller.close()
         for side in (self.prefill, self.decode):
             side.backend.close()
@@ -230,7 +259,7 @@ class Pair:
     # --- common.node.pull.engine_bridge.PullListener
 
     def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
-        remote.offers.close()
+        remote.manifests.close()
         self._pulls.put_nowait((seq_id, result))
 
     def on_terminal(self, seq_id: str) -> None:
@@ -251,9 +280,15 @@ class Pair:
         return {manifest.request_id: manifest for manifest in self._runner.run(run())}
 
     async def _hand_out(self, name: str, prompt: Sequence[int], rendezvous_id: str | None = None) -> Manifest:
-        encoded = EncodedPrompt(list(prompt))
-        leg = self._leg.run(name, encoded, cache_salt=None, priority=0, rendezvous_id=rendezvous_id)
-        manifest, _ = await leg
+        request = Request(
+            request_id=rendezvous_id or name,
+            prompt_token_ids=list(prompt),
+            sampling=None,
+            is_remote_optional=True,
+            arrival_s=time.monotonic(),
+            wants_progress=rendezvous_id is not None,
+        )
+        manifest, _ = await self._leg.run(request)
         return manifest
 
     def take_in(
@@ -263,13 +298,13 @@ class Pair:
 
         ``damage`` is done to what arrived before the engine takes it.
         """
-        self.source.after_read = damage
+        self.bridge.after_read = damage
 
         async def run() -> dict[str, FinishedPull]:
             pulls = {}
             for name, manifest in manifests.items():
-                handover = self._intake.parse(_over_the_wire(manifest.to_params()))
-                pulls[name] = await self._pull(name, handover, manifest.prompt_token_ids, num_tokens)
+                handoff = self._handoffs.parse(_over_the_wire(manifest.to_params()))
+                pulls[name] = await self._pull(name, handoff, manifest.prompt_token_ids, num_tokens)
             return pulls
 
         pulls = self._runner.run(run())
@@ -279,7 +314,7 @@ class Pair:
         """Both legs together: blocks are pulled as they are finished, each part before the next step."""
 
         async def run() -> tuple[Manifest, FinishedPull]:
-            reader: asyncio.Future[WatchedOffers] = asyncio.get_running_loop().create_future()
+            reader: asyncio.Future[WatchedStream] = asyncio.get_running_loop().create_future()
 
             async def pace(num_tokens: int) -> None:
                 async with asyncio.timeout(PATIENCE_S):
@@ -297,18 +332,18 @@ class Pair:
     async def _pull(
         self,
         name: str,
-        handover: Handover,
+        handoff: Handoff,
         prompt: Sequence[int],
         num_tokens: int,
-        reader: asyncio.Future[WatchedOffers] | None = None,
+        reader: asyncio.Future[WatchedStream] | None = None,
     ) -> FinishedPull:
-        async with self._intake.take(handover, prompt, None) as taken:
-            assert taken.prefix is not None
-            offers = WatchedOffers(taken.prefix.offers)
+        async with self._handoffs.read(handoff, prompt, None) as found:
+            assert found.prefix is not None
+            manifests = WatchedStream(found.prefix.manifests)
             if reader is not None:
-                reader.set_result(offers)
+                reader.set_result(manifests)
             sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
-            remote = replace(taken.prefix, offers=offers)
+            remote = replace(found.prefix, manifests=manifests)
             self.decode.core.add_request(Request(name, list(prompt), sampling, remote=remote))
             self.decode.step()
             async with asyncio.timeout(PATIENCE_S):

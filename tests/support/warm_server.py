@@ -25,7 +25,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-PRELOADED = ("prefill_node.app", "decode_node.app")
+PRELOADED = ("common.node.app",)
 
 
 def serve(connection: socket.socket) -> None:

@@ -111,6 +111,22 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
+    "common.node": (
+        "cache_warnings",
+        "regions",
+        "digests",
+        "metrics",
+        "runtime",
+        "engine_thread",
+        "peers",
+        "lend",
+        "pull",
+        "serving",
+        "node",
+        "routes",
+        "app",
+        "main",
+    ),
     "common.ops": ("step", "interface", "torch", "cpu", "select"),
     "common.simulate": ("trace", "ideal_cache", "simulate"),
     "common.transfer": (
@@ -142,7 +158,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
 }
 # Parts whose modules import each other in circles still: none is added.
-CIRCLES_LEFT = ("common.node",)
+CIRCLES_LEFT: tuple[str, ...] = ()
 # A folder that is longer is two.
 MAX_FILES = 12
 # The parts that must run where torch, transformers and NIXL are not installed, and the modules in them that need not.

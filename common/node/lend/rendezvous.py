@@ -3,7 +3,7 @@
 Life of a rendezvous: 1 *awaited*: its reader asked before its leg came, 2 *running*: the leg is here, its finished
 blocks become known step by step, 3 *final*: leased under the same name, or *failed*: with the leg's error. Leaves by:
 release (a leg that runs is called off), the end of its lease, or ``KEEP_S`` after it failed or nobody came; until then
-whoever asks late is told. An entry owns no memory: the running sequence does, then the lease.
+a reader that comes late is told. An entry owns no memory: the running sequence does, then the lease.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from common.wire.manifest import Manifest, PartialManifest
 logger = logging.getLogger(__name__)
 
 MAX_OPEN = 4096
+"""Entries in all. Far more than legs and readers that a node can serve at once; bounds what made-up ids can fill."""
+
 LEG_WAIT_S = 5.0
+"""How long a reader waits for a leg that has not come. A proxy sends both legs at once, so this is far more than the
+network takes."""
+
 KEEP_S = 10.0
-LEASE_LOOK_S = 5.0
-"""How often an entry whose prompt is leased looks whether the lease still is."""
+"""How long an entry whose leg failed is kept, for a reader that comes late."""
+
+LEASE_CHECK_S = 5.0
+"""How often the entry of a leased prompt checks that the lease still exists; it costs nothing to keep until then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,20 +51,18 @@ class _Entry:
 
 
 class RendezvousTable:
-    """Lives on the event loop.
+    """Used on the event loop only.
 
     ``is_in_use(id)``: whether a lease or a running request has this id. ``call_off(id)``: ends the leg of this id.
     """
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         *,
         is_in_use: Callable[[str], bool],
         call_off: Callable[[str], None],
         leg_wait_s: float = LEG_WAIT_S,
     ) -> None:
-        self._loop = loop
         self._is_in_use = is_in_use
         self._call_off = call_off
         self._leg_wait_s = leg_wait_s
@@ -104,11 +109,11 @@ class RendezvousTable:
             return False
         entry.manifest = manifest
         entry.wake()
-        self._look_later(entry)
+        self._check_lease_later(entry)
         return True
 
     def fail(self, rendezvous_id: str, error: TandemError) -> None:
-        """The leg ended without a prompt. Waiting readers are told, and those that ask within ``KEEP_S``."""
+        """The leg ended without a prompt. Readers that wait are told, and those that come within ``KEEP_S``."""
         entry = self._entries[rendezvous_id]
         entry.error = error
         entry.wake()
@@ -119,7 +124,7 @@ class RendezvousTable:
         entry = self._entries.get(rendezvous_id)
         if entry is None:
             if len(self._entries) >= MAX_OPEN or self._is_in_use(rendezvous_id):
-                return  # who asks later finds nothing, which is an error as well
+                return  # a reader that comes later finds nothing, which is an error as well
             entry = self._create(rendezvous_id)
         if not entry.has_leg:
             entry.has_leg = True
@@ -177,8 +182,8 @@ class RendezvousTable:
         return True
 
     def is_called_off(self, lease_id: str) -> bool:
-        """Whether a reader has given up what was not here yet under this id, a leg or the lease that a question asks
-        for: the word of it can overtake the question."""
+        """Whether a reader has given up what was not here yet under this id: a leg, or the lease that its query asks
+        for. Its release can overtake its query."""
         entry = self._entries.get(lease_id)
         return entry is not None and entry.is_released
 
@@ -198,14 +203,14 @@ class RendezvousTable:
 
     def _remove_later(self, entry: _Entry, delay_s: float) -> None:
         self._stop_timer(entry)
-        entry.timer = self._loop.call_later(delay_s, self._remove, entry)
+        entry.timer = asyncio.get_running_loop().call_later(delay_s, self._remove, entry)
 
-    def _look_later(self, entry: _Entry) -> None:
-        entry.timer = self._loop.call_later(LEASE_LOOK_S, self._look, entry)
+    def _check_lease_later(self, entry: _Entry) -> None:
+        entry.timer = asyncio.get_running_loop().call_later(LEASE_CHECK_S, self._check_lease, entry)
 
-    def _look(self, entry: _Entry) -> None:
+    def _check_lease(self, entry: _Entry) -> None:
         if self._is_in_use(entry.rendezvous_id):
-            self._look_later(entry)
+            self._check_lease_later(entry)
         else:
             self._remove(entry)
 

@@ -1,7 +1,7 @@
-"""Who of this node's peers is alive: one stream of beats from each, because the transport cannot tell.
+"""Which of this node's peers are alive: one stream of beats from each, because the transport cannot tell.
 
 A read from a frozen peer is in progress for as long as it stays frozen, so a peer says every ``BEAT_S`` that it runs.
-States of a watched peer: *alive*, *suspect* (silent for ``SILENT_S``: whoever waits for it is told, nobody begins to;
+States of a watched peer: *alive*, *suspect* (silent for ``SILENT_S``: whoever waits for it is told, no new wait begins;
 a beat makes it alive again), *dead* (the stream was closed, or another life answers on it: whoever waits is told, the
 watch ends; a new handshake begins a new one). A stream that stays silent is opened anew now and then, because a
 connection to a machine that is gone may stay open for hours.
@@ -23,10 +23,19 @@ from common.wire.routes import LIVENESS_ROUTE
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+"""Time between two beats of a holder."""
+
 SILENT_S = 1.5
+"""A peer that was silent for this long is suspect: three beats, so that one late beat is not enough."""
+
 REOPEN_S = 5.0
+"""A stream that was silent for this long is closed and opened anew."""
+
 CONNECT_TIMEOUT_S = 1.5
+"""How long opening a stream may take."""
+
 RETRY_S = 1.0
+"""Pause after a stream could not be opened in time."""
 
 LostCallback = Callable[[str], None]
 
@@ -42,7 +51,7 @@ class _Watch:
 
 
 class Liveness:
-    """Lives on the event loop between its making and ``close``.
+    """Used on the event loop only, until ``close``.
 
     ``on_dead(url)``: the life behind a URL is over. ``http`` must allow any number of connections: a stream keeps one.
     """
@@ -77,15 +86,15 @@ class Liveness:
         watch.task = asyncio.create_task(self._listen(watch), name=f"liveness {url}")
 
     def check(self, url: str) -> None:
-        """Raises TransferError (``peer_lost``) for a suspect peer: nobody waits for one that does not answer."""
+        """Raises TransferError (``peer_lost``) for a suspect peer, so that no wait for it begins."""
         watch = self._watches.get(url)
         if watch is not None and watch.is_suspect:
             silent_s = asyncio.get_running_loop().time() - watch.last_beat_s
             raise TransferError(f"{url} has been silent for {silent_s:.1f} s", code="peer_lost")
 
     def subscribe(self, url: str, on_lost: LostCallback) -> Callable[[], None]:
-        """``on_lost(why)`` is called once when the peer becomes suspect or dead, soon when it is suspect now. Returns
-        what ends that; calling it twice is fine."""
+        """``on_lost(why)`` is called once when the peer becomes suspect or dead, and soon if it is suspect now. Returns
+        a function that ends the subscription; calling it twice is fine."""
         subscribers = self._subscribers.setdefault(url, [])
         subscribers.append(on_lost)
         watch = self._watches.get(url)
@@ -115,7 +124,7 @@ class Liveness:
             break
         self._stop_timer(watch)
         if why is None:
-            watch.is_suspect = False  # of another make: nothing is known of its life, then or now
+            watch.is_suspect = False  # a peer of another make has no beats: nothing is ever known of its life
             return
         if self._watches.get(watch.url) is watch:
             del self._watches[watch.url]
@@ -124,8 +133,8 @@ class Liveness:
             self._notify(watch.url, why)
 
     async def _read_stream(self, watch: _Watch) -> str | None:
-        """Why the stream ended; None: the peer has none. Raises TimeoutError when it has been silent for so long that
-        a new one is better."""
+        """Why the stream ended; None: the peer has no such route. Raises TimeoutError when it has been silent for
+        ``REOPEN_S``."""
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=None)
         loop = asyncio.get_running_loop()
         async with (
@@ -150,10 +159,10 @@ class Liveness:
         watch.is_suspect = False
         watch.last_beat_s = loop.time()
         self._stop_timer(watch)
-        watch.timer = loop.call_later(SILENT_S, self._look_again, watch)
+        watch.timer = loop.call_later(SILENT_S, self._check_beats, watch)
 
-    def _look_again(self, watch: _Watch) -> None:
-        # This loop may have been busy itself: beats that have come by now are read before the next timer.
+    def _check_beats(self, watch: _Watch) -> None:
+        # Our own event loop may have been busy: beats that have come by now are read before the next timer.
         watch.timer = asyncio.get_running_loop().call_later(BEAT_S / 10, self._suspect, watch)
 
     def _suspect(self, watch: _Watch) -> None:
@@ -174,7 +183,7 @@ class Liveness:
 
 
 def _life(line: str) -> tuple[str, str]:
-    """Engine id and epoch of a beat; those of a line that is none are nobody's."""
+    """Engine id and epoch of a beat; two empty texts for a line that is no beat."""
     try:
         beat = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The nodes this one may pull from: who is allowed, how to reach them, what was shaken hands on.
+"""The nodes this one may pull from: which are allowed, how to reach them, which have shaken hands.
 
 A peer is known by its base URL. Its transfer announcement is fetched once per life of the peer (its epoch) and again
 when the epoch differs or a read said that it is gone. Nothing of an announcement is used before fingerprints were
@@ -34,16 +34,21 @@ from common.wire.routes import TRANSFER_ROUTE
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 1.5
+"""How long a peer has to answer a handshake: as long as it may be silent before it is suspect."""
+
+CONNECT_TIMEOUT_S = 1.5
+"""How long a connection for a query may take; its answer may take longer."""
+
 OWN_CODES = ("unknown_pull", "fingerprint_mismatch")
-"""Codes of the pull route itself that are worth telling apart."""
+"""Error codes of the pull route itself that a pull's failure keeps; all others become ``transfer_failed``."""
 
 
 class PeerDirectory:
-    """Lives on the event loop. ``close`` ends its connections."""
+    """Used on the event loop only. ``close`` ends its connections."""
 
     def __init__(self, backend: TransferBackend, allowed: Sequence[str], cluster_key: str | None) -> None:
         headers = {CLUSTER_KEY_HEADER: cluster_key} if cluster_key else {}
-        # No limit on connections: each long poll and each liveness stream keeps one.
+        # Connections are not limited: each long poll and each liveness stream keeps one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=HANDSHAKE_TIMEOUT_S, limits=limits, trust_env=False)
         self.liveness = Liveness(self._http, self.forget)
@@ -102,11 +107,11 @@ class PeerDirectory:
         return peer
 
     def forget(self, url: str) -> None:
-        """The next ``connect`` shakes hands again."""
+        """The next ``connect`` to it shakes hands again."""
         self._peers.pop(url, None)
 
     def forget_all(self) -> None:
-        """This node's agent is a new one: nobody is connected to it."""
+        """This node's transfer agent is a new one: no peer is connected to it."""
         self._peers.clear()
 
     async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -119,17 +124,18 @@ class PeerDirectory:
             raise TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         return answer if isinstance(answer, dict) else {}
 
-    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST a question that may be answered late; once more when the connection broke under it.
+    async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """POST a query that may be answered late; it is sent once more when the connection breaks under it.
 
         Raises:
             TransferError: no answer, or another one than a JSON object with status 200.
-            PrefillLegFailedError: the leg that was asked for has failed; PrefillLegRejectedError when its client should
-                hear why, PrefillLegAbortedError when its caller left.
+            PrefillLegFailedError: the leg that the query is about has failed; PrefillLegRejectedError when its client
+                should hear why, PrefillLegAbortedError when its caller left.
         """
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         for attempt in range(2):
             try:
-                response = await self._http.post(url + path, json=body, timeout=httpx.Timeout(timeout_s, connect=1.5))
+                response = await self._http.post(url + path, json=body, timeout=timeout)
                 break
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
                 if attempt:
@@ -147,8 +153,8 @@ class PeerDirectory:
     async def _known_or_new(self, url: str, life: tuple[str, int] | None) -> Peer:
         """The peer as it is known in ``life`` (None: in any), else after a handshake; there is one at a time.
 
-        Whoever waited while one failed fails with it: if each tried in turn, the last would wait for a silent peer once
-        for everybody before it.
+        All that waited for a handshake fail with it: if each tried in turn, the last would wait for a silent peer as
+        often as there are callers before it.
         """
         before = self._failures.get(url)
         async with self._locks.setdefault(url, asyncio.Lock()):
@@ -205,7 +211,7 @@ def _failure(where: str, response: httpx.Response, answer: object) -> TransferEr
 
 
 def _retry_after_s(response: httpx.Response) -> int:
-    """What is no number of seconds, a date for one, counts as one second."""
+    """A value that is no number of seconds, such as a date, counts as one second."""
     given = response.headers.get("retry-after", "")
     return int(given) if re.fullmatch(r"[0-9]{1,6}", given) else 1
 

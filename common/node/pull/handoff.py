@@ -1,26 +1,56 @@
-"""What a decode leg brings along, and what became of it: the words between serving and intake."""
+"""What a decode leg brings along of a prefill leg: from ``kv_transfer_params`` to something the engine can pull.
+
+A manifest: 1 check it, 2 is its holder a peer of this node, 3 hold the lease (renewed from here on), 4 connect to the
+holder in the life that made it. A rendezvous: 1 is it a peer, 2 poll it for what is finished, 3 when the whole prompt
+is here already, call its leg off; else wait for the first part, so that a prompt that queues at the prefill node holds
+no memory here. Then the engine pulls; everything is given up as soon as the pull has ended, and on every way out.
+Leaves by: a prefix to pull, nothing (recompute, or all of it is here), an error.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.manager import KVCacheManager
+from common.metrics.metrics import Metrics
+from common.models.loading.loader import LoadedModel
+from common.node.engine_thread import EngineThread
+from common.node.peers.peers import PeerDirectory
+from common.node.pull.manifest_stream import (
+    OWN_ABORT_WAIT_S,
+    ROW_PARAM,
+    FixedManifestStream,
+    ManifestStream,
+    ReadablePrefix,
+    RendezvousManifestStream,
+)
+from common.node.pull.metrics import failure_label
 from common.node.pull.pull_task import RemotePrefix
+from common.node.pull.remote_leases import RemoteLeases
+from common.transfer.codes import TransferCode
+from common.transfer.jobs import PullReason
 from common.wire.handoff import Rendezvous
-from common.wire.manifest import Manifest, PrefillReport
+from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
 
-Handover = Manifest | Rendezvous
+logger = logging.getLogger(__name__)
+
+Handoff = Manifest | Rendezvous
 """A finished prompt's manifest (carried by any proxy), or the name under which a peer computes it right now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A handover that was looked at.
+class HandoffResult:
+    """What a handoff came to.
 
-    ``prefix``: to be pulled; None: nothing is. ``is_lost``: because it cannot be had, not because all of it is here.
-    ``known_report``: what is known of the prefill leg without pulling.
+    ``prefix``: to be pulled; None: nothing is. ``is_lost``: nothing is pulled because the prefix cannot be had, not
+    because all of it is here. ``known_report``: what is known of the prefill leg without pulling.
     """
 
     prefix: RemotePrefix | None = None
@@ -29,28 +59,199 @@ class Taken:
 
     @property
     def report(self) -> PrefillReport | None:
-        """What the prefill leg did, as far as it was ever heard."""
-        final = self.prefix.offers.final if self.prefix is not None else None
+        """What the prefill leg did; None: it never said."""
+        final = self.prefix.manifests.final if self.prefix is not None else None
         return self.known_report if final is None else final.report
 
     @property
     def ready_s(self) -> float | None:
-        """When the whole prompt was known to be computed by its prefill leg, on ``time.monotonic``; None: it was not,
-        or not there."""
-        final = self.prefix.offers.final if self.prefix is not None else None
+        """When this node heard that the prefill leg had finished the prompt, on ``time.monotonic``; None: it never
+        did."""
+        final = self.prefix.manifests.final if self.prefix is not None else None
         return None if final is None else final.known_s
 
     @property
     def is_remote(self) -> bool:
         """Whether a prefill leg finished this prompt, or would have had nothing to do."""
-        return self.known_report is not None or (self.prefix is not None and self.prefix.offers.final is not None)
+        return self.known_report is not None or (self.prefix is not None and self.prefix.manifests.final is not None)
 
 
-class Intake(Protocol):
-    """How a node takes a computed prompt in."""
+class HandoffReader:
+    """How a node pulls what a prefill leg computed. ``fingerprint``: of this node's model and layout, which the
+    holder's must equal. ``fails_when_lost``: whether a prefix that cannot be had is an error
+    (``--kv-load-failure-policy fail``) and not recomputed."""
 
-    def parse(self, params: Mapping[str, Any]) -> Handover: ...
+    def __init__(
+        self,
+        *,
+        manager: KVCacheManager,
+        engine: EngineThread,
+        peers: PeerDirectory,
+        leases: RemoteLeases,
+        loaded: LoadedModel,
+        metrics: Metrics,
+        fingerprint: str,
+        fails_when_lost: bool,
+    ) -> None:
+        self._manager = manager
+        self._engine = engine
+        self._peers = peers
+        self._leases = leases
+        self._loaded = loaded
+        self._metrics = metrics
+        self._fingerprint = fingerprint
+        self._fails_when_lost = fails_when_lost
+        geometry = manager.config.geometry
+        self._shape = ManifestShape(
+            num_block_groups=len(geometry.attention_groups),
+            has_state=bool(geometry.state_layers),
+            vocab_size=geometry.vocab_size,
+        )
 
-    def take(
-        self, handover: Handover, token_ids: Sequence[int], cache_salt: str | None
-    ) -> contextlib.AbstractAsyncContextManager[Taken]: ...
+    def parse(self, params: Mapping[str, Any]) -> Handoff:
+        """Raises InvalidRequestError naming the key that is missing, malformed or does not fit this node's model."""
+        return Rendezvous.from_params(params) or Manifest.from_params(params, self._shape)
+
+    @contextlib.asynccontextmanager
+    async def read(
+        self, handoff: Handoff, token_ids: Sequence[int], cache_salt: str | None
+    ) -> AsyncIterator[HandoffResult]:
+        """Holds what the peer has of this prompt while the block runs, or until its pull has ended.
+
+        Raises:
+            InvalidRequestError: the holder is not an allowed peer, or a manifest is of another model or layout.
+            PrefillLegRejectedError: the prefill node refuses the prompt for a reason that is the client's to hear.
+            TransferError: it cannot be used and the policy is to fail.
+        """
+        host = f"[{handoff.host}]" if ":" in handoff.host else handoff.host
+        url = f"http://{host}:{handoff.port}"
+        self._peers.check_allowed(url)
+        keys = self._manager.prefix_keys(token_ids, cache_salt)
+        manifests: ManifestStream
+        if isinstance(handoff, Manifest):
+            self._check_compatible(handoff)
+            manifests = self._fixed_stream(handoff, url)
+            reading = self._read_manifest(handoff, url, keys, manifests)
+            known_report = handoff.prefill
+        else:
+            manifests = stream = self._rendezvous_stream(handoff, url, keys)
+            reading = self._read_rendezvous(handoff, url, keys, stream)
+            known_report = None
+        try:
+            try:
+                result = await reading
+            except PrefillLegRejectedError:
+                raise
+            except TransferError as exc:
+                if isinstance(exc, PrefillLegAbortedError):
+                    await asyncio.sleep(OWN_ABORT_WAIT_S)
+                result = self._lose(exc, known_report)
+                manifests.close()
+            yield result
+        finally:
+            manifests.close()
+
+    def _lose(self, error: TransferError, known_report: PrefillReport | None) -> HandoffResult:
+        """The prefix cannot be had. Raises TransferError, with one code for all reasons, when the policy is to fail."""
+        self._metrics.transfer_failed(failure_label(error.code))
+        logger.warning("handoff unusable: %s", error.message)
+        if self._fails_when_lost:
+            raise TransferError(f"the prompt could not be had from its prefill node: {error.message}") from error
+        return HandoffResult(is_lost=True, known_report=known_report)
+
+    # --- a finished prompt
+
+    def _fixed_stream(self, manifest: Manifest, url: str) -> FixedManifestStream:
+        """Raises InvalidRequestError when the output row is missing or not one of this model."""
+        if manifest.output_row is None:
+            raise InvalidRequestError(f"{ROW_PARAM} is missing", param=ROW_PARAM)
+        prefix = ReadablePrefix.of(manifest, self._loaded)
+        self._leases.hold(manifest.lease_id, url, manifest.lease_seconds)
+        return FixedManifestStream(prefix, self._leases, manifest.lease_id)
+
+    async def _read_manifest(
+        self, manifest: Manifest, url: str, keys: PrefixKeys, manifests: ManifestStream
+    ) -> HandoffResult:
+        await self._peers.connect(url, manifest.engine_id, manifest.epoch)
+        prefix = RemotePrefix(
+            url=url,
+            lease_id=manifest.lease_id,
+            prefix_key=manifest.prefix_key,
+            num_tokens=manifest.num_tokens,
+            keys=keys,
+            manifests=manifests,
+        )
+        return HandoffResult(prefix, known_report=manifest.prefill)
+
+    def _check_compatible(self, manifest: Manifest | PartialManifest) -> None:
+        block_size = self._manager.config.block_size
+        if manifest.block_size != block_size:
+            raise InvalidRequestError(
+                f"kv_transfer_params.tandem_block_size {manifest.block_size} differs from this node's --block-size "
+                f"{block_size}",
+                param="kv_transfer_params.tandem_block_size",
+            )
+        if manifest.fingerprint != self._fingerprint:
+            raise InvalidRequestError(
+                f"kv_transfer_params.tandem_fingerprint {manifest.fingerprint} is of another model or layout than this "
+                f"node's {self._fingerprint}",
+                param="kv_transfer_params.tandem_fingerprint",
+            )
+
+    # --- a prompt that is being computed
+
+    def _rendezvous_stream(self, rendezvous: Rendezvous, url: str, keys: PrefixKeys) -> RendezvousManifestStream:
+        prefix_key = keys.key_at(keys.num_tokens)  # hashed here, so that no thread hashes later
+
+        def read(manifest: Manifest | PartialManifest) -> ReadablePrefix:
+            try:
+                self._check_compatible(manifest)
+            except InvalidRequestError as exc:
+                raise TransferError(f"{url}: {exc.message}", code=TransferCode.FINGERPRINT_MISMATCH) from exc
+            if isinstance(manifest, Manifest) and manifest.prefix_key != prefix_key:
+                raise TransferError(
+                    f"{url} computed another prompt of {manifest.num_tokens} tokens than this one of {keys.num_tokens}",
+                    code=PullReason.WRONG_CONTENT,
+                )
+            if manifest.num_tokens > keys.num_tokens:
+                raise TransferError(
+                    f"{url} has {manifest.num_tokens} tokens of a prompt of {keys.num_tokens}",
+                    code=PullReason.WRONG_CONTENT,
+                )
+            return ReadablePrefix.of(manifest, self._loaded)
+
+        return RendezvousManifestStream(self._peers, self._leases, url, rendezvous.rendezvous_id, self._shape, read)
+
+    async def _read_rendezvous(
+        self, rendezvous: Rendezvous, url: str, keys: PrefixKeys, manifests: RendezvousManifestStream
+    ) -> HandoffResult:
+        num_tokens = keys.num_tokens
+        first = asyncio.create_task(self._first_part(url, manifests))
+        try:
+            # Costs nothing: the request would wait for the running step anyway, and the poll goes on meanwhile.
+            hit = await self._engine.call(lambda: self._manager.lookup(keys, num_tokens))
+            if hit.num_tokens == num_tokens and hit.output_row is not None:
+                manifests.close()
+                return HandoffResult(known_report=PrefillReport("", cached_tokens=num_tokens, computed_tokens=0))
+            await first
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        prefix = RemotePrefix(
+            url=url,
+            lease_id=rendezvous.rendezvous_id,
+            prefix_key=keys.key_at(num_tokens),
+            num_tokens=num_tokens,
+            keys=keys,
+            manifests=manifests,
+        )
+        return HandoffResult(prefix)
+
+    async def _first_part(self, url: str, manifests: RendezvousManifestStream) -> None:
+        """Returns when something of the prompt can be read. That may take as long as the prompt queues and computes, so
+        the wait has no deadline of its own: it ends with the leg, which its caller's patience
+        (--prefill-timeout-seconds) bounds, with the peer's beats, or with our own caller."""
+        await self._peers.meet(url)
+        manifests.start()
+        prefix = await manifests.beyond(0)
+        await self._peers.connect(url, prefix.engine_id, prefix.epoch)

@@ -1,9 +1,9 @@
 """What a holder has of one prompt, as its reader learns of it.
 
-An ``Offer`` says what can be read now. ``Offers`` is where they come from: a finished manifest is one offer; a
-rendezvous is a poll that goes on, from the moment the request arrives, until the prompt is finished, its leg has
-failed, its holder is lost or nobody wants it any more. ``close`` gives everything up at the holder, exactly once:
-a lease is released, a leg that still computes is called off.
+A ``ReadablePrefix`` says what can be read now. A ``ManifestStream`` brings one after another: a finished manifest is a
+stream of one; a rendezvous is polled from the moment the request arrives until the prompt is finished, its leg has
+failed, its holder is lost or nobody wants it any more. ``close`` gives everything up at the holder, exactly once: a
+lease is released, a leg that still computes is called off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from common.errors import InvalidRequestError, PrefillLegFailedError, TandemError, TransferError
 from common.models.loading.loader import LoadedModel
-from common.node.lend.digests import PrefixDigests
+from common.node.digests import PrefixDigests
 from common.node.peers.peers import PeerDirectory
 from common.node.pull.remote_leases import RemoteLeases
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
@@ -30,19 +30,22 @@ from common.wire.routes import PULL_ROUTE
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = MAX_WAIT_SECONDS + 5.0
+"""How long a poll waits for its answer: as long as the holder may keep it open, and 5 s for a busy event loop there."""
+
 NO_DIGESTS = PrefixDigests()
 ROW_PARAM = "kv_transfer_params.tandem_output_row"
 OWN_ABORT_WAIT_S = 0.25
-"""A prefill leg whose caller left: that ours has left too is heard within this time, or it has not."""
+"""How long a decode leg waits to be aborted itself after its prefill leg was: a client that leaves ends both, and what
+the client no longer wants is neither computed nor counted as a failure. A quarter of a second covers a busy proxy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReadablePrefix:
     """The first ``num_tokens`` tokens of a prompt, readable at engine ``engine_id`` in its life ``epoch``.
 
-    ``block_ids`` and ``block_generations`` are per block group, from block 0 on.
-    Only a final offer has the state (``slot_id`` above 0), the ``output_row`` ([hidden], on this node's device), the
-    report, and digests when its holder makes them. ``known_s``: when it came, on ``time.monotonic``.
+    ``block_ids`` and ``block_generations`` are per block group, from block 0 on. Only a final one has the state
+    (``slot_id`` above 0), the ``output_row`` ([hidden], on this node's device), the report, and digests when its holder
+    makes them. ``known_s``: when it came, on ``time.monotonic``.
     """
 
     engine_id: str
@@ -59,7 +62,7 @@ class Offer:
     report: PrefillReport | None = None
 
     @classmethod
-    def of(cls, manifest: Manifest | PartialManifest, loaded: LoadedModel) -> Offer:
+    def of(cls, manifest: Manifest | PartialManifest, loaded: LoadedModel) -> ReadablePrefix:
         """Raises InvalidRequestError when the output row is not one of this model."""
         common: dict[str, Any] = {
             "engine_id": manifest.engine_id,
@@ -97,20 +100,20 @@ def _output_row(manifest: Manifest, loaded: LoadedModel) -> torch.Tensor | None:
     return row.to(loaded.device)
 
 
-class Offers(abc.ABC):
-    """The offers for one prompt. Lives on the event loop."""
+class ManifestStream(abc.ABC):
+    """What can be read of one prompt, more and more. Lives on the event loop."""
 
     @property
     @abc.abstractmethod
-    def final(self) -> Offer | None:
-        """The final offer, once it is known."""
+    def final(self) -> ReadablePrefix | None:
+        """The whole prompt, once its manifest is here."""
 
     @abc.abstractmethod
-    async def beyond(self, num_tokens: int) -> Offer:
-        """The newest offer, as soon as it is final or has more than ``num_tokens`` tokens.
+    async def beyond(self, num_tokens: int) -> ReadablePrefix:
+        """What can be read now, as soon as that is final or more than ``num_tokens`` tokens.
 
         Raises:
-            TransferError: none will come any more.
+            TransferError: nothing more will come.
             TandemError: the holder refused to compute the prompt for a reason that its client should hear.
         """
 
@@ -119,31 +122,31 @@ class Offers(abc.ABC):
         """Nobody reads any more: the holder is told. Idempotent; does not wait."""
 
 
-class FixedOffers(Offers):
+class FixedManifestStream(ManifestStream):
     """A finished manifest. ``close`` releases its lease."""
 
-    def __init__(self, offer: Offer, leases: RemoteLeases, lease_id: str) -> None:
-        assert offer.is_final
-        self._offer = offer
+    def __init__(self, prefix: ReadablePrefix, leases: RemoteLeases, lease_id: str) -> None:
+        assert prefix.is_final
+        self._prefix = prefix
         self._leases = leases
         self._lease_id = lease_id
 
     @property
-    def final(self) -> Offer:
-        return self._offer
+    def final(self) -> ReadablePrefix:
+        return self._prefix
 
-    async def beyond(self, num_tokens: int) -> Offer:
-        return self._offer
+    async def beyond(self, num_tokens: int) -> ReadablePrefix:
+        return self._prefix
 
     def close(self) -> None:
         self._leases.release(self._lease_id)
 
 
-ReadManifest = Callable[[Manifest | PartialManifest], Offer]
+ReadManifest = Callable[[Manifest | PartialManifest], ReadablePrefix]
 """Checks a manifest against this node and the prompt; raises TransferError or InvalidRequestError."""
 
 
-class RendezvousOffers(Offers):
+class RendezvousManifestStream(ManifestStream):
     """Follows a prompt that a peer computes. ``start`` begins to poll."""
 
     def __init__(
@@ -161,7 +164,7 @@ class RendezvousOffers(Offers):
         self._id = rendezvous_id
         self._shape = shape
         self._read = read
-        self._offer: Offer | None = None
+        self._prefix: ReadablePrefix | None = None
         self._error: TandemError | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -173,14 +176,14 @@ class RendezvousOffers(Offers):
         self._task = asyncio.create_task(self._poll(), name=f"rendezvous {self._id}")
 
     @property
-    def final(self) -> Offer | None:
-        return self._offer if self._offer is not None and self._offer.is_final else None
+    def final(self) -> ReadablePrefix | None:
+        return self._prefix if self._prefix is not None and self._prefix.is_final else None
 
-    async def beyond(self, num_tokens: int) -> Offer:
+    async def beyond(self, num_tokens: int) -> ReadablePrefix:
         while True:
-            offer = self._offer
-            if offer is not None and (offer.is_final or offer.num_tokens > num_tokens):
-                return offer
+            prefix = self._prefix
+            if prefix is not None and (prefix.is_final or prefix.num_tokens > num_tokens):
+                return prefix
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
@@ -199,16 +202,16 @@ class RendezvousOffers(Offers):
     async def _poll(self) -> None:
         try:
             while self.final is None:
-                after = self._offer.num_tokens if self._offer is not None else 0
+                after = self._prefix.num_tokens if self._prefix is not None else 0
                 query = RendezvousQuery(self._id, after, MAX_WAIT_SECONDS)
-                answer = await self._peers.ask(self._url, PULL_ROUTE, query.to_body(), POLL_TIMEOUT_S)
+                answer = await self._peers.query(self._url, PULL_ROUTE, query.to_body(), POLL_TIMEOUT_S)
                 manifest = read_answer(answer, after=after, shape=self._shape)
                 if manifest is None:
                     continue
                 if isinstance(manifest, Manifest):
                     # From here on the prompt is ours to release, even if what it says is not usable.
                     self._leases.hold(self._id, self._url, manifest.lease_seconds)
-                self._offer = self._read(manifest)
+                self._prefix = self._read(manifest)
                 self._wake()
         except InvalidRequestError as exc:
             self._end(TransferError(f"{self._url} answers a pull with what is no manifest: {exc}", code="bad_manifest"))

@@ -20,16 +20,22 @@ from common.transfer.puller import Puller
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
+"""Time between two checks."""
+
 MAX_SHARE = 0.05
+"""The share of a pool that may be in quarantine: a node works nearly as well without it."""
+
 MAX_AGE_S = 60.0
+"""How long a read may outlive its pull before the agent is made again however little memory it holds."""
+
 DRAIN_S = 2.0
-"""How long reads that may still end get for it."""
+"""How long other reads may take to end before their agent does."""
 
 
 class QuarantineKeeper:
     """Lives on the event loop between ``start`` and ``close``; close it before the puller.
 
-    ``read_stats``: the cache's numbers, from the engine thread; only asked while something is in quarantine.
+    ``read_stats``: the cache's numbers, from the engine thread; read only while something is in quarantine.
     ``on_recreated``: the agent is new: peers have to be added again, and this node announces other metadata.
     """
 
@@ -54,12 +60,12 @@ class QuarantineKeeper:
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
-                await self.look()
+                await self.check()
             except Exception:
                 logger.exception("looking after the quarantine failed")
 
-    async def look(self) -> bool:
-        """One look, and the remedy when it is due. True: the agent is new."""
+    async def check(self) -> bool:
+        """Makes the agent again when that is due. True: the agent is new."""
         reason = await self._reason()
         if reason is None:
             return False

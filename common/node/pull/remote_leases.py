@@ -1,8 +1,7 @@
-"""Leases that this node holds at its peers: renewed from the moment a handed-over request arrives until its pull has
-ended.
+"""Leases that this node holds at its peers, each renewed from when its manifest arrives until its pull has ended.
 
-Renewal runs on the event loop, never in the model loop, so a long step does not let a lease run out. Release is sent by
-tasks of its own, because the handler that wants it may be being cancelled.
+Renewal runs on the event loop, never in the model loop, so a long step does not let a lease run out. A release is
+sent by a task of its own, because the handler that wants it may be being cancelled.
 """
 
 from __future__ import annotations
@@ -22,13 +21,16 @@ from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE
 logger = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 6
-"""A lease survives several lost renewals in a row."""
+"""Renewals within the time that a lease lasts: it survives several lost ones in a row."""
 
 MIN_RENEWAL_INTERVAL_S = 0.005
-"""How long a lease lasts is what its holder, or whoever made up a manifest, says it is."""
+"""The shortest time between two renewals: how long a lease lasts is read from a manifest, which may be made up."""
 
 RELEASE_TIMEOUT_S = 2.0
+"""How long a holder has to answer a release; without an answer the lease expires."""
+
 RENEW_TIMEOUT_S = 1.0
+"""How long a holder has to answer a renewal; the next one follows anyway."""
 
 
 @dataclass(slots=True)
@@ -77,8 +79,8 @@ class RemoteLeases:
         return True
 
     def call_off(self, lease_id: str, url: str) -> None:
-        """Tells a peer that nobody wants this prompt: a lease ends, a leg that still computes, or is yet to come, is
-        aborted."""
+        """Tells a peer that nobody wants this prompt: its lease ends, and a leg that still computes, or is yet to come,
+        is aborted."""
         self._tell(lease_id, url, may_come=True)
 
     def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
@@ -93,8 +95,8 @@ class RemoteLeases:
             logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
 
     async def _renew_forever(self) -> None:
-        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. Nobody
-        waits for a call: a holder that does not answer must not cost the leases at another."""
+        """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. It does
+        not wait for the calls: a holder that does not answer must not cost the leases at another."""
         while True:
             now = time.monotonic()
             due: dict[str, list[str]] = defaultdict(list)

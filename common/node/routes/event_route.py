@@ -12,22 +12,21 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from common.kv_cache.groups.recurrent_state import STATE_LABEL
+from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
-from common.node.node import Node
+from common.node.engine_thread import EngineThread
 from common.server.http import encode_json
 from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, truncate_key
 from common.wire.fields import invalid
 from common.wire.routes import CACHE_EVENTS_ROUTE
 
 POLL_S = 0.02
-"""Between two looks at the log while there is no news: the engine must not be made to wake anybody."""
+"""Time between two checks of the log while there is no news. It is polled so that the engine has nothing to wake."""
 
 assert STATE_LABEL == CHECKPOINT
 
 
-def add_event_route(app: FastAPI, node: Node) -> None:
-    manager = node.model.manager
-
+def add_event_route(app: FastAPI, manager: KVCacheManager, engine: EngineThread) -> None:
     @app.get(CACHE_EVENTS_ROUTE)
     async def events(http: HttpRequest) -> Response:
         """Query: ``since`` (without: a snapshot), ``epoch``, ``limit`` (blocks and checkpoints of a snapshot)."""
@@ -38,13 +37,13 @@ def add_event_route(app: FastAPI, node: Node) -> None:
         if since is not None and http.query_params.get("epoch") == str(manager.generations.epoch):
             news = await _wait(log, since)
             if news is not None:
-                return _answer(node, news[1], news[0], is_snapshot=False)
-        snapshot = await node.engine.call(manager.snapshot)
-        return await asyncio.to_thread(_snapshot_answer, node, snapshot, limit)
+                return _answer(manager, news[1], news[0], is_snapshot=False)
+        snapshot = await engine.call(manager.snapshot)
+        return await asyncio.to_thread(_snapshot_answer, manager, snapshot, limit)
 
 
 async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | None:
-    """What came after ``since``, empty after WAIT_S; None when the reader has to start again."""
+    """The changes after ``since``, empty after WAIT_S, and the last one's number. None: the reader must start again."""
     deadline_s = time.monotonic() + WAIT_S
     while log.last_sequence_number == since and time.monotonic() < deadline_s:  # noqa: ASYNC110 - see POLL_S
         await asyncio.sleep(POLL_S)
@@ -56,14 +55,14 @@ async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | No
     return list(changes_of(batch)), batch[-1].sequence_number if batch else since
 
 
-def _snapshot_answer(node: Node, snapshot: CacheSnapshot, limit: int | None) -> Response:
-    return _answer(node, snapshot.sequence_number, snapshot_changes(snapshot, limit), is_snapshot=True)
+def _snapshot_answer(manager: KVCacheManager, snapshot: CacheSnapshot, limit: int | None) -> Response:
+    return _answer(manager, snapshot.sequence_number, snapshot_changes(snapshot, limit), is_snapshot=True)
 
 
-def _answer(node: Node, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
-    cache = node.model.cache_config
+def _answer(manager: KVCacheManager, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
+    cache = manager.config
     news = CacheNews(
-        epoch=str(node.model.manager.generations.epoch),
+        epoch=str(manager.generations.epoch),
         last=last,
         is_snapshot=is_snapshot,
         block_size=cache.block_size,
@@ -95,7 +94,7 @@ def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
 def snapshot_changes(snapshot: CacheSnapshot, limit: int | None = None) -> list[CacheChange]:
     """Everything in it as stored changes, or about ``limit`` blocks and checkpoints, those of shallow positions first.
 
-    Without an event for each block: a node has a hundred thousand of them.
+    No event is made for each block: a node has a hundred thousand of them.
     """
     checkpoints = sorted(snapshot.checkpoints, key=lambda event: event.position)[:limit]
     share = None if limit is None else (limit - len(checkpoints)) // max(1, len(snapshot.groups))

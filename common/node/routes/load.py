@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.engine.rates import LinearCost
-
-if TYPE_CHECKING:
-    from common.node.node import Node
+from common.node.node import Node
 
 
 def load_report(node: Node) -> dict[str, Any]:
-    """The body of ``GET /internal/v1/load``. Numbers that nothing was measured for are null. Event loop only; does not
-    wait for the running step."""
+    """The body of ``GET /internal/v1/load``. A number is null until it was measured. Event loop only; does not wait
+    for the running step."""
     core, cache, layout = node.core, node.model.cache_config, node.model.storage.layout
     groups = zip(cache.geometry.attention_groups, layout.group_block_bytes, strict=True)
-    # A window moves a part that does not grow with the prompt.
+    # What a group with a window transfers does not grow with the prompt.
     block_bytes = sum(num_bytes for group, num_bytes in groups if not group.window)
     return {
         "running": core.num_running,
-        "waiting": node.num_waiting,
+        "waiting": node.admission.num_waiting,
         "uncomputed_prompt_tokens": core.num_uncomputed_prompt_tokens,
         "max_num_seqs": node.config.max_num_seqs,
         "max_num_batched_tokens": node.config.max_num_batched_tokens,

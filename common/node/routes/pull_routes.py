@@ -14,45 +14,60 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.errors import InvalidRequestError, QueueFullError, TandemError
-from common.node.lend.rendezvous import UnknownPullError
-from common.node.node import Node
+from common.kv_cache.manager import KVCacheManager
+from common.node.engine_thread import EngineThread
+from common.node.lend.prefix_holder import PrefixHolder
+from common.node.lend.rendezvous import RendezvousTable, UnknownPullError
 from common.node.peers.liveness import BEAT_S
-from common.node.pull.sources import answer_content
 from common.openai.errors import error_response
+from common.server.drain import Drain
 from common.server.http import read_json_object, run_until_disconnect
+from common.transfer.backend import TransferBackend
 from common.wire.fields import Fields
 from common.wire.headers import LEG_HEADER
 from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
 from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
 
 MAX_LEASES_PER_CALL = 10_000
+"""Lease ids that one call may name: more than a reader can hold, and a bound on what one call costs."""
 
 
-def add_pull_routes(app: FastAPI, node: Node) -> None:
-    manager = node.model.manager
-    vocab_size = node.model.cache_config.geometry.vocab_size
+def add_pull_routes(
+    app: FastAPI,
+    *,
+    engine_id: str,
+    lease_seconds: float,
+    backend: TransferBackend,
+    engine: EngineThread,
+    manager: KVCacheManager,
+    rendezvous: RendezvousTable,
+    holder: PrefixHolder,
+    drain: Drain,
+) -> None:
+    vocab_size = manager.config.geometry.vocab_size
+    life = {"engine_id": engine_id, "epoch": str(manager.generations.epoch)}
 
     @app.get(TRANSFER_ROUTE)
     async def transfer() -> Response:
         # In a thread: it waits while a read is being posted or the agent is made again.
-        return Response(await asyncio.to_thread(node.backend.metadata), media_type="application/json")
+        return Response(await asyncio.to_thread(backend.metadata), media_type="application/json")
 
     @app.get(LIVENESS_ROUTE)
     async def liveness() -> StreamingResponse:
-        return StreamingResponse(_beats(node), media_type="application/x-ndjson")
+        return StreamingResponse(_beats(life, drain.stopped), media_type="application/x-ndjson")
 
     @app.post(PULL_ROUTE)
     async def pull(http: HttpRequest) -> Response:
         query = parse_query(await read_json_object(http), vocab_size=vocab_size)
         if isinstance(query, RendezvousQuery):
-            return await run_until_disconnect(http, _follow(node, query))
-        return JSONResponse(await answer_content(node, query))
+            return await run_until_disconnect(http, _follow(rendezvous, query))
+        return JSONResponse(await holder.answer(query))
 
     @app.post(LEASE_RENEW_ROUTE)
     async def renew(http: HttpRequest) -> dict[str, Any]:
         """Extends each lease by a full period from now, never shortens it; names those that are gone."""
         lease_ids = _lease_ids(await read_json_object(http))
-        deadline_s = time.monotonic() + node.config.kv_lease_seconds
+        deadline_s = time.monotonic() + lease_seconds
         return {"unknown": [lease_id for lease_id in lease_ids if not manager.leases.renew(lease_id, deadline_s)]}
 
     @app.post(LEASE_RELEASE_ROUTE)
@@ -61,15 +76,15 @@ def add_pull_routes(app: FastAPI, node: Node) -> None:
         ``may_come`` also legs that are not here yet."""
         body = await read_json_object(http)
         lease_ids, may_come = _lease_ids(body), Fields(body).boolean("may_come")
-        called_off = {each for each in lease_ids if node.rendezvous.release(each, may_come=may_come)}
-        unknown = await node.engine.call(lambda: [each for each in lease_ids if not manager.release_lease(each)])
+        called_off = {each for each in lease_ids if rendezvous.release(each, may_come=may_come)}
+        unknown = await engine.call(lambda: [each for each in lease_ids if not manager.release_lease(each)])
         return {"unknown": [lease_id for lease_id in unknown if lease_id not in called_off]}
 
 
-async def _follow(node: Node, query: RendezvousQuery) -> Response:
-    """The long poll of the rendezvous form. An error of the leg is told from one of the question by a header."""
+async def _follow(rendezvous: RendezvousTable, query: RendezvousQuery) -> Response:
+    """The long poll of the rendezvous form. A header tells an error of the leg from one of the query."""
     try:
-        found = await node.rendezvous.wait(query.id, query.after, query.wait_seconds)
+        found = await rendezvous.wait(query.id, query.after, query.wait_seconds)
     except (UnknownPullError, QueueFullError):
         raise
     except TandemError as exc:
@@ -79,16 +94,15 @@ async def _follow(node: Node, query: RendezvousQuery) -> Response:
     return JSONResponse(nothing_new_answer(query.after) if found is None else found.to_params())
 
 
-async def _beats(node: Node) -> AsyncIterator[str]:
+async def _beats(life: Mapping[str, str], stopped: asyncio.Event) -> AsyncIterator[str]:
     """A line each ``BEAT_S`` until the reader leaves or the process stops serving."""
-    life = {"engine_id": node.engine_id, "epoch": str(node.model.manager.generations.epoch)}
     beat = 0
-    while not node.drain.stopped.is_set():
+    while not stopped.is_set():
         yield json.dumps({**life, "beat": beat}) + "\n"
         beat += 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BEAT_S):
-                await node.drain.stopped.wait()
+                await stopped.wait()
 
 
 def _lease_ids(body: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Damage on demand: a transferred state or block is zeroed before use, for the negative controls of the identity tests,
-and faults of the transport, for the tests that survive them.
+"""Damage on demand, for tests: a transferred state or block is zeroed before use (the negative controls of the identity
+tests), or a read of the transport fails.
 
-Only there when the process was started with ``TANDEM_TEST_HOOKS=1``. A control proves that a test would notice: an
-output that does not depend on what was transferred proves nothing about the transfer.
+These routes exist only when the process was started with ``TANDEM_TEST_HOOKS=1``. A control proves that a test would
+notice: an output that does not depend on what was transferred proves nothing about the transfer.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 
-from common.kv_cache.manager import PullPlan
-from common.node.node import Node
+from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.node.pull.engine_bridge import EngineBridge
 from common.server.http import read_json_object
+from common.transfer.backend import TransferBackend
 from common.transfer.testing.faulty import Fault, FaultyBackend
 from common.wire.fields import invalid
 from common.wire.routes import TEST_DAMAGE_ROUTE, TEST_TRANSFER_FAULT_ROUTE
@@ -24,7 +26,7 @@ TARGETS = ("state", "block", "blocks")
 FAULT_FIELDS = frozenset(field.name for field in dataclasses.fields(Fault))
 
 
-def add_test_hooks(app: FastAPI, node: Node) -> None:
+def add_test_hooks(app: FastAPI, bridge: EngineBridge, backend: TransferBackend, storage: KVStorage) -> None:
     """``POST /internal/v1/test/damage {"target": "state"|"block"|"blocks", "index": 0, "group": 0}`` damages what the
     next pull brings: the state, or of an attention group's blocks the one at ``index``, or all of them;
     ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on"}`` queues a ``Fault`` of its reads,
@@ -38,21 +40,20 @@ def add_test_hooks(app: FastAPI, node: Node) -> None:
             invalid("target", target, f"one of {', '.join(TARGETS)}")
 
         def after_read(plan: PullPlan) -> None:
-            node.source.after_read = None
+            bridge.after_read = None
             if target == "state":
-                node.model.storage.zero_slot(plan.slot_id)
+                storage.zero_slot(plan.slot_id)
             else:
                 pairs = plan.pairs[group_id]
                 for _, block_id in pairs if target == "blocks" else [pairs[index]]:
-                    node.model.storage.zero_block(block_id, group_id)
+                    storage.zero_block(block_id, group_id)
 
-        node.source.after_read = after_read
+        bridge.after_read = after_read
         return {"armed": target}
 
     @app.post(TEST_TRANSFER_FAULT_ROUTE)
     async def transfer_fault(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
-        backend = node.backend
         assert isinstance(backend, FaultyBackend), "the hooks are on, so the node wraps its backend"
         if body.get("kind") == "clear":
             backend.clear()

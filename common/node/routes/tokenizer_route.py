@@ -1,4 +1,4 @@
-"""A node's tokenizer, taken apart for processes that have neither it nor transformers (``GET
+"""A node's tokenizer, result apart for processes that have neither it nor transformers (``GET
 /internal/v1/tokenizer``)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from common.node.node import Node
+from common.kv_cache.spec import KVCacheConfig
 from common.server.http import encode_json
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import (
@@ -27,7 +27,9 @@ from common.wire.routes import TOKENIZER_ROUTE
 logger = logging.getLogger(__name__)
 
 
-def add_tokenizer_route(app: FastAPI, node: Node, codec: TextCodec | None) -> None:
+def add_tokenizer_route(
+    app: FastAPI, codec: TextCodec | None, *, cache_config: KVCacheConfig, fingerprint: str, max_model_len: int
+) -> None:
     making = asyncio.Lock()
     made: list[bytes] = []
 
@@ -35,15 +37,14 @@ def add_tokenizer_route(app: FastAPI, node: Node, codec: TextCodec | None) -> No
     async def tokenizer(http: HttpRequest) -> Response:
         async with making:  # megabytes: made once, when first asked for
             if not made:
-                made.append(await asyncio.to_thread(_make, node, codec))
+                made.append(await asyncio.to_thread(_make, codec, cache_config, fingerprint, max_model_len))
         headers = {"etag": f'"{hashlib.blake2b(made[0], digest_size=16).hexdigest()}"'}
         if http.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(made[0], media_type="application/json", headers=headers)
 
 
-def _make(node: Node, codec: TextCodec | None) -> bytes:
-    cache = node.model.cache_config
+def _make(codec: TextCodec | None, cache: KVCacheConfig, fingerprint: str, max_model_len: int) -> bytes:
     parts, reason = None, "the model has no tokenizer"
     if codec is not None:
         try:
@@ -52,11 +53,11 @@ def _make(node: Node, codec: TextCodec | None) -> bytes:
             reason = str(exc)
             logger.info("others cannot tokenise for this node: %s", reason)
     document = TokenizerDocument(
-        fingerprint=node.backend.fingerprint,
+        fingerprint=fingerprint,
         root_key=cache.root_key,
         block_size=cache.block_size,
         vocab_size=cache.geometry.vocab_size,
-        max_model_len=node.model.max_model_len,
+        max_model_len=max_model_len,
         keeps_boundaries=cache.keeps_boundaries,
         parts=parts,
         reason=reason,

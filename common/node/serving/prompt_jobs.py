@@ -1,7 +1,7 @@
-"""From a request's body to what the engine is asked: one job per prompt.
+"""From a request's body to the engine's requests: one job per prompt.
 
-1 token ids: tokenised here, or those that the proxy or a handed-over manifest brings, 2 checked against the model, 3
-with sampling parameters and the choices that collect what comes. Long texts are tokenised off the event loop.
+1 get the token ids: tokenise here, or take those of the proxy or of a manifest, 2 check them against the model, 3 add
+sampling parameters and the choices that collect the outputs. Long texts are tokenised off the event loop.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from fastapi import Request as HttpRequest
 
 from common.errors import InvalidRequestError
-from common.node.node import Node
-from common.node.pull.handoff import Handover, Intake, Taken
+from common.kv_cache.spec import KVCacheConfig
+from common.metrics.metrics import Metrics
+from common.node.pull.handoff import Handoff, HandoffReader, HandoffResult
 from common.node.serving.choices import Choice
 from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.openai.protocol import (
@@ -34,9 +35,10 @@ from common.wire.manifest import Manifest
 from common.wire.resume import RESUME_KEY, Resume
 
 THREAD_TOKENISE_CHARS = 20_000
-"""More text in one request is tokenised off the event loop (about 10 ms of work)."""
+"""A request with more characters of text than this is tokenised off the event loop: it takes about 10 ms."""
+
 THREAD_RESUME_TOKENS = 256
-"""More tokens of a resumed answer are turned into text off the event loop (about 10 ms of work)."""
+"""A resumed answer of more tokens than this is turned into text off the event loop: it takes about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +51,39 @@ class EncodedPrompt:
 
 @dataclass(slots=True)
 class PromptJob:
-    """One prompt of a request on its way through the engine. ``taken``: what became of ``handover``, once it was looked
-    at. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far."""
+    """One prompt of a request on its way through the engine. ``handoff_result``: what ``handoff`` came to, once it was
+    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far."""
 
     index: int
     request_id: str
     token_ids: list[int]
     semantic_boundaries: tuple[int, ...]
     sampling: SamplingParams
-    handover: Handover | None
+    handoff: Handoff | None
     choices: list[Choice]
     num_resumed: int = 0
-    taken: Taken = field(default_factory=Taken)
+    handoff_result: HandoffResult = field(default_factory=HandoffResult)
 
 
 class PromptReader:
-    """Makes the jobs of requests. Stateless but for the node it belongs to."""
+    """Makes the jobs of requests. Stateless. Without ``codec`` the model has no tokenizer; without ``handoffs`` this
+    node pulls nothing that a prefill leg computed."""
 
-    def __init__(self, node: Node, codec: TextCodec | None, intake: Intake | None) -> None:
-        self._node = node
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        handoffs: HandoffReader | None,
+        *,
+        cache_config: KVCacheConfig,
+        max_model_len: int,
+        metrics: Metrics,
+    ) -> None:
         self._codec = codec
-        self._intake = intake
-        self._keeps_boundaries = node.model.cache_config.keeps_boundaries
+        self._handoffs = handoffs
+        self._vocab_size = cache_config.geometry.vocab_size
+        self._keeps_boundaries = cache_config.keeps_boundaries
+        self._max_model_len = max_model_len
+        self._metrics = metrics
 
     @property
     def codec(self) -> TextCodec:
@@ -91,10 +104,10 @@ class PromptReader:
         if isinstance(request, ChatRequest):
             if request.prompt_ids is not None:
                 return [self._given(request.prompt_ids)]
-            self._node.metrics.inc("prompts_tokenised_total")
+            self._metrics.inc("prompts_tokenised_total")
             return [await asyncio.to_thread(self._encode_chat, request)]
         text_lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
-        self._node.metrics.inc("prompts_tokenised_total", len(text_lengths))
+        self._metrics.inc("prompts_tokenised_total", len(text_lengths))
         if sum(text_lengths) > THREAD_TOKENISE_CHARS:
             return await asyncio.to_thread(self._encode_prompts, request.prompts)
         return self._encode_prompts(request.prompts)
@@ -105,36 +118,34 @@ class PromptReader:
 
     def _given(self, prompt: PromptIds) -> EncodedPrompt:
         """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""
-        geometry = self._node.model.cache_config.geometry
-        check_token_ids(f"{PROMPT_IDS_KEY}.token_ids", prompt.token_ids, geometry.vocab_size)
+        check_token_ids(f"{PROMPT_IDS_KEY}.token_ids", prompt.token_ids, self._vocab_size)
         return EncodedPrompt(list(prompt.token_ids), prompt.boundaries if self._keeps_boundaries else ())
 
     def _encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """Blocks; several milliseconds for a long chat."""
         token_ids = self.codec.encode_chat(request)
-        if not self._keeps_boundaries or len(token_ids) > self._node.model.max_model_len:
+        if not self._keeps_boundaries or len(token_ids) > self._max_model_len:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
 
     def _resumed_tokens(self, resume: Resume) -> tuple[int, ...]:
-        vocab_size = self._node.model.cache_config.geometry.vocab_size
-        check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, vocab_size)
+        check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, self._vocab_size)
         return resume.output_token_ids
 
     def sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
         return to_sampling_params(
             request,
             num_prompt_tokens=len(token_ids),
-            max_model_len=self._node.model.max_model_len,
-            vocab_size=self._node.model.cache_config.geometry.vocab_size,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
         )
 
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
-        handovers: Sequence[Handover] = ()
+        handoffs: Sequence[Handoff] = ()
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
-            handovers = self._handovers(request)
-        manifests = [handover for handover in handovers if isinstance(handover, Manifest)]
-        if manifests and len(manifests) == len(handovers):
+            handoffs = self._parse_handoffs(request)
+        manifests = [handoff for handoff in handoffs if isinstance(handoff, Manifest)]
+        if manifests and len(manifests) == len(handoffs):
             prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
         elif manifests:
             raise InvalidRequestError(
@@ -157,7 +168,7 @@ class PromptReader:
                     token_ids=prompt.token_ids,
                     semantic_boundaries=prompt.semantic_boundaries,
                     sampling=sampling,
-                    handover=handovers[index] if handovers and not sampling.prompt_logprobs else None,
+                    handoff=handoffs[index] if handoffs and not sampling.prompt_logprobs else None,
                     choices=choices,
                     num_resumed=num_resumed,
                 )
@@ -182,20 +193,20 @@ class PromptReader:
         else:
             choice.resume(output_token_ids)
 
-    def _handovers(self, request: GenerationRequest) -> list[Handover]:
-        if self._intake is None:
+    def _parse_handoffs(self, request: GenerationRequest) -> list[Handoff]:
+        if self._handoffs is None:
             raise InvalidRequestError(
                 "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
                 param="kv_transfer_params.do_remote_prefill",
             )
-        handovers = [self._intake.parse(params) for params in request.kv_transfer_params]
+        handoffs = [self._handoffs.parse(params) for params in request.kv_transfer_params]
         num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
-        if len(handovers) != num_prompts:
+        if len(handoffs) != num_prompts:
             raise InvalidRequestError(
-                f"kv_transfer_params must have one entry per prompt: got {len(handovers)} for {num_prompts} prompts",
+                f"kv_transfer_params must have one entry per prompt: got {len(handoffs)} for {num_prompts} prompts",
                 param="kv_transfer_params",
             )
-        return handovers
+        return handoffs
 
     def _choices(
         self, request: GenerationRequest, prompt_index: int, token_ids: list[int], sampling: SamplingParams

@@ -1,7 +1,7 @@
 """From engine outputs to what the client reads: a whole body, or a stream of events.
 
 The outputs of a request's prompts become text as they come, each on its choice. A stream starts when its first output
-is here, so that what fails before has a status; what fails later is an error event.
+is here, so that a failure before has a status; a later one is an error event.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
-from common.node.node import Node
 from common.node.serving.choices import ChoiceDelta
-from common.node.serving.metrics import RequestRecord
 from common.node.serving.prompt_jobs import PromptJob
+from common.node.serving.request_record import RequestRecord
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
@@ -37,20 +36,24 @@ RunJob = Callable[[GenerationRequest, PromptJob], JobOutputs]
 
 
 class ResponseBuilder:
-    """Turns the outputs of a request's prompts into one response. Used once. ``run_job`` runs one prompt."""
+    """Turns the outputs of a request's prompts into one response. Used once.
+
+    ``run_job`` runs one prompt. ``finish(request_id, fork)`` ends a continuation whose stop string has matched.
+    """
 
     def __init__(
         self,
-        node: Node,
+        model_name: str,
         run_job: RunJob,
+        finish: Callable[[str, int], None],
         http: HttpRequest,
         request: GenerationRequest,
         jobs: list[PromptJob],
         trace: RequestTrace | None,
         record: RequestRecord,
     ) -> None:
-        self._node = node
         self._run_job = run_job
+        self._finish = finish
         self._request = request
         self._jobs = jobs
         self._trace = trace
@@ -63,7 +66,7 @@ class ResponseBuilder:
         self._has_reported = False
         self._envelope = {
             "response_id": response_id(http, request),
-            "model": self._node.served_model_name,
+            "model": model_name,
             "created": int(time.time()) if resume is None or resume.created is None else resume.created,
         }
 
@@ -165,11 +168,11 @@ class ResponseBuilder:
         unfinished = sum(len(job.choices) for job in self._jobs)
         streams = [self._run_job(self._request, job) for job in self._jobs]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
-        seen: set[int] = set()
+        begun: set[int] = set()
         async with contextlib.aclosing(merged):
             async for job, output in merged:
-                if job.index not in seen:
-                    seen.add(job.index)
+                if job.index not in begun:
+                    begun.add(job.index)
                     self._prompt_done(job, output)
                 choice = job.choices[output.index]
                 if choice.finish_reason is not None:
@@ -179,14 +182,14 @@ class ResponseBuilder:
                 if delta.finish_reason is not None:
                     unfinished -= 1
                     if output.finish_reason is None:
-                        self._node.engine.finish(job.request_id, output.index)
+                        self._finish(job.request_id, output.index)
                 yield delta
                 if not unfinished:
                     break
         self._record.close_finished(self._jobs[0].choices[0].finish_reason)
 
     def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
-        report = job.taken.report
+        report = job.handoff_result.report
         prefill_computed = report.computed_tokens if report is not None else 0
         computed = prefill_computed + output.num_local_computed_tokens
         resume = self._request.resume
@@ -194,9 +197,9 @@ class ResponseBuilder:
             self._num_cached_tokens = resume.num_cached_tokens
         else:
             self._num_cached_tokens += max(0, len(job.token_ids) - job.num_resumed - computed)
-        self._record.prompt_done(len(job.token_ids), output, ready_s=job.taken.ready_s)
+        self._record.prompt_done(len(job.token_ids), output, ready_s=job.handoff_result.ready_s)
         if self._trace is not None:
-            self._trace.add_prompt(len(job.token_ids), job.taken, output)
+            self._trace.add_prompt(len(job.token_ids), job.handoff_result, output)
 
     def _usage(self) -> dict[str, Any]:
         num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
@@ -227,9 +230,7 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-async def _merge(
-    streams: Sequence[JobOutputs],
-) -> JobOutputs:
+async def _merge(streams: Sequence[JobOutputs]) -> JobOutputs:
     """Items of several generators as they come; the first error ends all of them."""
     items: asyncio.Queue[tuple[PromptJob, RequestOutput] | Exception | None] = asyncio.Queue(maxsize=len(streams) * 4)
 

@@ -1,9 +1,9 @@
 """The OpenAI endpoints of a node: JSON body in, engine requests, JSON or a stream of events out.
 
-Life of a request here: 1 parse and check the body, 2 token ids (tokenised here, or those of the handed-over prompt), 3
-admit or 429, 4 one engine request per prompt (``n`` forks each), 5 outputs become text as they come, 6 answer. A
-prefill leg leaves after 3 through ``PrefillLeg``. The status is decided before the first byte: a stream starts when its
-first output is here; what fails later is an error event. Whatever ends the handler, the engine requests are aborted and
+Life of a request here: 1 parse and check the body, 2 admit or 429, 3 token ids (tokenised here, or those of the
+handoff), 4 one engine request per prompt (``n`` forks each), 5 outputs become text as they come, 6 answer. A prefill
+leg leaves after 3 through ``PrefillLeg``. The status is decided before the first byte: a stream starts when its first
+output is here; what fails later is an error event. Whatever ends the handler, the engine requests are aborted and
 leases released.
 """
 
@@ -13,19 +13,22 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TandemError
-from common.node.lend.rendezvous import refused_rendezvous
-from common.node.node import Node
-from common.node.pull.handoff import Intake
-from common.node.pull.pull_task import RemotePrefix
-from common.node.serving.metrics import RequestRecord
-from common.node.serving.prompt_jobs import EncodedPrompt, PromptJob, PromptReader, engine_request_id
+from common.metrics.metrics import Metrics
+from common.node.engine_thread import EngineThread
+from common.node.lend.prefill_leg import PrefillLeg
+from common.node.lend.rendezvous import RendezvousTable, refused_rendezvous
+from common.node.pull.handoff import HandoffReader
+from common.node.pull.sources import PrefixSources
+from common.node.serving.admission import Admission
+from common.node.serving.prompt_jobs import PromptJob, PromptReader, engine_request_id
+from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import EventStream, ResponseBuilder, outcome_of, response_id
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
@@ -33,40 +36,45 @@ from common.openai.protocol import ChatRequest, GenerationRequest, check_model, 
 from common.request import Request
 from common.server.http import is_peer, read_json_object, request_id_of, run_until_disconnect, wants_trace
 from common.server.pacer import Pacer
-from common.text.tokenizer import TextCodec
+from common.telemetry.tracing import Tracer
 from common.wire.handoff import TransferMode, rendezvous_id_of
 from common.wire.headers import PROXY_SECONDS_HEADER
-from common.wire.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillLeg(Protocol):
-    """How a node hands a computed prompt out."""
-
-    async def run(
-        self,
-        request_id: str,
-        prompt: EncodedPrompt,
-        *,
-        cache_salt: str | None,
-        priority: int,
-        rendezvous_id: str | None,
-        remote: RemotePrefix | None,
-    ) -> tuple[Manifest, RequestOutput]: ...
-
-
 class Serving:
-    """Stateless but for the node it belongs to."""
+    """Used on the event loop only. A node without ``prefill_leg`` hands nothing out, one without ``handoffs`` pulls
+    nothing that a prefill leg computed."""
 
     def __init__(
-        self, node: Node, codec: TextCodec | None, *, prefill_leg: PrefillLeg | None, intake: Intake | None
+        self,
+        node_name: str,
+        model_name: str,
+        *,
+        eos_token_ids: frozenset[int],
+        prompts: PromptReader,
+        admission: Admission,
+        engine: EngineThread,
+        rendezvous: RendezvousTable,
+        sources: PrefixSources,
+        prefill_leg: PrefillLeg | None,
+        handoffs: HandoffReader | None,
+        metrics: Metrics,
+        tracer: Tracer,
     ) -> None:
-        self._node = node
-        self._prompts = PromptReader(node, codec, intake)
+        self._node_name = node_name
+        self._model_name = model_name
+        self._eos_token_ids = eos_token_ids
+        self._prompts = prompts
+        self._admission = admission
+        self._engine = engine
+        self._rendezvous = rendezvous
+        self._sources = sources
         self._prefill_leg = prefill_leg
-        self._intake = intake
-        self._eos_token_ids = frozenset(node.model.loaded.eos_token_ids)
+        self._handoffs = handoffs
+        self._metrics = metrics
+        self._tracer = tracer
         self._pacer = Pacer()
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -83,34 +91,30 @@ class Serving:
 
     @contextlib.contextmanager
     def _telling_reader(self, body: Mapping[str, Any]) -> Iterator[None]:
-        """A prefill leg that is refused before it begins: who waits for it at its rendezvous hears so at once."""
+        """A prefill leg that is refused before it begins: the reader at its rendezvous hears so at once."""
         try:
             yield
         except TandemError as exc:
             rendezvous_id = refused_rendezvous(body)
             if rendezvous_id is not None:
-                self._node.rendezvous.refuse(rendezvous_id, exc)
+                self._rendezvous.refuse(rendezvous_id, exc)
             raise
 
-    @property
-    def codec(self) -> TextCodec:
-        """Raises InvalidRequestError when the model has none."""
-        return self._prompts.codec
-
     async def _serve(self, http: HttpRequest, request: GenerationRequest) -> Response:
-        node = self._node
-        check_model(request.model, (node.served_model_name,))
-        span = node.tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
-        record = RequestRecord(node.metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
+        check_model(request.model, (self._model_name,))
+        span = self._tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
+        record = RequestRecord(self._metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
         try:
-            node.check_admission()
+            self._admission.check()
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
             jobs = await self._prompts.jobs(http, request)
-            # The proxy shows on its status page what the client need not ask for.
+            # The proxy shows every request on its status page, so it wants the trace even if the client does not.
             is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
-            trace = RequestTrace.from_headers(http.headers, node) if is_traced else None
-            response = ResponseBuilder(node, self._outputs, http, request, jobs, trace, record)
+            trace = RequestTrace.from_headers(http.headers, self._node_name) if is_traced else None
+            response = ResponseBuilder(
+                self._model_name, self._outputs, self._engine.finish, http, request, jobs, trace, record
+            )
             if not request.output.stream:
                 return await run_until_disconnect(http, response.whole())
             stream = response.events()
@@ -135,21 +139,27 @@ class Serving:
             )
         token_ids = prompts[0].token_ids
         self._prompts.sampling(request, token_ids)
-        async with self._node.prefix_sources.prefix(token_ids, request.cache_salt, request.sources) as remote:
-            manifest, output = await self._prefill_leg.run(
-                engine_request_id(http),
-                prompts[0],
+        async with self._sources.prefix(token_ids, request.cache_salt, request.sources) as remote:
+            rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
+            engine_request = Request(
+                request_id=rendezvous_id or engine_request_id(http),
+                prompt_token_ids=token_ids,
+                sampling=None,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
-                rendezvous_id=rendezvous_id_of(request.kv_transfer_params[0]),
                 remote=remote,
+                is_remote_optional=True,
+                arrival_s=time.monotonic(),
+                semantic_boundaries=prompts[0].semantic_boundaries,
+                wants_progress=rendezvous_id is not None,
             )
+            manifest, output = await self._prefill_leg.run(engine_request)
         record.prompt_done(len(token_ids), output)
         record.close_finished(output.finish_reason)
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)
-        common = {
+        common: dict[str, Any] = {
             "response_id": response_id(http, request),
-            "model": self._node.served_model_name,
+            "model": self._model_name,
             "created": int(time.time()),
             "usage": usage,
             "kv_transfer_params": manifest.to_params(),
@@ -168,15 +178,15 @@ class Serving:
     ) -> AsyncGenerator[tuple[PromptJob, RequestOutput], None]:
         """Runs one prompt; what a peer has of it is held meanwhile."""
         async with contextlib.AsyncExitStack() as stack:
-            if job.handover is not None:
-                assert self._intake is not None
-                taking = self._intake.take(job.handover, job.token_ids, request.cache_salt)
-                async with self._node.in_intake():
-                    job.taken = await stack.enter_async_context(taking)
-            remote = job.taken.prefix
-            if job.handover is None and not job.sampling.prompt_logprobs:
-                asking = self._node.prefix_sources.prefix(job.token_ids, request.cache_salt, request.sources)
-                remote = await stack.enter_async_context(asking)
+            if job.handoff is not None:
+                assert self._handoffs is not None
+                reading = self._handoffs.read(job.handoff, job.token_ids, request.cache_salt)
+                async with self._admission.waiting_for_peer():
+                    job.handoff_result = await stack.enter_async_context(reading)
+            remote = job.handoff_result.prefix
+            if job.handoff is None and not job.sampling.prompt_logprobs:
+                found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources)
+                remote = await stack.enter_async_context(found)
             engine_request = Request(
                 request_id=job.request_id,
                 prompt_token_ids=job.token_ids,
@@ -186,12 +196,12 @@ class Serving:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 remote=remote,
-                is_remote_optional=job.handover is None,
-                lost_remote=job.taken.is_lost,
+                is_remote_optional=job.handoff is None,
+                lost_remote=job.handoff_result.is_lost,
                 arrival_s=time.monotonic(),
                 semantic_boundaries=job.semantic_boundaries,
                 num_resumed_tokens=job.num_resumed,
             )
-            outputs = await stack.enter_async_context(contextlib.aclosing(self._node.engine.generate(engine_request)))
+            outputs = await stack.enter_async_context(contextlib.aclosing(self._engine.generate(engine_request)))
             async for output in outputs:
                 yield job, output

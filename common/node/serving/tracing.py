@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.engine.outputs import RequestOutput
-from common.node.node import Node
-from common.node.pull.handoff import Taken
+from common.node.pull.handoff import HandoffResult
 from common.openai.responses import trace_block
 from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 
 MAX_HEADER_SECONDS = 1e6
+"""Times above this in a proxy's header are taken for nonsense and count as 0."""
 
 
 class RequestTrace:
-    """Collects per-prompt facts; sums over a request's prompts, phases are those of the slowest prompt."""
+    """Collects what is known of each prompt of a request: counts are summed, phases are those of the slowest prompt."""
 
-    def __init__(self, node: Node, *, prefill_node: str | None, proxy_queue_s: float, elapsed_s: float) -> None:
-        self._node = node
+    def __init__(self, node_name: str, *, prefill_node: str | None, proxy_queue_s: float, elapsed_s: float) -> None:
+        self._node_name = node_name
         self._prefill_node = prefill_node
         self._proxy_queue_s = proxy_queue_s
         self._elapsed_s = elapsed_s
@@ -46,16 +46,16 @@ class RequestTrace:
         self._num_prompt_tokens = 0
 
     @classmethod
-    def from_headers(cls, headers: Mapping[str, str], node: Node) -> RequestTrace:
+    def from_headers(cls, headers: Mapping[str, str], node_name: str) -> RequestTrace:
         """``X-Tandem-Proxy-Seconds: QUEUE,ELAPSED`` says what passed in the proxy before this leg was sent."""
         queue_s, _, elapsed_s = headers.get(PROXY_SECONDS_HEADER, "").partition(",")
         prefill_node = headers.get(PREFILL_NODE_HEADER)
-        return cls(node, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
+        return cls(node_name, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
 
-    def add_prompt(self, num_tokens: int, taken: Taken, output: RequestOutput) -> None:
+    def add_prompt(self, num_tokens: int, result: HandoffResult, output: RequestOutput) -> None:
         self._num_prompt_tokens += num_tokens
-        seconds, report = output.seconds, taken.report
-        if taken.is_remote:
+        seconds, report = output.seconds, result.report
+        if result.is_remote:
             self._is_remote = True
             if report is not None:
                 self._sums["prefill_cached_tokens"] += report.cached_tokens
@@ -78,13 +78,13 @@ class RequestTrace:
         return trace_block(
             placement="remote" if self._is_remote else "local",
             prefill_node=self._prefill_node if self._is_remote else None,
-            decode_node=self._node.name,
+            decode_node=self._node_name,
             seconds={"proxy_queue": self._proxy_queue_s, **self._seconds, "total": total},
             **self._sums,
         )
 
     def report(self) -> str:
-        """What is known when the answer begins, for a header to the proxy: the block, but for the total."""
+        """What is known when the answer begins, for a header to the proxy: the block without the total time."""
         block = self.block() | {"prompt_tokens": self._num_prompt_tokens}
         seconds = block["seconds"].items()
         block["seconds"] = {name: round(value, 6) for name, value in seconds if name != "total" and value is not None}

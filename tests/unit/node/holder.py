@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import content_tag
-from common.node.pull.manifest_stream import Offer
+from common.node.pull.manifest_stream import ReadablePrefix
 from common.server.http import read_json_object
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
@@ -48,10 +48,10 @@ class PeerHolder:
             self.memory.set_generation(BLOCK_GENERATIONS, index + 1, 1000 + index + 1, tag=content_tag(key))
         self.memory.set_generation(SLOT_GENERATIONS, slot_id, 1000 + slot_id, tag=content_tag(keys.key_at(num_tokens)))
 
-    def offer(self, num_tokens: int, *, is_final: bool = False, known_s: float = 0.0) -> Offer:
+    def prefix(self, num_tokens: int, *, is_final: bool = False, known_s: float = 0.0) -> ReadablePrefix:
         """The first tokens of the prompt in blocks 1, 2, ..; the state in slot 1."""
         ids = tuple(range(1, -(-num_tokens // BLOCK_SIZE) + 1))
-        return Offer(
+        return ReadablePrefix(
             engine_id=ENGINE_ID,
             epoch=self.epoch,
             num_tokens=num_tokens,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.kv_cache.pools.storage import KVStorage
-from common.node.lend.digests import PrefixDigests, find_mismatch, make_digests
+from common.node.digests import PrefixDigests, find_mismatch, make_digests
 from common.transfer.reads import Read, ReadStatus
 from common.transfer.regions import Region
 from common.transfer.testing.faulty import Fault, FaultyBackend

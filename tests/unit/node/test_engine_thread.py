@@ -30,7 +30,7 @@ def model() -> NodeModel:
 @pytest_asyncio.fixture
 async def engine(model: NodeModel) -> AsyncIterator[EngineThread]:
     config = NodeConfig(model="-", max_num_seqs=8)
-    thread = EngineThread(create_core(config, model), asyncio.get_running_loop())
+    thread = EngineThread(create_core(config, model))
     thread.start()
     yield thread
     await asyncio.to_thread(thread.close)
@@ -151,7 +151,7 @@ async def test_step_when_it_raises_fails_the_running_requests_only(engine: Engin
 
 @pytest.mark.asyncio
 async def test_close_when_a_request_waits_fails_it(model: NodeModel) -> None:
-    thread = EngineThread(create_core(NodeConfig(model="-"), model), asyncio.get_running_loop())
+    thread = EngineThread(create_core(NodeConfig(model="-"), model))
     thread.start()
     reader = asyncio.create_task(token_ids(thread, request("r", num_tokens=100_000)))
     async with asyncio.timeout(DEADLINE_S):

@@ -70,7 +70,7 @@ async def test_calls_when_the_address_is_no_url_then_typed_transfer_errors(direc
     """Whoever calls has checked it; a background task that did not must not end of it."""
     for call in (
         directory.post("http://[::1]]:1", "/x", {}, 1.0),
-        directory.ask("http://[::1]]:1", "/x", {}, 1.0),
+        directory.query("http://[::1]]:1", "/x", {}, 1.0),
         directory.meet("http://[::1]]:1"),
     ):
         with pytest.raises(TransferError) as caught:

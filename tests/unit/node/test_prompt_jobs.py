@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,11 @@ class SpyCodec:
 
 
 def reader(codec: SpyCodec, counts: list[int]) -> PromptReader:
-    cache_config = SimpleNamespace(keeps_boundaries=False)
-    metrics = SimpleNamespace(inc=lambda name, value: counts.append(value))
-    node = SimpleNamespace(model=SimpleNamespace(cache_config=cache_config), metrics=metrics)
-    return PromptReader(node, codec, None)  # type: ignore[arg-type]
+    geometry = SimpleNamespace(vocab_size=100)
+    cache: Any = SimpleNamespace(keeps_boundaries=False, geometry=geometry)
+    metrics: Any = SimpleNamespace(inc=lambda name, value: counts.append(value))
+    any_codec: Any = codec
+    return PromptReader(any_codec, None, cache_config=cache, max_model_len=64, metrics=metrics)
 
 
 @pytest.mark.asyncio

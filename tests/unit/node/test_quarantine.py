@@ -85,7 +85,7 @@ def memory() -> EndpointMemory:
 @pytest.mark.asyncio
 async def test_keeper_when_nothing_hangs_then_the_engine_is_not_even_asked(scene: Scene) -> None:
     scene.quarantine(blocks=40)
-    assert not await scene.keeper.look()
+    assert not await scene.keeper.check()
     assert (scene.num_asked, scene.num_recreated) == (0, 0)
 
 
@@ -96,14 +96,14 @@ async def test_keeper_when_more_than_a_twentieth_of_a_pool_waits_then_the_agent_
 ) -> None:
     scene.hang()
     scene.quarantine(**{pool: 5})
-    assert not await scene.keeper.look()
+    assert not await scene.keeper.check()
     scene.quarantine(**{pool: 6})
-    assert await scene.keeper.look()
+    assert await scene.keeper.check()
     assert scene.num_recreated == 1
     assert scene.rig.terminals.get(timeout=PATIENCE_S) == "pull"
     assert scene.rig.puller.num_unterminated == 0
     # The cache has not heard of it yet; that is no reason to do it again.
-    assert not await scene.keeper.look()
+    assert not await scene.keeper.check()
     assert scene.rig.pull(scene.peer, [(3, 3)]).reason == TransferCode.UNKNOWN_PEER
 
 
@@ -113,10 +113,10 @@ async def test_keeper_when_a_read_is_too_old_then_the_agent_is_new_however_littl
 ) -> None:
     scene.hang()
     scene.stats = None  # also while the engine is busy
-    assert not await scene.keeper.look()
+    assert not await scene.keeper.check()
     monkeypatch.setattr(quarantine, "MAX_AGE_S", 0.05)
     await asyncio.sleep(0.06)
-    assert await scene.keeper.look()
+    assert await scene.keeper.check()
     assert scene.num_recreated == 1
 
 
@@ -132,16 +132,16 @@ async def test_keeper_when_no_new_agent_starts_then_it_tries_again_until_one_doe
 
     with monkeypatch.context() as patched:
         patched.setattr(scene.faulty, "recreate", refuse)
-        assert not await scene.keeper.look()
+        assert not await scene.keeper.check()
         assert "no agent" in caplog.text
     scene.quarantine()
-    assert await scene.keeper.look()
+    assert await scene.keeper.check()
     assert scene.num_recreated == 1
-    assert not await scene.keeper.look()
+    assert not await scene.keeper.check()
 
 
 @pytest.mark.asyncio
-async def test_keeper_when_started_then_it_looks_by_itself_until_closed(
+async def test_keeper_when_started_then_it_checks_by_itself_until_closed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quarantine, "INTERVAL_S", 0.01)

@@ -39,7 +39,6 @@ class Holder:
         self.in_use: set[str] = set()
         self.called_off: list[str] = []
         self.table = RendezvousTable(
-            asyncio.get_running_loop(),
             is_in_use=lambda each: each in self.in_use,
             call_off=self.called_off.append,
             leg_wait_s=leg_wait_s,
@@ -194,7 +193,7 @@ async def test_release_when_final_then_nothing_is_kept_and_when_unknown_then_fal
 async def test_final_when_its_lease_has_ended_then_is_forgotten(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "LEASE_LOOK_S", 0.01)
+    monkeypatch.setattr(rendezvous, "LEASE_CHECK_S", 0.01)
     holder.table.open("r")
     holder.in_use.add("r")
     holder.table.finish("r", manifest())

@@ -1,4 +1,4 @@
-"""Asking other nodes for a prefix by its content: which answers are used, and that nothing else ever matters."""
+"""Querying other nodes for a prefix by its content: which answers are used, and that no other answer ever matters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from common.errors import FingerprintMismatchError, InvalidRequestError, TransferError
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.pools.generations import content_tag
-from common.node.pull.sources import PrefixSources, answer_content
+from common.node.lend.manifest_builder import ManifestBuilder
+from common.node.lend.prefix_holder import PrefixHolder
+from common.node.pull.sources import PrefixSources
 from common.wire.manifest import Manifest
 from common.wire.pull import ContentQuery, miss_answer, parse_query
 from common.wire.source_hints import SourceHint
@@ -41,20 +43,45 @@ class FakeNode:
     refused: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self.backend = SimpleNamespace(fingerprint=FINGERPRINT)
-        storage = SimpleNamespace()
-        self.model = SimpleNamespace(
-            manager=self.manager, cache_config=self.manager.config, loaded=None, max_model_len=64, storage=storage
-        )
-        self.config = SimpleNamespace(kv_transfer_verify="off", kv_lease_seconds=30.0, port=8200)
-        self.advertised_host, self.engine_id = "127.0.0.1", "engine"
-        self.core = self.engine = self.peers = self.metrics = self
         self.liveness = SimpleNamespace(check=self.check_allowed)
-        self.rendezvous = SimpleNamespace(is_called_off=self.called_off.__contains__)
-        self.remote_leases = SimpleNamespace(
+        self.leases = SimpleNamespace(
             hold=lambda lease_id, url, seconds: self.held.append(lease_id),
             release=lambda lease_id: lease_id in self.held and self.held.remove(lease_id),
             call_off=lambda lease_id, url: self.given_up.append(url),
+        )
+
+    def sources(self) -> PrefixSources:
+        node: Any = self
+        return PrefixSources(
+            manager=self.manager,
+            core=node,
+            engine=node,
+            peers=node,
+            leases=node.leases,
+            loaded=cast(Any, None),
+            metrics=node,
+            fingerprint=FINGERPRINT,
+        )
+
+    def holder(self, verify: str) -> PrefixHolder:
+        node: Any = self
+        manifests = ManifestBuilder(
+            engine_id="engine",
+            epoch=self.manager.generations.epoch,
+            host="127.0.0.1",
+            port=8200,
+            fingerprint=FINGERPRINT,
+            lease_seconds=30.0,
+            verify=verify,
+            storage=cast(Any, SimpleNamespace(config=self.manager.config)),
+        )
+        return PrefixHolder(
+            manager=self.manager,
+            core=node,
+            engine=node,
+            rendezvous=cast(Any, SimpleNamespace(is_called_off=self.called_off.__contains__)),
+            manifests=manifests,
+            max_model_len=64,
         )
 
     # --- engine
@@ -77,7 +104,7 @@ class FakeNode:
         if url in self.refused:
             raise InvalidRequestError(f"{url} is not a peer")
 
-    async def ask(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         self.asked.append(url)
         assert self.answer is not None
         query = parse_query(body, vocab_size=100)
@@ -113,15 +140,15 @@ def manifest(query: ContentQuery, num_tokens: int = 30, **changes: Any) -> dict[
     return Manifest(**{**fields, **changes}).to_params()
 
 
-def find(node: FakeNode, hints: Sequence[SourceHint] = (FIRST,), prompt: Sequence[int] = PROMPT) -> Any:
+def find(node: FakeNode, sources: Sequence[SourceHint] = (FIRST,), prompt: Sequence[int] = PROMPT) -> Any:
     """What the block inside ``prefix`` gets; None or (tokens, url)."""
 
     async def run() -> Any:
-        async with PrefixSources(node).prefix(prompt, None, hints) as found:  # type: ignore[arg-type]
+        async with node.sources().prefix(prompt, None, sources) as found:
             if found is None:
                 return None
-            offer = await found.offers.beyond(0)
-            assert (offer.num_tokens, offer.is_final, offer.epoch) == (found.num_tokens, True, FIRST.epoch)
+            prefix = await found.manifests.beyond(0)
+            assert (prefix.num_tokens, prefix.is_final, prefix.epoch) == (found.num_tokens, True, FIRST.epoch)
             assert node.held == [found.lease_id]
             return found.num_tokens, found.url
 
@@ -197,7 +224,7 @@ def test_sources_when_less_than_two_blocks_are_missing_then_nobody_is_asked(know
     run_turn(node.manager, PROMPT[:known], donate=True)
     assert find(node) is None
     assert find(node, prompt=PROMPT[:8]) is None
-    assert find(node, hints=()) is None
+    assert find(node, sources=()) is None
     assert node.results == []
 
 
@@ -223,48 +250,47 @@ def query_of(node: FakeNode, prompt: Sequence[int] = PROMPT, **changes: Any) -> 
     return ContentQuery(**{**fields, **changes})
 
 
-def ask(node: FakeNode, query: ContentQuery) -> dict[str, Any]:
-    return asyncio.run(answer_content(node, query))  # type: ignore[arg-type]
+def answer(node: FakeNode, query: ContentQuery, verify: str = "off") -> dict[str, Any]:
+    return asyncio.run(node.holder(verify).answer(query))
 
 
 def test_holder_when_it_has_a_prefix_then_a_manifest_under_the_readers_id() -> None:
     node = FakeNode()
     run_turn(node.manager, PROMPT[:22], donate=True)
-    answer = Manifest.from_params(ask(node, query_of(node)), needs_token_ids=False)
+    found = Manifest.from_params(answer(node, query_of(node)), needs_token_ids=False)
     keys = node.manager.prefix_keys(PROMPT)
-    assert (answer.num_tokens, answer.lease_id, answer.prefix_key) == (22, "content-1", keys.key_at(22))
-    assert answer.epoch == node.manager.generations.epoch
-    assert node.manager.generations.tag("slots", answer.slot_id) == content_tag(answer.prefix_key)
+    assert (found.num_tokens, found.lease_id, found.prefix_key) == (22, "content-1", keys.key_at(22))
+    assert found.epoch == node.manager.generations.epoch
+    assert node.manager.generations.tag("slots", found.slot_id) == content_tag(found.prefix_key)
     assert node.manager.release_lease("content-1")
-    assert ask(node, query_of(node, have=22)) == {"final": True, "remote_num_tokens": 0}
+    assert answer(node, query_of(node, have=22)) == {"final": True, "remote_num_tokens": 0}
     assert node.manager.stats().leases_active == 0
 
 
 def test_holder_when_the_reader_gave_up_before_then_nothing_is_leased() -> None:
     node = FakeNode(called_off=["content-1"])
     run_turn(node.manager, PROMPT[:22], donate=True)
-    assert ask(node, query_of(node)) == miss_answer()
+    assert answer(node, query_of(node)) == miss_answer()
     assert node.manager.stats().leases_active == 0
 
 
 def test_holder_when_the_question_does_not_fit_then_refused_by_name() -> None:
     node = FakeNode()
     with pytest.raises(FingerprintMismatchError, match=f"fingerprint cdcd is of another .* {FINGERPRINT}") as caught:
-        ask(node, query_of(node, fingerprint="cdcd"))
+        answer(node, query_of(node, fingerprint="cdcd"))
     assert (caught.value.status, caught.value.code) == (409, "fingerprint_mismatch")
     for query, param in (
         (query_of(node, cache_salt="another"), "prefix_key"),
         (query_of(node, prompt=[1] * 65), "prompt_token_ids"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
-            ask(node, query)
+            answer(node, query)
         assert refused.value.param == param
 
 
 def test_holder_when_the_answer_cannot_be_made_then_its_lease_ends() -> None:
     node = FakeNode()
     run_turn(node.manager, PROMPT[:22], donate=True)
-    node.config.kv_transfer_verify = "all"  # and there are no bytes to digest
     with pytest.raises(AttributeError):
-        ask(node, query_of(node))
+        answer(node, query_of(node), verify="all")  # and there are no bytes to digest
     assert node.manager.stats().leases_active == 0

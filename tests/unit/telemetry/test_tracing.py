@@ -12,7 +12,7 @@ import pytest
 
 from common.engine.outputs import PhaseSeconds
 from common.errors import ConfigError
-from common.node.serving.metrics import trace_phases
+from common.node.serving.request_record import trace_phases
 from common.telemetry.context import current_context, enter_request, leave_request
 from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_SPAN, Tracer, passed_on
@@ -193,7 +193,8 @@ def test_process_when_tracing_is_off_then_neither_sdk_nor_exporter_is_imported()
         "import sys\n"
         "from common.config.proxy import ProxyConfig\n"
         "from proxy.app import create_app\n"
-        "import proxy.__main__, common.node.serving.metrics, common.cli.main, common.telemetry.create as create\n"
+        "import proxy.__main__, common.node.serving.request_record, common.cli.main\n"
+        "import common.telemetry.create as create\n"
         "from fastapi.testclient import TestClient\n"
         "with TestClient(create_app(ProxyConfig(decode=('http://127.0.0.1:9',)))) as client:\n"
         "    assert client.post('/v1/completions', json={'prompt': 'a'}).status_code == 503\n"

@@ -8,7 +8,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -63,12 +62,8 @@ class CacheNode:
                 await asyncio.sleep(0.01)
             return self.trouble.pop(0) if self.trouble else await call_next(request)
 
-        add_event_route(app, self.as_node())
+        add_event_route(app, self.manager, Engine())  # type: ignore[arg-type]
         return app
-
-    def as_node(self) -> Any:
-        model = SimpleNamespace(manager=self.manager, cache_config=self.manager.config)
-        return SimpleNamespace(model=model, engine=Engine())
 
 
 @dataclass

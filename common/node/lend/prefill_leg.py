@@ -9,37 +9,38 @@ the reader releases the lease or stops renewing it; nothing is written to the re
 from __future__ import annotations
 
 import contextlib
-import time
 
 from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
-from common.kv_cache.sharing.leases import PrefixProgress
-from common.node.lend.manifests import leased_manifest
-from common.node.node import Node
-from common.node.pull.pull_task import RemotePrefix
-from common.node.serving.prompt_jobs import EncodedPrompt
+from common.kv_cache.manager import KVCacheManager
+from common.node.engine_thread import EngineThread
+from common.node.lend.manifest_builder import ManifestBuilder
+from common.node.lend.rendezvous import RendezvousTable
 from common.request import Request
-from common.wire.manifest import Manifest, PartialManifest, PrefillReport
+from common.wire.manifest import Manifest, PrefillReport
 
 
 class PrefillLeg:
-    """``common.node.serving.serving.PrefillLeg`` of a prefill node."""
+    """Stateless. ``node_name``: as the report to the reader names this node."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    async def run(
+    def __init__(
         self,
-        request_id: str,
-        prompt: EncodedPrompt,
+        node_name: str,
         *,
-        cache_salt: str | None,
-        priority: int,
-        rendezvous_id: str | None = None,
-        remote: RemotePrefix | None = None,
-    ) -> tuple[Manifest, RequestOutput]:
-        """Computes the prompt and leases it out, as ``rendezvous_id`` if there is one. Aborted like any request when
-        the caller goes away before that. ``remote``: a part of it that another node has; its caller holds it.
+        manager: KVCacheManager,
+        engine: EngineThread,
+        rendezvous: RendezvousTable,
+        manifests: ManifestBuilder,
+    ) -> None:
+        self._node_name = node_name
+        self._manager = manager
+        self._engine = engine
+        self._rendezvous = rendezvous
+        self._manifests = manifests
+
+    async def run(self, request: Request) -> tuple[Manifest, RequestOutput]:
+        """Computes the prompt and leases it out under the request's id, which is that of the rendezvous when the
+        request wants progress. Aborted like any request when the caller goes away before that.
 
         The lease outlives the call: whoever got the manifest releases it, or it expires.
 
@@ -47,21 +48,9 @@ class PrefillLeg:
             RequestAbortedError: the rendezvous' reader called the leg off.
             TandemError: as ``RendezvousTable.open``, or the engine's.
         """
-        request = Request(
-            request_id=rendezvous_id or request_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=None,
-            cache_salt=cache_salt,
-            priority=priority,
-            remote=remote,
-            is_remote_optional=True,
-            arrival_s=time.monotonic(),
-            semantic_boundaries=prompt.semantic_boundaries,
-            wants_progress=rendezvous_id is not None,
-        )
-        if rendezvous_id is None:
+        if not request.wants_progress:
             return await self._compute(request)
-        table = self._node.rendezvous
+        table, rendezvous_id = self._rendezvous, request.request_id
         table.open(rendezvous_id)
         try:
             manifest, output = await self._compute(request)
@@ -77,48 +66,32 @@ class PrefillLeg:
     async def _compute(self, request: Request) -> tuple[Manifest, RequestOutput]:
         manifest: Manifest | None = None
         try:
-            async with contextlib.aclosing(self._node.engine.generate(request)) as outputs:
+            async with contextlib.aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
                     if output.progress is not None:
-                        self._node.rendezvous.advance(request.request_id, self._part(output.progress))
+                        self._rendezvous.advance(request.request_id, self._manifests.partial(output.progress))
                     if output.handoff is not None:
                         manifest = await self._manifest(request, output)
                         result = output
         finally:
-            if manifest is None:  # nobody will ever learn of a lease that the last step may have made
+            if manifest is None:  # no reader will ever learn of a lease that the last step may have made
                 self._release(request.request_id)
         assert manifest is not None
         return manifest, result
 
     def _release(self, lease_id: str) -> None:
-        manager = self._node.model.manager
-        self._node.engine.post(lambda: manager.release_lease(lease_id))
-
-    def _part(self, progress: PrefixProgress) -> PartialManifest:
-        node = self._node
-        cache = node.model.cache_config
-        return PartialManifest(
-            engine_id=node.engine_id,
-            epoch=node.model.manager.generations.epoch,
-            fingerprint=node.backend.fingerprint,
-            block_size=cache.block_size,
-            num_tokens=progress.num_tokens,
-            block_ids=progress.tables,
-            generations=progress.generations,
-            lease_seconds=node.config.kv_lease_seconds,
-        )
+        self._engine.post(lambda: self._manager.release_lease(lease_id))
 
     async def _manifest(self, request: Request, output: RequestOutput) -> Manifest:
         assert output.seconds is not None
         report = PrefillReport(
-            node=self._node.name,
+            node=self._node_name,
             cached_tokens=output.num_cached_tokens,
             computed_tokens=output.num_local_computed_tokens,
             queue_seconds=output.seconds.queue,
             prefill_seconds=output.seconds.prefill or 0.0,
         )
-        return await leased_manifest(
-            self._node,
+        return await self._manifests.leased(
             output.handoff,
             lease_id=request.request_id,
             # Whoever follows a rendezvous has the prompt.

@@ -1,7 +1,8 @@
-"""Names of the memory that a node registers for its peers, and which pool each region is.
+"""Names of the memory that a node registers for its peers, and the pool that each region is. Both ends of a transfer
+use these names.
 
-Every attention group has a region of blocks and one of their generations; there is one of state slots and one of
-theirs. The first group's names carry no number. Both ends of a transfer use these names.
+Every attention group has a region of blocks and one of their generations; the state slots have one region, and their
+generations another. The first group's names carry no number.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.node.app import _add_public_routes
+from common.node.routes.text_routes import add_text_routes
 
 
 class SpyCodec:
@@ -58,8 +58,8 @@ async def test_text_when_tokenised_or_put_together_then_off_the_event_loop(
     path: str, body: dict[str, Any], key: str, expected: object
 ) -> None:
     app, codec = FastAPI(), SpyCodec()
-    node = SimpleNamespace(served_model_name="m", model=SimpleNamespace(max_model_len=64))
-    _add_public_routes(app, node, SimpleNamespace(codec=codec))  # type: ignore[arg-type]
+    prompts: Any = SimpleNamespace(codec=codec)
+    add_text_routes(app, prompts, model_name="m", max_model_len=64)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
         response = await client.post(path, json=body)
     assert response.json()[key] == expected

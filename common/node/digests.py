@@ -1,4 +1,4 @@
-"""Content digests of a prefix: the second look, for those who trust neither generations nor the transport.
+"""Content digests of a prefix: a second check, for those who trust neither generations nor the transport.
 
 1 a holder digests what it hands out while that is leased, all of it or a sample (``--kv-transfer-verify``), 2 the
 digests travel in the manifest, 3 the reader digests the same units of what arrived, before it commits, and compares.
@@ -18,19 +18,23 @@ from dataclasses import dataclass
 from common.kv_cache.pools.storage import KVStorage
 
 VERIFY_OFF, VERIFY_SAMPLE, VERIFY_ALL = "off", "sample", "all"
+"""Values of ``--kv-transfer-verify``."""
+
 SAMPLE_STRIDE = 16
+"""``sample`` digests one block in this many: the check costs a sixteenth, and a transport that damages blocks again and
+again is found within a few prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixDigests:
     """``blocks``: per block group, hex per block of its table, None for those without. ``slot``: the state's; None
-    without a state. Empty ``blocks`` and no ``slot``: nothing to compare."""
+    without a state. Empty ``blocks`` and no ``slot``: there is nothing to compare."""
 
     blocks: tuple[tuple[str | None, ...], ...] = ()
     slot: str | None = None
 
     @property
-    def is_there(self) -> bool:
+    def has_any(self) -> bool:
         return bool(self.blocks) or self.slot is not None
 
 
@@ -70,7 +74,7 @@ def find_mismatch(
     """What of a pulled prefix is not what its holder digested, in words for people; None when all is well.
 
     ``pairs``: per block group, (index in the table, local block id) of what was read; ``slot_id``: where the state was
-    read to, 0 if it was not. What has no digest is not looked at.
+    read to, 0 if it was not. Units without a digest are not compared.
     """
     for group_id, group in enumerate(pairs if digests.blocks else ()):
         for index, block_id in group:

@@ -11,10 +11,10 @@ import pytest_asyncio
 
 from common.errors import PrefillLegAbortedError, TransferError
 from common.kv_cache.keys import PrefixKeys, chain_root
-from common.kv_cache.manager import PullPlan
-from common.node.pull.engine_bridge import PullSource
-from common.node.pull.manifest_stream import Offer, Offers
-from common.node.pull.pull_task import Conversation, FinishedPull, RemotePrefix
+from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.node.pull.engine_bridge import EngineBridge
+from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
+from common.node.pull.pull_task import FinishedPull, PullTask, RemotePrefix
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from tests.unit.node.conftest import Reader, Served
@@ -26,18 +26,18 @@ NUM_TOKENS = 22  # five full blocks and a tail of two tokens
 PLAN = PullPlan(NUM_TOKENS, (tuple((index, 20 + index) for index in range(6)),), slot_id=3, num_local_tokens=0)
 
 
-class ScriptedOffers(Offers):
-    """Offers that a test makes one by one."""
+class ScriptedStream(ManifestStream):
+    """ManifestStream that a test makes one by one."""
 
     def __init__(self) -> None:
-        self._offer: Offer | None = None
+        self._prefix: ReadablePrefix | None = None
         self._error: TransferError | None = None
         self._changed = asyncio.Event()
         self.asked_after: list[int] = []
         self.is_closed = False
 
-    def give(self, offer: Offer) -> None:
-        self._offer = offer
+    def give(self, prefix: ReadablePrefix) -> None:
+        self._prefix = prefix
         self._changed.set()
 
     def fail(self, error: TransferError) -> None:
@@ -45,16 +45,16 @@ class ScriptedOffers(Offers):
         self._changed.set()
 
     @property
-    def final(self) -> Offer | None:
-        return self._offer if self._offer is not None and self._offer.is_final else None
+    def final(self) -> ReadablePrefix | None:
+        return self._prefix if self._prefix is not None and self._prefix.is_final else None
 
-    async def beyond(self, num_tokens: int) -> Offer:
+    async def beyond(self, num_tokens: int) -> ReadablePrefix:
         self.asked_after.append(num_tokens)
         while True:
             if self._error is not None:
                 raise self._error
-            if self._offer is not None and (self._offer.is_final or self._offer.num_tokens > num_tokens):
-                return self._offer
+            if self._prefix is not None and (self._prefix.is_final or self._prefix.num_tokens > num_tokens):
+                return self._prefix
             self._changed.clear()
             await self._changed.wait()
 
@@ -63,18 +63,18 @@ class ScriptedOffers(Offers):
 
 
 class Talk:
-    """One conversation under test."""
+    """One pull under test."""
 
     def __init__(self, reader: Reader, served: Served, *, plan: PullPlan = PLAN, timeout_s: float = WAIT_S) -> None:
         self.reader, self.holder = reader, served.holder
         self.keys = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(NUM_TOKENS))
         self.holder.tag(self.keys, NUM_TOKENS)
-        self.offers = ScriptedOffers()
-        remote = RemotePrefix(served.url, "lease", self.keys.key_at(NUM_TOKENS), NUM_TOKENS, self.keys, self.offers)
-        self.checked: list[Offer] = []
+        self.manifests = ScriptedStream()
+        remote = RemotePrefix(served.url, "lease", self.keys.key_at(NUM_TOKENS), NUM_TOKENS, self.keys, self.manifests)
+        self.checked: list[ReadablePrefix] = []
         self.check_error: TransferError | None = None
         self.num_terminal = 0
-        self.conversation = Conversation(
+        self.pull = PullTask(
             "seq",
             remote,
             plan,
@@ -84,10 +84,10 @@ class Talk:
             check=self._check,
             on_terminal=self._count_terminal,
         )
-        self.task = asyncio.create_task(self.conversation.run())
+        self.task = asyncio.create_task(self.pull.run())
 
-    async def _check(self, plan: PullPlan, offer: Offer) -> None:
-        self.checked.append(offer)
+    async def _check(self, plan: PullPlan, prefix: ReadablePrefix) -> None:
+        self.checked.append(prefix)
         if self.check_error is not None:
             raise self.check_error
 
@@ -110,7 +110,7 @@ class Talk:
 
     def has_read(self, num_blocks: int) -> bool:
         """Whether a part that ends there is done with: it has arrived, and the next one is asked for."""
-        return self.has_arrived(num_blocks) and self.offers.asked_after[-1:] == [num_blocks * BLOCK_SIZE]
+        return self.has_arrived(num_blocks) and self.manifests.asked_after[-1:] == [num_blocks * BLOCK_SIZE]
 
     def has_state(self) -> bool:
         return self.reader.memory.read(SLOTS, 3) == self.holder.memory.read(SLOTS, 1)
@@ -138,12 +138,12 @@ def thaw(holder: PeerHolder) -> None:
 
 async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next_is_known(talk: StartTalk) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
-    it.offers.give(it.holder.offer(16))
+    it.manifests.give(it.holder.prefix(16))
     await it.until(lambda: it.has_read(4))
     assert not it.has_state()
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True, known_s=12.5))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True, known_s=12.5))
     result = await it.result()
     assert result.ok
     assert it.has_arrived(6)
@@ -152,13 +152,13 @@ async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next
     assert result.num_bytes == 6 * sizes[BLOCKS].unit_bytes + sizes[SLOTS].unit_bytes
     assert (result.num_blocks, result.num_states, result.num_early_parts) == (6, 1, 2)
     assert (result.output_row, result.final_s, result.reason) == ("row", 12.5, "")
-    assert it.offers.asked_after == [0, 8, 16]
-    assert [offer.is_final for offer in it.checked] == [True]
+    assert it.manifests.asked_after == [0, 8, 16]
+    assert [prefix.is_final for prefix in it.checked] == [True]
 
 
 async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: StartTalk) -> None:
     it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_local_tokens=4 * BLOCK_SIZE))
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.num_blocks, result.num_states) == (2, 0)
     assert result.num_bytes == 2 * it.holder.memory.regions[BLOCKS].unit_bytes
@@ -167,19 +167,19 @@ async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: Start
 
 async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_reads_nothing(talk: StartTalk) -> None:
     it = talk(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_local_tokens=NUM_TOKENS))
-    it.offers.give(it.holder.offer(20))
-    await it.until(lambda: it.offers.asked_after)
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(20))
+    await it.until(lambda: it.manifests.asked_after)
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.num_bytes, result.num_descriptors, result.output_row) == (True, 0, 0, "row")
 
 
 async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.memory.set_generation("block_generations", 4, 4711)
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.STALE_GENERATION)
     assert result.num_bytes == 0
@@ -187,11 +187,11 @@ async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk
 
 async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(talk: StartTalk) -> None:
     it = talk()
-    offer = it.holder.offer(NUM_TOKENS, is_final=True)
-    swapped = offer.block_ids[0][1::-1] + offer.block_ids[0][2:]
+    prefix = it.holder.prefix(NUM_TOKENS, is_final=True)
+    swapped = prefix.block_ids[0][1::-1] + prefix.block_ids[0][2:]
     values = tuple(1000 + each for each in swapped)
-    it.offers.give(
-        Offer(**{name: getattr(offer, name) for name in offer.__slots__}
+    it.manifests.give(
+        ReadablePrefix(**{name: getattr(prefix, name) for name in prefix.__slots__}
               | {"block_ids": (swapped,), "block_generations": (values,)})
     )  # fmt: skip
     result = await it.result()
@@ -199,12 +199,12 @@ async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(ta
 
 
 @pytest.mark.parametrize("num_early", [0, 2])
-async def test_offers_when_they_fail_then_the_pull_fails_with_their_reason(talk: StartTalk, num_early: int) -> None:
+async def test_manifests_when_they_fail_then_the_pull_fails_with_their_reason(talk: StartTalk, num_early: int) -> None:
     it = talk()
     if num_early:
-        it.offers.give(it.holder.offer(num_early * BLOCK_SIZE))
+        it.manifests.give(it.holder.prefix(num_early * BLOCK_SIZE))
         await it.until(lambda: it.has_read(num_early))
-    it.offers.fail(TransferError("the leg failed", code="leg_failed"))
+    it.manifests.fail(TransferError("the leg failed", code="leg_failed"))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, "leg_failed")
     assert it.checked == []
@@ -216,16 +216,16 @@ async def test_leg_when_its_caller_leaves_then_our_own_end_is_waited_for_a_momen
 ) -> None:
     """A client that leaves ends both legs: what the prefill node says of it first is no failed transfer."""
     it = talk()
-    it.offers.fail(PrefillLegAbortedError("its caller went away"))
+    it.manifests.fail(PrefillLegAbortedError("its caller went away"))
     await asyncio.sleep(0.05)
     assert not it.task.done()
     if is_cancelled:
-        it.conversation.cancel()
+        it.pull.cancel()
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, reason)
 
 
-async def test_offers_when_none_comes_for_the_timeout_then_deadline(talk: StartTalk) -> None:
+async def test_manifests_when_none_comes_for_the_timeout_then_deadline(talk: StartTalk) -> None:
     it = talk(timeout_s=0.05)
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DEADLINE)
@@ -235,9 +235,9 @@ async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(talk
     it = talk(timeout_s=0.5)
     for num_tokens in (4, 8, 12, 16):
         await asyncio.sleep(0.2)
-        it.offers.give(it.holder.offer(num_tokens))
+        it.manifests.give(it.holder.prefix(num_tokens))
     await asyncio.sleep(0.2)
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     assert (await it.result()).ok
 
 
@@ -250,9 +250,9 @@ async def test_timeout_when_the_holder_computes_what_is_here_already_then_counts
     it = talk(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=0.5)
     for num_tokens in (4, 8, 12, 16):
         await asyncio.sleep(0.2)
-        it.offers.give(it.holder.offer(num_tokens))
+        it.manifests.give(it.holder.prefix(num_tokens))
     await asyncio.sleep(0.2)
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.num_blocks, result.num_states) == (True, len(pairs), 1)
     assert it.has_state()
@@ -262,26 +262,27 @@ async def test_prefix_when_given_up_before_its_pull_then_its_holder_is_told_from
     reader: Reader,
 ) -> None:
     nobody: Any = None
-    source = PullSource(reader.puller, reader.peers, nobody, WAIT_S, None)
-    keys, offers = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(4)), ScriptedOffers()
-    remote = RemotePrefix("http://127.0.0.1:1", "lease", keys.key_at(4), 4, keys, offers)
-    await asyncio.to_thread(source.give_up, remote)  # as the engine's thread does
+    bridge = EngineBridge(reader.puller, reader.peers, nobody, WAIT_S, None)
+    bridge.open()
+    keys, stream = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(4)), ScriptedStream()
+    remote = RemotePrefix("http://127.0.0.1:1", "lease", keys.key_at(4), 4, keys, stream)
+    await asyncio.to_thread(bridge.give_up, remote)  # as the engine's thread does
     await asyncio.sleep(0)
-    assert offers.is_closed
+    assert stream.is_closed
 
 
 async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(talk: StartTalk) -> None:
     it = talk()
     it.check_error = TransferError("block 2 has another digest", code=PullReason.DIGEST_MISMATCH)
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DIGEST_MISMATCH)
 
 
 async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(talk: StartTalk) -> None:
     it = talk()
-    await it.until(lambda: it.offers.asked_after)
-    it.conversation.cancel()
+    await it.until(lambda: it.manifests.asked_after)
+    it.pull.cancel()
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.CANCELLED)
 
@@ -291,10 +292,10 @@ async def test_cancel_when_a_part_is_in_flight_then_ends_when_its_destination_is
 ) -> None:
     it = talk()
     it.holder.hub.freeze(it.holder.backend.name)
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.reader.puller.num_active)
     await asyncio.sleep(0.05)  # posted by now
-    it.conversation.cancel()
+    it.pull.cancel()
     await asyncio.sleep(0.1)
     assert not it.task.done()
     thaw(it.holder)
@@ -306,7 +307,7 @@ async def test_peer_when_lost_between_parts_then_ends_at_once_and_nothing_is_in_
     talk: StartTalk,
 ) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.is_over = True  # its liveness stream ends
     result = await it.result()
@@ -318,7 +319,7 @@ async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_o
 ) -> None:
     it = talk()
     it.holder.hub.freeze(it.holder.backend.name)
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.reader.puller.num_active)
     await asyncio.sleep(0.05)  # posted by now
     it.holder.is_over = True
@@ -335,10 +336,10 @@ async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_o
 
 async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(talk: StartTalk) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.backend.recreate()
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert result.ok, result
     assert it.has_arrived(6)
@@ -349,10 +350,10 @@ async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fail
     talk: StartTalk, served: Served
 ) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.backend.close()
-    it.offers.give(it.holder.offer(NUM_TOKENS, is_final=True))
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert not result.ok
     assert result.terminal
@@ -361,10 +362,10 @@ async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fail
 
 async def test_epoch_when_it_changes_between_parts_then_nothing_of_the_new_life_is_read(talk: StartTalk) -> None:
     it = talk()
-    it.offers.give(it.holder.offer(8))
+    it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
-    offer = it.holder.offer(NUM_TOKENS, is_final=True)
-    it.offers.give(Offer(**{name: getattr(offer, name) for name in offer.__slots__} | {"epoch": 78}))
+    prefix = it.holder.prefix(NUM_TOKENS, is_final=True)
+    it.manifests.give(ReadablePrefix(**{name: getattr(prefix, name) for name in prefix.__slots__} | {"epoch": 78}))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, "peer_restarted")
     assert it.has_arrived(2)

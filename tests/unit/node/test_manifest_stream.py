@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import PrefillLegFailedError, PrefillLegRejectedError, TransferError
-from common.node.pull.manifest_stream import Offer, RendezvousOffers
+from common.node.pull.manifest_stream import ReadablePrefix, RendezvousManifestStream
 from common.wire.headers import LEG_HEADER
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest
 from tests.unit.node.conftest import Reader, Served
@@ -33,26 +33,26 @@ def manifest(num_tokens: int) -> Manifest:
     )
 
 
-def read(each: Manifest | PartialManifest) -> Offer:
-    """As ``Offer.of``, without a model."""
+def read(each: Manifest | PartialManifest) -> ReadablePrefix:
+    """As ``ReadablePrefix.of``, without a model."""
     if each.num_tokens == 13:
         raise TransferError("another prompt", code="wrong_content")
     is_final = isinstance(each, Manifest)
-    return Offer(each.engine_id, each.epoch, each.num_tokens, each.block_ids, each.generations, is_final, 0.0)
+    return ReadablePrefix(each.engine_id, each.epoch, each.num_tokens, each.block_ids, each.generations, is_final, 0.0)
 
 
 @pytest_asyncio.fixture
-async def offers(reader: Reader, served: Served) -> AsyncIterator[RendezvousOffers]:
+async def stream(reader: Reader, served: Served) -> AsyncIterator[RendezvousManifestStream]:
     await reader.peers.meet(served.url)
-    made = RendezvousOffers(reader.peers, reader.leases, served.url, "r", SHAPE, read)
+    made = RendezvousManifestStream(reader.peers, reader.leases, served.url, "r", SHAPE, read)
     made.start()
     yield made
     made.close()
     await asyncio.sleep(0.02)  # the poll that was cancelled closes its connection
 
 
-async def beyond(offers: RendezvousOffers, num_tokens: int) -> Offer:
-    return await asyncio.wait_for(offers.beyond(num_tokens), WAIT_S)
+async def beyond(stream: RendezvousManifestStream, num_tokens: int) -> ReadablePrefix:
+    return await asyncio.wait_for(stream.beyond(num_tokens), WAIT_S)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -66,56 +66,58 @@ def afters(served: Served) -> list[Any]:
 
 
 async def test_poll_when_parts_come_then_asks_beyond_each_and_ends_with_the_final_one(
-    offers: RendezvousOffers, served: Served
+    stream: RendezvousManifestStream, served: Served
 ) -> None:
     served.holder.answers += [part(8).to_params()]
-    assert (await beyond(offers, 0)).num_tokens == 8
-    assert offers.final is None
+    assert (await beyond(stream, 0)).num_tokens == 8
+    assert stream.final is None
     served.holder.answers += [{"final": False, "remote_num_tokens": 8}, part(16).to_params()]
-    assert (await beyond(offers, 8)).num_tokens == 16
+    assert (await beyond(stream, 8)).num_tokens == 16
     served.holder.answers += [manifest(18).to_params()]
-    final = await beyond(offers, 16)
+    final = await beyond(stream, 16)
     assert (final.is_final, final.num_tokens, final.slot_id) == (True, 18, 0)
-    assert offers.final == final
-    assert (await beyond(offers, 100)) == final
+    assert stream.final == final
+    assert (await beyond(stream, 100)) == final
     assert afters(served) == [0, 8, 8, 16]
-    offers.close()
-    offers.close()
+    stream.close()
+    stream.close()
     await until(lambda: served.holder.released)
     await asyncio.sleep(0.05)
     assert served.holder.released == ["r"]
 
 
-async def test_close_when_nothing_is_final_then_the_leg_is_called_off(offers: RendezvousOffers, served: Served) -> None:
+async def test_close_when_nothing_is_final_then_the_leg_is_called_off(
+    stream: RendezvousManifestStream, served: Served
+) -> None:
     served.holder.answers += [part(8).to_params()]
-    await beyond(offers, 0)
-    offers.close()
+    await beyond(stream, 0)
+    stream.close()
     await until(lambda: served.holder.released == ["r"])
     with pytest.raises(TransferError) as caught:
-        await beyond(offers, 8)
+        await beyond(stream, 8)
     assert caught.value.code == "cancelled"
 
 
 async def test_poll_when_the_leg_failed_then_says_so_and_there_is_nothing_to_call_off(
-    offers: RendezvousOffers, served: Served
+    stream: RendezvousManifestStream, served: Served
 ) -> None:
     served.holder.answers += [(500, {LEG_HEADER: "failed"}, {"error": {"message": "oops", "code": "x"}})]
     with pytest.raises(PrefillLegFailedError) as caught:
-        await beyond(offers, 0)
+        await beyond(stream, 0)
     assert (caught.value.status, caught.value.code) == (502, "leg_failed")
-    offers.close()
+    stream.close()
     await asyncio.sleep(0.05)
     assert served.holder.released == []
 
 
 @pytest.mark.parametrize(("retry_after", "seconds"), [("3", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)])
 async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_hear(
-    offers: RendezvousOffers, served: Served, retry_after: str, seconds: int
+    stream: RendezvousManifestStream, served: Served, retry_after: str, seconds: int
 ) -> None:
     error = {"message": "257 wait", "code": "queue_full", "type": "rate_limit_error", "param": None}
     served.holder.answers += [(429, {LEG_HEADER: "failed", "Retry-After": retry_after}, {"error": error})]
     with pytest.raises(PrefillLegRejectedError) as caught:
-        await beyond(offers, 0)
+        await beyond(stream, 0)
     rejected = caught.value
     assert (rejected.status, rejected.code, rejected.type, rejected.retry_after_s) == (
         429,
@@ -137,27 +139,27 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
     ],
 )
 async def test_poll_when_the_answer_is_of_no_use_then_fails_with_a_code(
-    offers: RendezvousOffers, served: Served, answer: Any, code: str
+    stream: RendezvousManifestStream, served: Served, answer: Any, code: str
 ) -> None:
     served.holder.answers += [answer]
     with pytest.raises(TransferError) as caught:
-        await beyond(offers, 0)
+        await beyond(stream, 0)
     assert caught.value.code == code
 
 
 async def test_final_manifest_when_it_is_not_usable_then_its_lease_is_released_all_the_same(
-    offers: RendezvousOffers, served: Served
+    stream: RendezvousManifestStream, served: Served
 ) -> None:
     served.holder.answers += [manifest(13).to_params()]
     with pytest.raises(TransferError):
-        await beyond(offers, 0)
-    offers.close()
+        await beyond(stream, 0)
+    stream.close()
     await until(lambda: served.holder.released == ["r"])
 
 
-async def test_poll_when_the_peer_is_lost_then_ends_at_once(offers: RendezvousOffers, served: Served) -> None:
+async def test_poll_when_the_peer_is_lost_then_ends_at_once(stream: RendezvousManifestStream, served: Served) -> None:
     await until(lambda: served.holder.queries)
     served.holder.is_over = True
     with pytest.raises(TransferError) as caught:
-        await beyond(offers, 0)
+        await beyond(stream, 0)
     assert caught.value.code == "peer_lost"

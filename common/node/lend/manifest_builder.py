@@ -1,0 +1,90 @@
+"""From a lease, or from the finished part of a prompt, to what its reader is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
+from common.node.digests import make_digests
+from common.wire.manifest import Manifest, PartialManifest, PrefillReport
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestBuilder:
+    """What all manifests of one life of a node have in common.
+
+    ``host``, ``port``: where its readers reach it. ``fingerprint``: of its model and layout. ``lease_seconds``: how
+    long a lease lasts without renewal. ``verify``: which units get digests (``--kv-transfer-verify``).
+    """
+
+    engine_id: str
+    epoch: int
+    host: str
+    port: int
+    fingerprint: str
+    lease_seconds: float
+    verify: str
+    storage: KVStorage
+
+    async def leased(
+        self,
+        lease: LeasedPrefix,
+        *,
+        lease_id: str,
+        prompt_token_ids: Sequence[int] = (),
+        report: PrefillReport | None = None,
+    ) -> Manifest:
+        """The manifest of a prefix that is leased under ``lease_id``. ``prompt_token_ids``: for a reader that does not
+        know the prompt."""
+        storage = self.storage
+        digests = await asyncio.to_thread(
+            make_digests, storage, lease.tables, lease.num_tokens, lease.slot_id, self.verify
+        )
+        row, row_dtype = _row_bytes(lease.output_row) if lease.output_row is not None else (None, None)
+        return Manifest(
+            engine_id=self.engine_id,
+            request_id=lease_id,
+            host=self.host,
+            port=self.port,
+            num_tokens=lease.num_tokens,
+            block_size=storage.config.block_size,
+            block_ids=lease.tables,
+            generations=lease.generations,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            lease_id=lease_id,
+            lease_seconds=self.lease_seconds,
+            prefix_key=lease.key,
+            prompt_token_ids=tuple(prompt_token_ids),
+            slot_id=lease.slot_id,
+            slot_generation=lease.slot_generation,
+            output_row=row,
+            output_row_dtype=row_dtype,
+            prefill=report,
+            digests=digests.blocks,
+            slot_digest=digests.slot,
+        )
+
+    def partial(self, progress: PrefixProgress) -> PartialManifest:
+        """The manifest of the finished blocks of a prompt that is still being computed; nothing is leased yet."""
+        return PartialManifest(
+            engine_id=self.engine_id,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            block_size=self.storage.config.block_size,
+            num_tokens=progress.num_tokens,
+            block_ids=progress.tables,
+            generations=progress.generations,
+            lease_seconds=self.lease_seconds,
+        )
+
+
+def _row_bytes(row: torch.Tensor) -> tuple[bytes, str]:
+    """Raw little-endian bytes of a [hidden] row, and its dtype's name."""
+    host = row.detach().cpu().contiguous()
+    return host.view(torch.uint8).numpy().tobytes(), str(host.dtype).removeprefix("torch.")

@@ -1,0 +1,78 @@
+"""What this node has of a prompt when another node queries it by content (``common.node.pull.sources``).
+
+The deepest prefix that could be resumed here goes out under a lease, whose id the reader chose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from common.engine.core import EngineCore
+from common.errors import FingerprintMismatchError, InvalidRequestError
+from common.kv_cache.manager import KVCacheManager
+from common.node.engine_thread import EngineThread
+from common.node.lend.manifest_builder import ManifestBuilder
+from common.node.lend.rendezvous import RendezvousTable
+from common.wire.pull import ContentQuery, miss_answer
+
+
+class PrefixHolder:
+    """Lives on the event loop. ``max_model_len``: the longest prompt that this node takes, in tokens."""
+
+    def __init__(
+        self,
+        *,
+        manager: KVCacheManager,
+        core: EngineCore,
+        engine: EngineThread,
+        rendezvous: RendezvousTable,
+        manifests: ManifestBuilder,
+        max_model_len: int,
+    ) -> None:
+        self._manager = manager
+        self._core = core
+        self._engine = engine
+        self._rendezvous = rendezvous
+        self._manifests = manifests
+        self._max_model_len = max_model_len
+
+    async def answer(self, query: ContentQuery) -> dict[str, Any]:
+        """The body that answers ``query``.
+
+        Raises:
+            FingerprintMismatchError: the reader is of another model or layout.
+            InvalidRequestError: the prompt is longer than this node's context, its key is another here, the id is in
+                use.
+        """
+        num_tokens, fingerprint = len(query.prompt_token_ids), self._manifests.fingerprint
+        if query.fingerprint != fingerprint:
+            raise FingerprintMismatchError(
+                f"fingerprint {query.fingerprint} is of another model or layout than this node's {fingerprint}",
+                param="fingerprint",
+            )
+        if num_tokens > self._max_model_len:
+            raise InvalidRequestError(
+                f"prompt_token_ids has {num_tokens} tokens, more than this node's --max-model-len "
+                f"{self._max_model_len}",
+                param="prompt_token_ids",
+            )
+        keys = self._manager.prefix_keys(query.prompt_token_ids, query.cache_salt)
+        if await asyncio.to_thread(keys.key_at, num_tokens) != query.prefix_key:
+            raise InvalidRequestError(
+                f"prefix_key {query.prefix_key.hex()} is not the key of prompt_token_ids and cache_salt here",
+                param="prefix_key",
+            )
+        lease = await self._engine.call(lambda: self._core.lease_prefix(keys, query.id, deeper_than=query.have))
+        if lease is None:
+            return miss_answer()
+        if self._rendezvous.is_called_off(query.id):
+            # The reader's deadline passed before the query was read: no reader would end this lease.
+            await self._engine.call(lambda: self._manager.release_lease(query.id))
+            return miss_answer()
+        try:
+            manifest = await self._manifests.leased(lease, lease_id=query.id)
+        except BaseException:
+            self._engine.post(lambda: self._manager.release_lease(query.id))
+            raise
+        return manifest.to_params()

@@ -1,0 +1,42 @@
+"""The numbers of the cache manager and the scheduler as metric samples; read when ``/metrics`` is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from common.kv_cache.observe.stats import CacheStats
+from common.metrics.metrics import Samples
+
+
+def cache_samples(stats: CacheStats, *, running: int, waiting: int, waiting_for_peer: int, preemptions: int) -> Samples:
+    """Samples of the metrics that are counted in the cache manager and the scheduler, by the metric's name."""
+    checkpoints: dict[tuple[str, ...], float] = {}
+    for event, counts in (
+        ("saved", stats.checkpoints_saved),
+        ("skipped", stats.checkpoints_skipped),
+        ("evicted", stats.checkpoints_evicted),
+    ):
+        checkpoints.update({(event, reason): value for reason, value in counts.items()})
+    return {
+        "requests_running": {(): running},
+        "requests_waiting": {(): waiting},
+        "requests_waiting_for_peer": {(): waiting_for_peer},
+        "prefix_cache_query_tokens_total": {(): stats.query_tokens},
+        "prefix_cache_hit_tokens_total": _labelled(stats.hit_tokens),
+        "prefix_cache_lost_tokens_total": _labelled(stats.lost_tokens),
+        "kv_blocks": _pool_states(stats.blocks),
+        "state_slots": _pool_states(stats.slots),
+        "checkpoints_total": checkpoints,
+        "evictions_total": _labelled(stats.evictions),
+        "preemptions_total": {(): preemptions},
+        "leases": {("active",): stats.leases_active},
+        "leases_expired_total": {(): stats.leases_expired},
+    }
+
+
+def _labelled(counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    return {(label,): value for label, value in counts.items()}
+
+
+def _pool_states(states: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    return {("used" if state == "held" else state,): value for state, value in states.items()}

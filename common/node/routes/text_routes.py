@@ -1,0 +1,63 @@
+"""The model's name, and its tokenizer for whoever asks: ``/v1/models``, ``/tokenize``, ``/detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+
+from common.errors import InvalidRequestError
+from common.node.serving.prompt_jobs import PromptReader
+from common.openai import responses
+from common.openai.protocol import check_model, parse_chat
+from common.server.http import read_json_object
+from common.wire.fields import Fields
+from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.routes import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
+
+
+def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max_model_len: int) -> None:
+    started_s = int(time.time())
+
+    @app.get(MODELS_ROUTE)
+    async def models() -> dict[str, Any]:
+        return responses.models_response(model_name, created=started_s, max_model_len=max_model_len)
+
+    @app.post(TOKENIZE_ROUTE)
+    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+        body = await read_json_object(http)
+        fields = Fields(body)
+        check_model(fields.string("model"), (model_name,))
+        if body.get("messages") is not None:
+            # Only the fields that make the prompt are checked here: what a chat request says of its answer is ignored.
+            chat = parse_chat({**body, FIELD: prefill_leg_params()})
+            token_ids = await asyncio.to_thread(prompts.codec.encode_chat, chat)
+        else:
+            prompt = fields.string("prompt")
+            if prompt is None:
+                raise InvalidRequestError("prompt or messages is required", param="prompt")
+            add_special_tokens = fields.boolean("add_special_tokens", True)
+            # In a thread: a body of 16 MiB takes seconds, in which this node would not beat and seem dead to its peers.
+            token_ids = await asyncio.to_thread(prompts.codec.encode, prompt, add_special_tokens=add_special_tokens)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": max_model_len,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if fields.boolean("return_token_strs"):
+            pieces = await asyncio.to_thread(prompts.codec.pieces, token_ids)
+            answer["token_strs"] = [piece.text for piece in pieces]
+        return answer
+
+    @app.post(DETOKENIZE_ROUTE)
+    async def detokenize(http: HttpRequest) -> dict[str, Any]:
+        fields = Fields(await read_json_object(http))
+        check_model(fields.string("model"), (model_name,))
+        token_ids = fields.int_list("tokens", le=prompts.codec.vocab_size - 1)
+        if token_ids is None:
+            raise InvalidRequestError("tokens is required", param="tokens")
+        return {"prompt": await asyncio.to_thread(prompts.codec.decode, token_ids)}
