@@ -71,10 +71,10 @@ class ProxyConfig(ProcessConfig):
     connect_timeout_seconds: float = seconds_flag(2.0, "longest wait for a node to accept a connection", 0.05)
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
     stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
-    health_interval_seconds: float = seconds_flag(1.0, "time between looks at a node's /ready", 0.01)
+    health_interval_seconds: float = seconds_flag(1.0, "time between two health probes of a node (/ready)", 0.01)
     node_silence_seconds: float = seconds_flag(
         5.0,
-        "for how long a node may answer no look at it and send nothing else: then requests that have heard nothing "
+        "for how long a node may answer no health probe and send nothing else: then requests that have heard nothing "
         "from it for as long fail, or go on elsewhere",
         0.05,
     )

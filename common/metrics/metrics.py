@@ -90,7 +90,7 @@ class Metrics:
         series.observe(value)
 
     def observer(self, name: str) -> Callable[[float], None]:
-        """``observe`` of one of the ``one_thread`` histograms, without the look for its series."""
+        """``observe`` of one of the ``one_thread`` histograms, without the search for its series."""
         return self._observing[name,].observe
 
     def set_source(self, source: Callable[[], Samples]) -> None:
@@ -127,14 +127,12 @@ class Metrics:
         for source, amount in (("computed", computed), ("cached", cached), ("transferred", transferred)):
             self.inc("prompt_tokens_total", amount, source=source)
 
-    def transfer_finished(
-        self, *, seconds: float, num_descriptors: int, kv_bytes: int, state_bytes: int, direction: str = "in"
-    ) -> None:
-        """One pull was validated and committed. ``direction``: in (this node read), out (a peer did)."""
+    def transfer_finished(self, *, seconds: float, num_descriptors: int, kv_bytes: int, state_bytes: int) -> None:
+        """One pull of this node was validated and committed."""
         self.observe("transfer_seconds", seconds)
         self.observe("transfer_descriptors", num_descriptors)
-        self.inc("transfer_bytes_total", kv_bytes, direction=direction, kind="kv")
-        self.inc("transfer_bytes_total", state_bytes, direction=direction, kind="state")
+        self.inc("transfer_bytes_total", kv_bytes, direction="in", kind="kv")
+        self.inc("transfer_bytes_total", state_bytes, direction="in", kind="state")
 
     def transfer_failed(self, reason: str) -> None:
         """A pull gave nothing. ``reason``: stale, wrong_content, failed, timed_out, peer_lost, mismatch,
