@@ -34,7 +34,7 @@ class StepSize:
 
 
 FINAL_STEP_SIZE = StepSize()
-"""``dt`` is the step size already."""
+"""For a ``dt`` that is the step size already."""
 
 
 class Ops(ABC):

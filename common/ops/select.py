@@ -1,4 +1,4 @@
-"""Which backend runs the ops: what was asked for, or the fastest that works here."""
+"""Which backend runs the ops: the one that the flag names, or the fastest that works here."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from common.ops.torch.backend import TorchOps
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "cpp")
+"""Values of ``--ops-backend``; "cpp" is :mod:`common.ops.cpu`."""
 
 
 def create_ops(

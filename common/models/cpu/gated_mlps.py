@@ -20,14 +20,17 @@ from common.ops.cpu.elementwise import ElementwiseOps
 
 logger = logging.getLogger(__name__)
 
+# Layers of a gated MLP by name: gate, up, down.
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _TOGETHER = ("input_linear", "output_linear")
-"""The first one's rows are those of the gate, then those of the other half."""
+"""Gate and up as one layer, then down; the rows of the first are those of the gate, then those of up."""
 _TRIAL_ROWS = 3
+"""More than one row, so that an MLP that mixes rows does not fit."""
 _TRIAL_GATE = 1.0
-"""Root mean square of the gate in a trial: SiLU and its likes are a tenth apart there, and level far from 0."""
+"""Root mean square of the gate's values in a trial: there SiLU and activations like it differ by a tenth, far from 0
+hardly at all."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Root mean square of the difference over that of the result: bfloat16 rounds at 0.002, three times."""
+"""Root mean square of the difference, relative to that of the result: bfloat16 rounds by 0.002, three times."""
 
 Split = Callable[[Tensor], tuple[Tensor, ...]]
 _Linear: TypeAlias = nn.Linear | PackedLinear
@@ -49,7 +52,7 @@ class FusedGatedMLP(nn.Module):
 
 @torch.inference_mode()
 def fuse_gated_mlps(model: nn.Module, ops: ElementwiseOps) -> None:
-    """Replace the gated MLPs of ``model``. After the activations were fused."""
+    """Replace the gated MLPs of ``model``, whose activations are fused already."""
     places = [(p, n, m) for p in model.modules() for n, m in p.named_children()]
     fused = 0
     for parent, name, mlp in places:

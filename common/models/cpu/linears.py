@@ -1,8 +1,8 @@
 """Puts packed weights where a loaded model has linear layers, an output head, or experts.
 
 1 list who holds which parameter, 2 reserve the packed bytes in one piece, 3 pack weight by weight, each replacing the
-original, which is freed: a model is never in memory twice. A weight stays as it is when something else than a linear
-layer or an embedding holds it, or when the model's code multiplies with it by itself.
+original, which is freed: a model is never in memory twice. A weight stays as it is when a module other than a
+linear layer or an embedding holds it, or when the model's code reads it without calling the layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from common.ops.cpu.linear import LinearOps, PackedWeight, large_pages
 logger = logging.getLogger(__name__)
 
 _READ_DIRECTLY = ("dt_proj", "kv_b_proj")
-"""Layers whose weight is used without the layer (Mamba-1: ``self.dt_proj.weight @ time_step``; absorbed latents)."""
+"""Names of layers whose weight is also read without calling the layer (Mamba-1:
+``self.dt_proj.weight @ time_step``; MLA: ``kv_b_proj.weight``, see ``adapter/mla.py``). They stay as they are."""
 
 
 def _stand_in(weight: PackedWeight) -> Tensor:
-    """Tells a packed layer's dtype, device and shape to those who ask ``layer.weight``. Its values are NaN: code that
-    multiplied with them would fail the numeric probe."""
+    """``layer.weight`` of a packed layer: right in dtype, device and shape, for code that reads those. Its values are
+    NaN: code that multiplied with them would fail the numeric probe."""
     return torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.out_features, weight.in_features)
 
 

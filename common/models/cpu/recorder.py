@@ -1,10 +1,10 @@
-"""Writes down what a forward does to memory, and does it again without the model's Python code.
+"""Records what a forward does to memory, as a program that does it again without the model's Python code.
 
 A forward over decode rows alone calls the same kernels on the same shapes every time; what differs is in a few input
 tensors, in the pools and in the step's own words. So it is recorded once: torch operations through a dispatch mode,
-compiled kernels through a tape. 1 every result that depends on an input is moved to a fixed place in an arena, views
-are made once and forgotten, 2 what depends on weights alone is computed once and kept, 3 the rest becomes the program:
-runs of compiled calls, and torch operations that write to the same places as before.
+compiled kernels as a ``KernelRecorder``. 1 every result that depends on an input is moved to a fixed place in an
+arena, views are made once and forgotten, 2 what depends on weights alone is computed once and kept, 3 the rest becomes
+the program: runs of compiled calls, and torch operations that write to the same places as before.
 
 What cannot be repeated (a value that Python code asked for, a shape that depends on values, a random number, writes
 outside the arena) makes the recording fail; the forward itself is right in any case.
@@ -30,14 +30,18 @@ from common.models.cpu.arena import Arena, Place
 from common.models.cpu.program import Program
 from common.ops.cpu.backend import CppOps
 from common.ops.cpu.elementwise import Elementwise
-from common.ops.cpu.launch import listening
+from common.ops.cpu.launch import recording_kernels
 from common.ops.step.packed import PackedStep
 
+# Operations whose result is memory without values.
 _FRESH = frozenset(
     {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 )
+# Tags of operations whose result's shape or whose way through Python depends on values.
 _NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+# Methods that hand values to Python without an operation that a dispatch mode sees.
 _EXITS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+# Operations that the compiled element by element kernel computes with torch's own bits.
 _BINARY = {"aten::add": Elementwise.ADD, "aten::sub": Elementwise.SUB, "aten::mul": Elementwise.MUL}
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 
@@ -275,7 +279,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Where the forward runs."""
-        with listening(self), _Exits(self), self:
+        with recording_kernels(self), _Exits(self), self:
             yield
 
     def read(self, x: Tensor) -> None:

@@ -1,13 +1,14 @@
 """Steps of decode rows alone, without the model's Python code: recorded once per number of rows, then replayed.
 
-In a small batch most of a decode step of a small model goes by in module calls and tensor operations of a few
-microseconds each. The kernels that they lead to are the same in every step (:mod:`common.models.cpu.recorder`), and a
+In a small batch most of a small model's decode step is spent in module calls and tensor operations of a few
+microseconds each. The kernels that they call are the same in every step (:mod:`common.models.cpu.recorder`), and a
 replayed step gives the same bits as the forward that it was recorded from.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +26,12 @@ from common.ops.step.attention_metadata import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 64
-"""Larger batches spend their time in kernels."""
+"""Rows of the largest step that is recorded: larger ones spend their time in kernels."""
 _ARENA_BYTES = 256 << 20
-"""Of address space; what is resident is what the widest step holds at one time."""
-_SEEN_BEFORE = 1
-"""Steps of as many rows before one is recorded, which takes as long as several: as some ten of a small model."""
+"""Address space of the arena; only the pages that the widest step has used are resident."""
+_STEPS_BEFORE_RECORDING = 1
+"""Steps with one number of rows before the next such step is recorded: recording takes as long as about ten steps of a
+small model, which a number of rows that comes once does not earn back."""
 
 
 class Replay:
@@ -43,7 +45,7 @@ class Replay:
         self._pools += [pool for tensors in views.state.values() for pool in tensors.values()]
         self._constants: dict[Any, Any] = {}
         self._programs: dict[tuple[str, int, int], Program | None] = {}
-        self._seen: dict[tuple[str, int, int], int] = {}
+        self._num_steps: Counter[tuple[str, int, int]] = Counter()  # unrecorded so far
 
     def forward(
         self,
@@ -78,8 +80,8 @@ class Replay:
         if num_rows > MAX_ROWS:
             return call(*inputs)
         if key not in self._programs:
-            self._seen[key] = self._seen.get(key, -1) + 1
-            if self._seen[key] < _SEEN_BEFORE:
+            if self._num_steps[key] < _STEPS_BEFORE_RECORDING:
+                self._num_steps[key] += 1
                 return call(*inputs)
             return self._record(key, call, inputs, group_metadata)
         program = self._programs[key]
@@ -110,7 +112,7 @@ class Replay:
             recorder.refuse("an operation read the attention metadata as a tensor")
         self._programs[key] = recorder.finish(output)
         if recorder.reason:
-            # They are known by their arguments' addresses, which only a program keeps from being used again.
+            # A constant is found by its arguments' addresses, which other tensors may get unless a program keeps them.
             self._constants.clear()
             logger.info("decode steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
         return output.clone()

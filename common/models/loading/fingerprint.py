@@ -16,9 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Files whose content a run depends on, beside the config.
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.index.json")
+# Config fields that say where a checkpoint came from or how it is run, not what it computes.
 _VOLATILE_KEYS = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation"})
 _READ_BYTES = 8 * 1024 * 1024
+"""Bytes of a weight file in memory at a time: enough that reading is not bound by calls."""
 
 
 def user_cache_dir() -> Path:

@@ -28,6 +28,8 @@ from common.ops.interface import Ops
 logger = logging.getLogger(__name__)
 
 NUM_PROBE_TOKENS = 40
+"""Tokens of each of the two sequences: five blocks, several times what a convolution looks back, and few enough for
+every start."""
 _BLOCK_SIZE = 8
 _BLOCKS_PER_TABLE = NUM_PROBE_TOKENS // _BLOCK_SIZE
 _HALF_PRECISION_TOLERANCE = 0.15
@@ -93,6 +95,7 @@ class _Piece:
         return (_Table(range(first, first + _BLOCKS_PER_TABLE), self.write_from),) * self.num_groups
 
 
+# The steps of the probe, each with the segments packed into it: chunks cut in odd places, then from saved states.
 _SCHEDULE = (
     (_Piece(0, 0, 13, 0, 0, 1, (7,), (3,)), _Piece(1, 0, 5, 1, 0, 2)),
     (_Piece(1, 5, 30, 1, 2, 2), _Piece(0, 13, 14, 0, 1, 1)),
@@ -166,7 +169,8 @@ def check_numbers(
 
 
 _REPLAY_START, _REPLAY_STEPS = 30, 7
-"""The probe's decode rows begin in the last place but one of a block: those that are replayed go on in the next."""
+"""Positions of the prompt, then decode steps: they begin two places before the end of a block, so that replayed steps
+cross into the next one."""
 
 
 @torch.inference_mode()

@@ -49,9 +49,13 @@ MACHINE_FLAGS = (
     (),
 )
 _COMPILE_TIMEOUT_S = 300.0
+"""For one source file; all of them together take about a minute of CPU."""
 _LOCK_TIMEOUT_S = 600.0
+"""How long to wait for another process that compiles; longer than that it is stuck."""
 _LOCK_POLL_S = 0.1
+"""Seconds between two tries for the lock: short against a compilation."""
 _ENTRY = "tandem_attention"
+"""A function that every complete library has."""
 
 
 class BuildError(Exception):
@@ -68,7 +72,7 @@ def load_library(
     """The compiled ops of ``source_dir``, from ``prebuilt_dir``/ops, from ``cache_dir``/ops, or compiled into that.
 
     ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
-    ``prebuilt_dir``: once the ``cache_dir`` of somebody else; only read.
+    ``prebuilt_dir``: a folder that was the ``cache_dir`` of an earlier build, such as an image's; only read.
 
     Raises:
         BuildError: no compiler, no success with it, or nowhere to write.
@@ -174,7 +178,7 @@ def _run(command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Raises BuildError when whoever compiles does not come to an end."""
+    """Hold the lock file at ``path``; BuildError when another process does not give it up in time."""
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as file:
         while True:

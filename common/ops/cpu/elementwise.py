@@ -14,6 +14,7 @@ from torch import Tensor
 from common.ops.cpu.launch import DTYPES, find_kernel, launch
 
 _DIMS = 4
+"""Dimensions that the kernel walks (``kDims`` of ``src/replay.cpp``); a call's are merged where strides allow."""
 
 
 class Elementwise(enum.IntEnum):

@@ -1,7 +1,6 @@
-"""How a compiled kernel is found and called, and who may listen: a tape writes the calls of a step down, to make them
-again.
+"""How a compiled kernel is found and called, and how its calls are recorded, for a replay of the step.
 
-A kernel takes two addresses: its arguments, an array of 64-bit words, and the step (``cpp/step.h``; 0 for kernels that
+A kernel takes two addresses: its arguments, an array of 64-bit words, and the step (``src/step.h``; 0 for kernels that
 read none).
 """
 
@@ -18,20 +17,20 @@ from typing import Any, Protocol
 import torch
 
 DTYPES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1})
-"""What kernels know, and by which number (``cpp/vector.h``)."""
+"""The dtypes that kernels compute on, and the number by which ``src/vector.h`` knows each."""
 
 
-class Tape(Protocol):
+class KernelRecorder(Protocol):
     """Is told of every kernel call while it is the active one."""
 
     def add_kernel(self, function: Any, words: array[int], step_address: int, kept: tuple[Any, ...]) -> None:
-        """The kernel has just run. ``kept``: what ``words`` has addresses of and nobody else holds."""
+        """``function`` has just run. ``kept``: objects that ``words`` has addresses of and nobody else holds."""
 
     def refuse(self, reason: str) -> None:
-        """What runs now would have to look different next time."""
+        """The call that runs now would have other arguments in the next step, so the step cannot be replayed."""
 
 
-_TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
+_RECORDER: ContextVar[KernelRecorder | None] = ContextVar("kernel_recorder", default=None)
 
 
 def find_kernel(library: ctypes.CDLL, name: str) -> Any:
@@ -45,23 +44,23 @@ def launch(function: Any, words: list[int], step_address: int = 0, kept: tuple[A
     """Run a kernel."""
     packed = array("q", words)
     function(packed.buffer_info()[0], step_address)
-    tape = _TAPE.get()
-    if tape is not None:
-        tape.add_kernel(function, packed, step_address, kept)
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.add_kernel(function, packed, step_address, kept)
 
 
-def refuse_tape(reason: str) -> None:
-    """Tell the active tape, if there is one, that this step cannot be replayed."""
-    tape = _TAPE.get()
-    if tape is not None:
-        tape.refuse(reason)
+def refuse_replay(reason: str) -> None:
+    """Tell the active recorder, if there is one, that this step cannot be replayed."""
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.refuse(reason)
 
 
 @contextmanager
-def listening(tape: Tape) -> Iterator[None]:
-    """Make ``tape`` the active one for the body."""
-    token = _TAPE.set(tape)
+def recording_kernels(recorder: KernelRecorder) -> Iterator[None]:
+    """Make ``recorder`` the active one for the body."""
+    token = _RECORDER.set(recorder)
     try:
         yield
     finally:
-        _TAPE.reset(token)
+        _RECORDER.reset(token)

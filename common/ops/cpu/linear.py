@@ -3,7 +3,7 @@
 A weight is packed once, and then is the only copy: a few rows read it at memory bandwidth, many rows at the speed of
 the best matrix product, and single rows of it come back as an embedding. A row's result has the same bits whatever
 other rows are in the call. Where products run on tiles, bfloat16 weights take 12 bits each, without loss
-(``compact.h``).
+(``src/compact.h``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.ops.cpu.launch import DTYPES, find_kernel, launch, refuse_tape
+from common.ops.cpu.launch import DTYPES, find_kernel, launch, refuse_replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class LinearOps:
         """
         if len(begin) != weight.num_groups + 1 or begin[0] != 0 or begin[-1] != x.shape[0]:
             raise RuntimeError(f"grouped linear: {len(begin) - 1} groups for {weight.num_groups} matrices")
-        refuse_tape("which expert a row goes to is another one each time")
+        refuse_replay("rows go to other experts in each step")
         return self._multiply(x, array("q", begin), weight, None)
 
     def rows(self, weight: PackedWeight, indices: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from common.ops.step.segment import SegmentLike, TableLike
 
 
 class PackedStep:
-    """``address`` points to the ``Step`` of ``cpp/step.h`` (same fields, same order) and is valid while this lives;
-    ``header`` is that struct, for who wants it at an address of his own."""
+    """``address`` points to the ``Step`` of ``cpu/src/step.h`` (same fields, same order) and is valid while this lives;
+    ``header`` is that struct, for callers that copy it to an address of their own."""
 
     __slots__ = ("_words", "address", "header")
 

@@ -11,9 +11,12 @@ from common.ops.step.chunks import SpanChunks, chunk_size
 from common.ops.step.state_metadata import StateMetadata
 
 _HEAD_CHUNK = 64
+"""Most rows of a chunk where a head has one decay: products inside a chunk cost its square, the walk one step each."""
 _CHANNEL_CHUNK = 16
-"""With a decay per channel the products inside a chunk cost chunk x key_dim exponentials a row: short chunks."""
+"""Most rows of a chunk where each channel has a decay: products inside a chunk take chunk x key_dim exponentials a
+row, so chunks are short."""
 _L2_EPS = 1e-6
+"""Added to a squared norm before its root, as transformers' own delta rules do."""
 
 
 def delta_varlen(
