@@ -9,8 +9,8 @@ terminal (``DONE`` or ``FAILED``); 3 ``release``. The destination units belong t
 status, or until ``close`` or ``recreate`` has destroyed the transport's agent; nothing else (a deadline, removing the
 peer, dropping the handle) makes them safe to use again, because a frozen peer that wakes up may still deliver.
 
-What was read is only *bytes from some time between post and done*. Whether they are the bytes that were promised is
-decided by ``Puller``, which reads the holder's generations afterwards.
+What was read is only *bytes from some time between post and done*. Whether they are what the holder's manifest promised
+is decided by ``Puller``, which reads the holder's generations afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
-from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads, check_unit_bytes
+from common.transfer.reads import Handle, Read, ReadStatus, check_unit_bytes
 from common.transfer.regions import Peer, PeerMetadata, Region
 
 
@@ -72,9 +72,8 @@ class TransferBackend(abc.ABC):
         from the old ``Peer`` are refused.
 
         Raises:
-            TransferError: ``bad_metadata``, ``fingerprint_mismatch``, ``region_mismatch`` (a region that both sides
-            have
-                differs in ``unit_bytes``; both values are in the message), ``transfer_failed`` (refused by the
+            TransferError: ``bad_metadata``, ``fingerprint_mismatch``, ``region_mismatch`` (a region of both
+                sides differs in ``unit_bytes``; both values are in the message), ``transfer_failed`` (refused by the
                 transport). The set of peers is unchanged then.
         """
 
@@ -90,8 +89,7 @@ class TransferBackend(abc.ABC):
 
         Raises:
             TransferError: nothing was posted and the destination is untouched. ``unknown_peer`` (never added, removed
-            or
-                superseded), ``unknown_region``, ``region_mismatch``, ``unit_out_of_range`` (an id outside of either
+                or superseded), ``unknown_region``, ``region_mismatch``, ``unit_out_of_range`` (an id outside of either
                 region, the null unit as destination, a destination named twice), ``peer_disconnected``,
                 ``transfer_failed``.
         """
@@ -133,10 +131,8 @@ class TransferBackend(abc.ABC):
         Must not run while another thread is inside a call.
         """
 
-    # Shared by the implementations.
-
     def _check_announcement(self, metadata: PeerMetadata) -> None:
-        """Raise unless ``metadata`` describes pools that this process can read into."""
+        """For implementations: raises unless ``metadata`` describes pools that this process can read into."""
         if metadata.backend != self.kind:
             raise TransferError(
                 f"peer {metadata.engine_id} moves bytes with {metadata.backend!r}, this node with {self.kind!r}",
@@ -152,7 +148,3 @@ class TransferBackend(abc.ABC):
             local = self.regions.get(remote.name)
             if local is not None:
                 check_unit_bytes(metadata.engine_id, local, remote)
-
-    def _checked(self, peer: Peer, reads: Sequence[Read]) -> list[CheckedRead]:
-        """Check ``reads`` against both sides' regions, then merge. Raises as ``post_read``."""
-        return check_reads(self.regions, peer, reads)

@@ -16,9 +16,13 @@ from common.transfer.reads import Read
 from common.transfer.regions import Region
 
 GENERATION_BYTES = 16
+"""Bytes of an entry."""
 WORDS_PER_ENTRY = 2
+"""64-bit words of an entry."""
 SCRATCH_SEGMENTS = 32
+"""Reads of generations that can be in flight at a time; further pulls wait for a segment. All of scratch is 1 MiB."""
 SEGMENT_ENTRIES = 2048
+"""Entries that one read brings: the generations of 2,048 blocks or states are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class GenerationCheck:
         return [Read(scratch.region.name, region, region_pairs) for region, region_pairs in pairs.items()]
 
     def compare(self, scratch: ScratchMemory, segment: int) -> Mismatch | None:
-        """Take the first remaining segment off the list; the first of its entries that is not as promised."""
+        """Takes the first remaining segment off the list. Returns the first of its entries that is not as expected."""
         checks = self._segments.popleft()
         found = scratch.words(segment, len(checks))
         if found == [word for check in checks for word in (check.value, check.tag)]:

@@ -1,4 +1,4 @@
-"""What a pull is asked to do and how it ended: the plain data between a puller and those who use it."""
+"""What a pull shall do and how it ended: the plain data between a puller and those who use it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.transfer.codes import TransferCode
 from common.transfer.reads import Read
 from common.transfer.regions import Peer
 
 
 class PullReason:
-    """``PullOutcome.reason`` values beside ``TransferCode``; a fixed set, they are metric labels.
+    """``PullOutcome.reason`` values besides those of ``TransferCode``. A fixed set: they are metric labels.
 
-    ``DIGEST_MISMATCH`` is the word of whoever compares digests after an OK pull.
+    ``DIGEST_MISMATCH`` is set by the node, which compares digests after an OK pull.
     """
 
     STALE_GENERATION = "stale_generation"
@@ -24,11 +23,6 @@ class PullReason:
     CANCELLED = "cancelled"
     PEER_LOST = "peer_lost"
     DIGEST_MISMATCH = "digest_mismatch"
-
-
-PULL_REASONS = frozenset(
-    value for kind in (PullReason, TransferCode) for name, value in vars(kind).items() if name.isupper()
-)
 
 
 class PullStatus(enum.Enum):
@@ -75,7 +69,8 @@ class PullOutcome:
     """How a pull ended. ``num_bytes`` and ``num_descriptors`` count the data reads that were posted, not the
     generations; ``seconds`` from submit to this outcome.
 
-    ``reason``: empty when OK, else one of ``PULL_REASONS``. ``message`` says the same to people, with numbers.
+    ``reason``: empty when OK, else a ``PullReason`` or ``TransferCode``. ``message`` says the same to people, with
+    numbers.
     """
 
     pull_id: str

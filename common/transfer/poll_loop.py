@@ -1,9 +1,9 @@
 """What the poll thread of a ``Puller`` does: every post, every poll and every callback.
 
-Each round: 1 take what lies on the desk, 2 look at reads that outlived their pulls, 3 move each pull on as far as it
-goes without waiting, 4 make the agent again when somebody waits for that and it is time. Leaves by the puller's
-``close``, or by an error of our own, in both cases with an outcome for every pull: nobody waits for a thread that is
-gone.
+Each round: 1 take what was submitted, 2 poll reads that outlived their pulls, 3 move each pull on as far as it goes
+without waiting, 4 recreate the agent when somebody waits for that and the pulls in progress have ended or had their
+time. Leaves by the puller's ``close``, or by an error of our own, in both cases with an outcome for every pull: nobody
+waits for a thread that is gone.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.generation_check import GenerationCheck, ScratchMemory
 from common.transfer.jobs import PullOutcome, PullReason, PullStatus
-from common.transfer.pull import Phase, Pull, PullDesk, Unterminated
+from common.transfer.pull import Phase, Pull, PullQueue, Unterminated
 from common.transfer.reads import Handle, ReadStatus
 
 logger = logging.getLogger(__name__)
 
-# Between two polls: a few rounds that only yield (a read over shared memory is done by then), then sleeps that grow to
-# the maximum; a submit or cancel wakes the thread at once. Reads nobody waits for any more are looked at at leisure.
 SPIN_ROUNDS = 16
+"""Rounds without news after which the thread begins to sleep between polls; until then it only yields. A read over
+shared memory is done by then."""
 MIN_SLEEP_S = 0.0002
+"""Seconds of the first sleep; each further round without news adds as much. A submit or cancel ends any sleep."""
 MAX_SLEEP_S = 0.001
+"""Seconds of the longest sleep while a pull is open: how late its end may be noticed."""
 UNTERMINATED_SLEEP_S = 0.02
+"""Seconds between polls when only reads that outlived their pulls are in flight: nobody waits for those."""
 
 
 class PollLoop:
     """``run`` on a thread of its own, once; nothing else is called from outside."""
 
-    def __init__(self, backend: TransferBackend, scratch: ScratchMemory, desk: PullDesk) -> None:
+    def __init__(self, backend: TransferBackend, scratch: ScratchMemory, queue: PullQueue) -> None:
         self._backend = backend
         self._scratch = scratch
-        self._desk = desk
+        self._queue = queue
         self._pulls: list[Pull] = []
         self._unterminated: list[Unterminated] = []
         self._is_draining = False
@@ -60,30 +63,30 @@ class PollLoop:
             quiet_rounds = 0 if moved else quiet_rounds + 1
 
     def _end_all(self, why: str) -> None:
-        with self._desk.condition:
-            self._desk.is_closing = True
-            pulls = list(self._desk.open_pulls.values())
+        with self._queue.condition:
+            self._queue.is_closing = True
+            pulls = list(self._queue.open_pulls.values())
         for pull in pulls:
             in_flight = pull.handle is not None and pull.phase is Phase.READING
             self._report(pull, PullStatus.FAILED, TransferCode.CLOSED, why, terminal=not in_flight)
         self._pulls.clear()
-        for recreation in self._desk.take_recreations():
+        for recreation in self._queue.take_recreations():
             recreation.error = TransferError("puller is closed", code=TransferCode.CLOSED)
             recreation.done.set()
 
     def _wait(self, quiet_rounds: int) -> bool:
-        """Sleep as long as it makes sense, take in what was submitted. False: closing."""
-        with self._desk.condition:
-            if not self._desk.is_woken:
-                if not self._pulls and not self._desk.recreations:
-                    self._desk.condition.wait(UNTERMINATED_SLEEP_S if self._unterminated else None)
+        """Sleeps until there may be news, and takes what was submitted. False: closing."""
+        with self._queue.condition:
+            if not self._queue.is_woken:
+                if not self._pulls and not self._queue.recreations:
+                    self._queue.condition.wait(UNTERMINATED_SLEEP_S if self._unterminated else None)
                 elif quiet_rounds >= SPIN_ROUNDS:
-                    self._desk.condition.wait(min(MAX_SLEEP_S, MIN_SLEEP_S * (1 + quiet_rounds - SPIN_ROUNDS)))
-            self._desk.is_woken = False
-            self._pulls.extend(self._desk.inbox)
-            self._desk.inbox.clear()
-            self._is_draining = bool(self._desk.recreations)
-            closing = self._desk.is_closing
+                    self._queue.condition.wait(min(MAX_SLEEP_S, MIN_SLEEP_S * (1 + quiet_rounds - SPIN_ROUNDS)))
+            self._queue.is_woken = False
+            self._pulls.extend(self._queue.submitted)
+            self._queue.submitted.clear()
+            self._is_draining = bool(self._queue.recreations)
+            closing = self._queue.is_closing
         if quiet_rounds:
             time.sleep(0)
         return not closing
@@ -191,7 +194,7 @@ class PollLoop:
     def _end(
         self, pull: Pull, status: PullStatus, reason: str = "", message: str = "", *, terminal: bool = True
     ) -> None:
-        """Give back the pull's scratch, keep watching what is in flight, report."""
+        """Gives back the pull's scratch, keeps polling what is in flight, reports."""
         if pull.handle is not None:
             self._unterminated.append(
                 Unterminated(
@@ -209,8 +212,8 @@ class PollLoop:
         self._report(pull, status, reason, message, terminal=terminal)
 
     def _report(self, pull: Pull, status: PullStatus, reason: str, message: str, *, terminal: bool) -> None:
-        with self._desk.condition:
-            del self._desk.open_pulls[pull.job.pull_id]
+        with self._queue.condition:
+            del self._queue.open_pulls[pull.job.pull_id]
         outcome = PullOutcome(
             pull_id=pull.job.pull_id,
             status=status,
@@ -227,7 +230,7 @@ class PollLoop:
             logger.exception("on_done raised pull_id=%s", outcome.pull_id)
 
     def _reap_unterminated(self) -> bool:
-        """Look at the reads that outlived their pulls. True when one became terminal."""
+        """Polls the reads that outlived their pulls. True when one became terminal."""
         still: list[Unterminated] = []
         ended: list[Unterminated] = []
         for entry in self._unterminated:
@@ -248,9 +251,9 @@ class PollLoop:
         return True
 
     def _maybe_recreate(self) -> bool:
-        """Recreate the backend once nothing but hopeless reads is in flight, or the drain has taken long enough."""
-        with self._desk.condition:
-            until_s = min(recreation.drain_until_s for recreation in self._desk.recreations)
+        """Recreates the backend once no pull has a read in flight, or the time to drain is over."""
+        with self._queue.condition:
+            until_s = min(recreation.drain_until_s for recreation in self._queue.recreations)
         if any(pull.phase is not Phase.QUEUED for pull in self._pulls) and time.monotonic() < until_s:
             return False
         error: TransferError | None = None
@@ -260,7 +263,7 @@ class PollLoop:
             error = exc
         # The old agent's reads are terminal now: this finds them, their pulls end, on_terminal is called.
         self._step()
-        recreations = self._desk.take_recreations()
+        recreations = self._queue.take_recreations()
         for recreation in recreations:
             recreation.error = error
             recreation.done.set()
@@ -282,5 +285,5 @@ class PollLoop:
 
     def _count_unterminated(self) -> None:
         since_s = tuple(entry.since_s for entry in self._unterminated if entry.holds_destination)
-        with self._desk.condition:
-            self._desk.unterminated_since_s = since_s
+        with self._queue.condition:
+            self._queue.unterminated_since_s = since_s

@@ -62,22 +62,23 @@ class Recreation:
     error: TransferError | None = None
 
 
-class PullDesk:
-    """Where any thread leaves what the poll thread takes: pulls, and wishes to have the agent made again. Every
-    attribute is guarded by ``condition``.
+class PullQueue:
+    """What any thread leaves for the poll thread: pulls, and requests for a new agent. Every attribute is guarded by
+    ``condition``.
 
     Attributes:
-        inbox: submitted, not yet taken.
+        submitted: pulls that the poll thread has not taken yet.
         open_pulls: by id, those without an outcome.
         recreations: who waits for a new agent.
-        is_woken: the poll thread must look before it sleeps.
+        is_woken: the poll thread must not sleep before it has read the queue again.
         is_closing: nothing new is taken, everything open is reported.
-        unterminated_since_s: of reads that outlived their pulls and may still write, since when each has.
+        unterminated_since_s: since when each read that outlived its pull, and may still write, has done so, in seconds
+            on ``time.monotonic``.
     """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        self.inbox: deque[Pull] = deque()
+        self.submitted: deque[Pull] = deque()
         self.open_pulls: dict[str, Pull] = {}
         self.recreations: list[Recreation] = []
         self.is_woken = False

@@ -1,4 +1,4 @@
-"""Pulls: data reads, then the check that the bytes are those that were promised. One thread owns every post and poll.
+"""Pulls: data reads, then the check that the bytes are what the holder promised. One thread owns every post and poll.
 
 Life of a pull: 1 ``submit`` (any thread), 2 the poll thread posts the data READ, 3 every data transfer has reported
 done, 4 only then the holder's generations are READ into scratch memory (transports deliver over several lanes that are
@@ -24,9 +24,10 @@ from common.transfer.codes import TransferCode
 from common.transfer.generation_check import ScratchMemory
 from common.transfer.jobs import DoneCallback, PullJob, TerminalCallback
 from common.transfer.poll_loop import PollLoop
-from common.transfer.pull import Pull, PullDesk, Recreation
+from common.transfer.pull import Pull, PullQueue, Recreation
 
 THREAD_CHECK_S = 1.0
+"""Seconds between two checks that the poll thread still lives, while somebody waits for a new agent."""
 
 
 class Puller:
@@ -46,8 +47,8 @@ class Puller:
         """
         scratch = ScratchMemory(f"{name}_scratch")
         backend.register([scratch.region])
-        self._desk = PullDesk()
-        poll_loop = PollLoop(backend, scratch, self._desk)
+        self._queue = PullQueue()
+        poll_loop = PollLoop(backend, scratch, self._queue)
         self._thread = threading.Thread(target=poll_loop.run, name=name, daemon=True)
         self._thread.start()
 
@@ -65,13 +66,13 @@ class Puller:
                 code=TransferCode.UNVERIFIED_PULL,
             )
         pull = Pull(job, on_done, on_terminal, time.monotonic())
-        with self._desk.condition:
-            self._desk.check_open()
-            if job.pull_id in self._desk.open_pulls:
+        with self._queue.condition:
+            self._queue.check_open()
+            if job.pull_id in self._queue.open_pulls:
                 raise TransferError(f"pull id {job.pull_id} is in use")
-            self._desk.open_pulls[job.pull_id] = pull
-            self._desk.inbox.append(pull)
-            self._desk.wake()
+            self._queue.open_pulls[job.pull_id] = pull
+            self._queue.submitted.append(pull)
+            self._queue.wake()
 
     def cancel(self, pull_id: str) -> bool:
         """Give a pull up, from any thread. False when it is unknown or its outcome was already reported.
@@ -79,12 +80,12 @@ class Puller:
         The outcome is CANCELLED as soon as its destination is safe (nothing posted yet, or the transfer terminal); at
         the pull's deadline it is reported with ``terminal=False`` otherwise.
         """
-        with self._desk.condition:
-            pull = self._desk.open_pulls.get(pull_id)
+        with self._queue.condition:
+            pull = self._queue.open_pulls.get(pull_id)
             if pull is None:
                 return False
             pull.cancelled = True
-            self._desk.wake()
+            self._queue.wake()
             return True
 
     def abandon(self, pull_id: str) -> bool:
@@ -94,12 +95,12 @@ class Puller:
         The outcome is TIMED_OUT with reason ``peer_lost`` (CANCELLED when it had been cancelled before), at once,
         ``terminal`` as it is true.
         """
-        with self._desk.condition:
-            pull = self._desk.open_pulls.get(pull_id)
+        with self._queue.condition:
+            pull = self._queue.open_pulls.get(pull_id)
             if pull is None:
                 return False
             pull.abandoned = True
-            self._desk.wake()
+            self._queue.wake()
             return True
 
     def recreate_backend(self, timeout_s: float) -> None:
@@ -115,10 +116,10 @@ class Puller:
                 until another call succeeds.
         """
         recreation = Recreation(time.monotonic() + timeout_s)
-        with self._desk.condition:
-            self._desk.check_open()
-            self._desk.recreations.append(recreation)
-            self._desk.wake()
+        with self._queue.condition:
+            self._queue.check_open()
+            self._queue.recreations.append(recreation)
+            self._queue.wake()
         while not recreation.done.wait(THREAD_CHECK_S):
             if not self._thread.is_alive():
                 raise TransferError("the puller's thread ended", code=TransferCode.CLOSED)
@@ -133,26 +134,26 @@ class Puller:
     @property
     def num_active(self) -> int:
         """Pulls without an outcome."""
-        with self._desk.condition:
-            return len(self._desk.open_pulls)
+        with self._queue.condition:
+            return len(self._queue.open_pulls)
 
     @property
     def is_draining(self) -> bool:
         """Somebody waits in ``recreate_backend``: no pull starts."""
-        with self._desk.condition:
-            return bool(self._desk.recreations)
+        with self._queue.condition:
+            return bool(self._queue.recreations)
 
     @property
     def num_unterminated(self) -> int:
         """Pulls whose outcome had ``terminal=False`` and whose transfer is still not terminal."""
-        with self._desk.condition:
-            return len(self._desk.unterminated_since_s)
+        with self._queue.condition:
+            return len(self._queue.unterminated_since_s)
 
     @property
     def oldest_unterminated_s(self) -> float:
         """Seconds for which the oldest of them has been without a terminal status; 0.0 without any."""
-        with self._desk.condition:
-            since_s = self._desk.unterminated_since_s
+        with self._queue.condition:
+            since_s = self._queue.unterminated_since_s
         return time.monotonic() - min(since_s) if since_s else 0.0
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -162,8 +163,8 @@ class Puller:
         Idempotent. False when the thread did not end within ``timeout_s``. Close the backend afterwards: that is what
         makes the destinations of unterminated pulls reusable.
         """
-        with self._desk.condition:
-            self._desk.is_closing = True
-            self._desk.wake()
+        with self._queue.condition:
+            self._queue.is_closing = True
+            self._queue.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -17,8 +17,8 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
 
-# 2: generations are 16 bytes, with a content tag.
 METADATA_VERSION = 2
+"""Version of the announcement; another one is refused. 2: generations are 16 bytes, with a content tag."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from common.transfer.codes import TransferCode
 from common.transfer.nixl.agent import NixlAgent
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.nixl.fresh_pages import FreshPages
-from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
 from common.transfer.regions import Peer, PeerMetadata, Region
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class NixlBackend(TransferBackend):
         self._remotes: dict[str, _Remote] = {}
         self._handles: set[_NixlHandle] = set()
         self._closed = False
-        # What ``metadata`` returned, as long as it holds: a peer that shakes hands need not wait for a post, which over
-        # shared memory lasts as long as the whole copy.
+        # What ``metadata`` returned, until the regions or the agent change. A new peer gets it without the lock, which
+        # a post holds as long as the whole copy lasts over shared memory.
         self._announced: bytes | None = None
         self._agent: NixlAgent | None = NixlAgent(self._nixl, self._name, self._plugins)
 
@@ -170,7 +170,7 @@ class NixlBackend(TransferBackend):
                 raise TransferError(
                     f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
                 )
-            checked = self._checked(remote.peer, reads)
+            checked = check_reads(self._regions, remote.peer, reads)
             for read in checked:
                 if read.local.name in self._fresh:
                     self._fresh[read.local.name].touch(read.runs)

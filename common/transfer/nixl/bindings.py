@@ -16,6 +16,7 @@ from common.errors import TransferError
 from common.transfer.codes import TransferCode
 
 PACKAGES = ("nixl", "nixl_cu12")
+"""Tried in this order: the meta package, then the wheel that it installs, which also works alone."""
 
 
 def load_bindings(packages: Sequence[str] = PACKAGES) -> Any:

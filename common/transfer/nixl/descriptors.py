@@ -23,6 +23,7 @@ def memory_kind(device: str) -> tuple[str, int]:
 
 
 def by_memory(reads: Sequence[CheckedRead]) -> dict[tuple[str, str], list[CheckedRead]]:
+    """The reads by (local, remote) kind of memory: a NIXL transfer has one kind on each side."""
     groups: dict[tuple[str, str], list[CheckedRead]] = {}
     for read in reads:
         key = (memory_kind(read.local.device)[0], memory_kind(read.remote.device)[0])

@@ -18,9 +18,9 @@ from common.transfer.reads import RunArray
 from common.transfer.regions import Region
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later; Python has no name for it."""
+"""``madvise`` advice that writes to pages so that they exist; Linux 5.14 and later. Python has no name for it."""
 CHUNK_BYTES = 2 << 20
-"""Touched together: a large page, which the first write would bring in as a whole anyway."""
+"""Bytes that are touched together: a large page, which the first write makes the kernel clear as a whole anyway."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -37,8 +37,8 @@ class FreshPages:
         self._is_fresh = np.ones((self._end - 1) // CHUNK_BYTES - self._first_chunk + 1, dtype=bool)
 
     def touch(self, runs: RunArray) -> None:
-        """Bring in what lies under the local units of ``runs`` and is fresh. Blocks, without the interpreter's lock;
-        where the kernel cannot do it, the read will."""
+        """Makes the kernel provide the pages under the local units of ``runs`` that no read has gone into. Blocks,
+        without the interpreter's lock. Where the kernel cannot do it, the read itself will."""
         if not self._is_fresh.any():
             return
         begin = self._address + runs[:, 0] * self._unit_bytes

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequestError, TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
-from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
 from common.transfer.regions import Peer, Region
 
 FAULT_KINDS = ("delay", "hang", "post_error", "poll_error", "partial", "stale")
@@ -115,7 +115,7 @@ class FaultyBackend(TransferBackend):
             return self._inner.post_read(peer, reads)
         if fault.kind == "post_error":
             raise TransferError(f"injected: post_error, peer {peer.name}", code=TransferCode.TRANSFER_FAILED)
-        handle = _FaultyHandle(peer, reads, self._checked(peer, reads), fault)
+        handle = _FaultyHandle(peer, reads, check_reads(self.regions, peer, reads), fault)
         if fault.kind in ("delay", "hang"):
             with self._lock:
                 self._held_back.add(handle)

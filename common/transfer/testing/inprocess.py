@@ -16,7 +16,7 @@ from types import MappingProxyType
 from common.errors import TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
-from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus
+from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
 from common.transfer.regions import Peer, PeerMetadata, Region
 
 
@@ -150,7 +150,7 @@ class InProcessBackend(TransferBackend):
                 raise TransferError(
                     f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
                 )
-            return _InProcessHandle(self.name, known, self._checked(known, reads))
+            return _InProcessHandle(self.name, known, check_reads(self._regions, known, reads))
 
     def poll(self, handle: Handle) -> ReadStatus:
         assert isinstance(handle, _InProcessHandle)
