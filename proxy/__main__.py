@@ -15,10 +15,13 @@ from common.telemetry.logs import configure_logging
 from proxy.app import create_app
 
 NODE_CONNECTIONS = 2
-"""Of a request that is worked on, beside its client's: one to a node of each kind."""
+"""Connections of a running request besides its client's: one to a prefill node, one to a decode node."""
 SPARE_FILES = 512
-"""Polls, event streams, logs, libraries, and connections that only ask for /health or /metrics."""
+"""Open files for all but requests: health probes, event feeds, logs, libraries, and clients that only read /health or
+/metrics."""
 GC_THRESHOLDS = (20_000, 20, 50)
+"""For ``gc.set_threshold``, Python's own being (700, 10, 10): a collection holds up every stream, and requests leave
+little behind that reference counts do not free."""
 
 
 def main() -> int:
@@ -31,12 +34,12 @@ def main() -> int:
     num_requests = config.max_concurrency + config.max_queue_size
     num_wanted = num_requests + NODE_CONNECTIONS * config.max_concurrency + SPARE_FILES
     num_files = min(num_wanted, raise_file_limit(num_wanted, flag="--max-concurrency"))
-    # Where files are short, clients' connections are what there is less of: a node's is needed for each request.
+    # When files are short, fewer clients may connect: each running request needs its connections to nodes.
     max_connections = max(num_files // 3, num_requests + SPARE_FILES // 2 - (num_wanted - num_files))
     sock = bind_socket(config.host, config.port)
     config = dataclasses.replace(config, port=sock.getsockname()[1])
     app = create_app(config)
-    # What is there now stays: collections need not look at it again.
+    # What exists now lives as long as the process: collections may skip it.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

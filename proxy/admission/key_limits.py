@@ -23,6 +23,7 @@ from common.errors import ConfigError, InvalidRequestError, RequestDroppedError
 
 OPTION = "--api-key-limits-file"
 MAX_LIMIT = 10**12
+"""Larger limits are taken for mistakes."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 

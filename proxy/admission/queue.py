@@ -26,10 +26,11 @@ from common.errors import RequestDroppedError, TandemError
 from proxy.admission.key_limits import KeyLimits
 
 RECENT = 64
-"""Finished requests whose times predict the next ones'."""
+"""Finished requests whose mean time predicts how long others wait."""
 MAX_RETRY_AFTER_S = 60
+"""The most that ``Retry-After`` says: predictions reach no further."""
 SWEEP_S = 0.25
-"""Time between looks for waiting requests that will miss their deadlines."""
+"""Seconds between two checks for waiting requests that will miss their deadlines."""
 
 
 @dataclass(frozen=True, slots=True)

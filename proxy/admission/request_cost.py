@@ -1,4 +1,4 @@
-"""From a request to what admission asks of it: priority, deadline, key, size."""
+"""From a client's request to what admission needs to know of it: priority, deadline, key, size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from common.wire.headers import DEADLINE_HEADER
 from proxy.admission.queue import AdmissionRequest
 
 MAX_DEADLINE_MS = 86_400_000
+"""A day: no request waits or runs longer."""
 CHARS_PER_TOKEN = 4
-"""Of a text that is not tokenised here; English in common vocabularies."""
+"""Of a text whose tokens are estimated: English in common vocabularies."""
 
 
 def read_admission_request(request: Request, parsed: GenerationRequest, arrival_s: float) -> AdmissionRequest:

@@ -20,6 +20,7 @@ from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 
 ORIGIN = "operator"
+"""``Node.origin`` of the nodes that were added here."""
 
 
 def add_node_routes(app: FastAPI, *, has_cluster_key: bool) -> None:

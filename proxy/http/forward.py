@@ -1,5 +1,5 @@
-"""Small questions that any one node can answer: they are forwarded whole, with one other node tried on a broken
-connection."""
+"""Requests that any one node can answer (models, tokenize, detokenize): they are forwarded whole, and one other node is
+tried when a connection breaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 
 TIMEOUT_S = 30.0
+"""Seconds for a node's whole answer, far more than it takes to tokenise a text that fills the context."""
 MAX_TRIES = 2
+"""Nodes that are tried: more would only make the client wait for the same failure."""
 
 
 async def forward(

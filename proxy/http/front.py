@@ -1,8 +1,8 @@
 """The proxy's app: a FastAPI app whose generation routes are plain ASGI.
 
-Those routes are where the requests are. They go through one look at the head (``Gate``), one read of the body and one
-call, instead of eight layers that each wrap ``send`` once more: a stream's chunks pass all of them. Everything else is
-FastAPI's.
+Nearly all requests are for those routes. They go through one check of the head (``Gate``), one read of the body and one
+call. Through FastAPI they would pass eight layers that each wrap ``send`` once more, and so would every chunk of a
+stream. Everything else is FastAPI's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Front:
 
 
 class ProxyApp(FastAPI):
-    """FastAPI with a ``front`` that is asked first."""
+    """FastAPI, with a ``front`` that answers the requests it serves by itself."""
 
     front: Front | None = None
 

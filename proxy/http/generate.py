@@ -2,7 +2,7 @@
 event.
 
 The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
-(``proxy.http.tokenizer``); everything else that the nodes get are the client's own values.
+(``proxy.http.tokenizer``). Everything else that nodes get are the client's own values.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class GenerateService:
                 self._metrics.track(route, job.arrival_s, job.span) as record,
                 self._follow(job, route, client, record),
             ):
-                # Until proved otherwise; a cancelled request leaves without passing another line of this.
+                # The outcome until another one is known: a cancelled request runs no further line of this function.
                 record.outcome = "abort"
                 try:
                     async with self._admission.admitted(admission_request), self._bounded(admission_request):

@@ -4,8 +4,8 @@
 (``common.text.tokenizer_document``), 2 from then on prompts are tokenised here, long ones off the event loop, and go to
 the nodes as ids; their key chains tell placement what is cached where, 3 another fingerprint, or a new life of the node
 it came from: fetched again, unless it is the same. Where anything is missing or refuses (no such route, a tokenizer
-that cannot be rebuilt, a template that raises), the body goes on as it is: then the nodes tokenise, and what is to be
-said of it they say.
+that cannot be rebuilt, a template that raises), the body goes on as it is: then the nodes tokenise, and refuse what is
+to be refused.
 """
 
 from __future__ import annotations
@@ -35,18 +35,24 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.1
+"""Seconds between two checks whether a tokenizer is to be fetched."""
 FETCH_TIMEOUT_S = 60.0
+"""Seconds for a node's whole answer, which may have tens of megabytes."""
 MAX_ANSWER_BYTES = 128 * 2**20
+"""Several times the largest ``tokenizer.json`` in use."""
 RETRY_S = (1.0, 30.0)
+"""Seconds until a failed fetch is tried again: at first, doubled each time, and at most."""
 INLINE_CHARS = 1000
-"""Shorter prompts are tokenised at once: handing them to a thread takes as long."""
+"""Characters; shorter prompts are tokenised on the event loop, because handing them to a thread takes as long."""
 
 MAX_CHARS_PER_TOKEN = 32
-"""Texts so long that they cannot fit are left to the nodes, which refuse them: they must not hold up the others."""
+"""Characters per token of the context. A longer text cannot fit, and is left to the nodes, which refuse it: tokenising
+it would hold up the other requests."""
 
 NUM_THREADS = 2
+"""Threads that tokenise long prompts and rebuild tokenizers, beside the event loop."""
 MAX_KEYED_PROMPTS = 16
-"""Prompts of one request beyond which none gets keys: such a list is work to be spread, not a conversation."""
+"""Prompts of one request beyond which none gets keys: such a list is spread over nodes, whoever has part of it."""
 
 _T = TypeVar("_T")
 
@@ -97,16 +103,16 @@ class PromptTokenizer:
 
     async def _watch(self) -> None:
         while True:
-            node = self._node_to_ask()
+            node = self._node_to_fetch_from()
             if node is not None and time.monotonic() >= self._retry_at_s:
                 try:
                     await self._fetch(node)
                 except Exception:  # or no tokenizer would ever be fetched again
-                    logger.exception("a tokenizer could not be taken node=%s", node.url)
+                    logger.exception("a tokenizer could not be fetched node=%s", node.url)
                     self._retry_at_s = time.monotonic() + RETRY_S[1]
             await asyncio.sleep(WATCH_S)
 
-    def _node_to_ask(self) -> Node | None:
+    def _node_to_fetch_from(self) -> Node | None:
         """The node whose tokenizer is wanted now; None when the one at hand is good."""
         nodes = [node for node in self._pool.nodes if node.is_up and node.info.pull and node.info.fingerprint]
         source = self._source
@@ -159,7 +165,7 @@ class PromptTokenizer:
                 return await self._chat(document, request, body)
             return await self._completion(document, request, body, prompts)
         except InvalidRequestError:
-            return unchanged  # the nodes have the words for it
+            return unchanged  # the nodes refuse it in their own words
         except Exception:
             logger.exception("a prompt could not be tokenised here")
             return unchanged

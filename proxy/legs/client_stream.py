@@ -77,7 +77,7 @@ class ClientStream:
         self.status = status
         if self.on_start is not None:
             self.on_start(status)
-        # As they came: the client to nodes decodes headers like this.
+        # Encoded as ``NodeConnection`` decodes them: a node's headers pass through unchanged.
         raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         raw.append((b"x-request-id", self._request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
@@ -115,7 +115,7 @@ class RelayResponse(Response):
         try:
             await self._work(client)
         except asyncio.CancelledError:
-            # Somebody else may have cancelled too: theirs goes on.
+            # Somebody else may have cancelled the task too: that cancellation goes on.
             if not is_gone or work.uncancel():
                 raise
         finally:

@@ -33,7 +33,7 @@ from proxy.placement.request import Placement
 logger = logging.getLogger(__name__)
 
 ABORTED_STATUS = 499
-"""A prefill leg that its reader called off: nobody's failure."""
+"""Status of a prefill leg that its decode node called off: nobody's failure."""
 
 
 class ConcurrentLegs:

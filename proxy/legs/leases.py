@@ -4,7 +4,7 @@ A prefill node pins a finished prompt until its lease is released or runs out. F
 both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
 over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
 refused) releases it. A decode node that fails afterwards may have died before it released what it was given: then the
-lease is the proxy's again. Releasing is best effort with a deadline; the lease's own deadline is behind it.
+lease is the proxy's again. Releasing is best effort: a lease that is not released ends by its own deadline.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from proxy.nodes.node import Node
 logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 2.0
+"""Seconds for a node's answer to a release; a lease that is not released ends by its own deadline."""
 
 
 class LeaseGuard:
@@ -78,7 +79,7 @@ class LeaseReleaser:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait for releases that are under way; each has its own deadline."""
+        """Wait for releases that are in progress; each has its own deadline."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _send(self, node: Node, lease_ids: list[str]) -> None:

@@ -18,6 +18,7 @@ END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]"
 ERROR = b'data: {"error"'
 MAX_EVENT_BYTES = 16 * 2**20
+"""Of a stream's event whose end has not come: a node that never ends one must not fill the memory."""
 
 
 class StreamProgress:

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """One request under way: what was ``given``, and the ``job`` that is left of it. ``progress``: None when its stream
-    is not to go on elsewhere."""
+    """One request in progress: what was ``given``, and the ``job`` that is left of it. ``progress``: None when its
+    stream is not to go on elsewhere."""
 
     given: Job
     job: Job
@@ -87,7 +87,7 @@ class Orchestrator:
         self._placer = placer
         self._budget = RetryBudget(config.retry_budget)
         self._migration_limit = config.migration_limit
-        # Nothing comes until the prompt is computed, of a whole answer not before its last token.
+        # A stream's first byte comes when the prompt is computed, a whole answer's when its last token is.
         first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
         self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
         self._concurrent_legs = ConcurrentLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)

@@ -1,7 +1,7 @@
 """How many legs may be sent again: a share of the requests of the last seconds, and a few.
 
 When one node of ten breaks, its requests are tried elsewhere; when all break, trying everything twice would only double
-the load on what is left. Spent: the request fails with what its try failed with.
+the load on what is left. When the budget is spent, a request fails with what its first try failed with.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 WINDOW_S = 10.0
+"""Seconds over which requests and retries are counted."""
 FLOOR = 10
-"""Retries in a window that need no requests to go with them: a quiet service may retry too."""
+"""Retries in a window that are allowed however few requests there were: a quiet service may retry too."""
 
 
 class RetryBudget:

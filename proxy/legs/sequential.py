@@ -23,8 +23,9 @@ from proxy.placement.request import Avoided, Placement
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-# Prompts of one request that are prefilled at the same time: a list of 2,000 must not fill a node's queue by itself.
+"""Nodes that one leg is sent to before it counts as failed; those that drain are not counted."""
 MAX_PROMPTS_TOGETHER = 16
+"""Prompts of one request that are prefilled at the same time: a list of 2,000 must not fill a node's queue alone."""
 
 
 @dataclass(frozen=True, slots=True)

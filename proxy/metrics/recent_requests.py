@@ -21,9 +21,11 @@ from common.wire.headers import REPORT_HEADER
 from proxy.metrics.proxy_metrics import RequestRecord
 
 KEPT = 50
+"""Ended requests that are remembered."""
 RUNNING_SHOWN = 50
-"""Of the requests that run, how many are told of: a thousand streams are no list to read."""
+"""Running requests that the page lists, the newest first: nobody reads a list of a thousand streams."""
 MAX_REPORT_CHARS = 4096
+"""A node's report has a few hundred characters; a longer one is ignored."""
 PHASES = ("proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token")
 _COUNTS = (
     "prompt_tokens",

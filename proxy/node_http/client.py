@@ -25,9 +25,9 @@ from proxy.node_http.deadlines import Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeTimeoutError
 
 STALE_S = 1.0
-"""A connection lost sooner than this after it was taken from the idle ones was already closed at the other end."""
+"""Seconds. A connection that is lost sooner after it was taken from the idle ones was already closed by the node."""
 MAX_ANSWER_BYTES = 256 * 2**20
-"""The largest answer that is held whole, unless a request says another limit."""
+"""The largest answer that is held whole, unless a request gives another limit."""
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -162,7 +162,7 @@ class NodeClient:
         connection = self._connections.take()
         if connection is not None:
             try:
-                return await self._ask(connection, head, content, timeout_s)
+                return await self._send(connection, head, content, timeout_s)
             except NodeBrokenError:
                 if connection.has_heard or loop.time() - started_s > STALE_S:
                     raise
@@ -170,7 +170,7 @@ class NodeClient:
             connection = await self._connections.connect(timeout_s - (loop.time() - started_s))
         except TimeoutError as exc:
             raise NodeTimeoutError(f"no connection within {timeout_s:g} s") from exc
-        return await self._ask(connection, head, content, timeout_s - (loop.time() - started_s))
+        return await self._send(connection, head, content, timeout_s - (loop.time() - started_s))
 
     async def read_all(self, connection: NodeConnection, max_bytes: int) -> bytes:
         """The body of the answer that ``open`` began."""
@@ -186,7 +186,7 @@ class NodeClient:
     def leave(self, connection: NodeConnection) -> None:
         self._connections.leave(connection)
 
-    async def _ask(self, connection: NodeConnection, head: bytes, content: bytes, timeout_s: float) -> NodeConnection:
+    async def _send(self, connection: NodeConnection, head: bytes, content: bytes, timeout_s: float) -> NodeConnection:
         try:
             connection.deadline.begin(timeout_s)
             connection.send(head, content)

@@ -17,9 +17,9 @@ from proxy.node_http.deadlines import Deadline
 from proxy.node_http.errors import NodeBrokenError, NodeClientError
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Of an answer's head, and of what is no body between two pieces of one."""
+"""Bytes of an answer's head, and of what is not its body (chunk sizes, trailers) between two pieces of that."""
 PAUSE_BYTES = 256 * 2**10
-"""Of a body that nobody has read yet: no more is taken from the node then."""
+"""Bytes of a body that nobody has read yet, beyond which no more is taken from the node."""
 
 
 class NodeConnection(asyncio.Protocol):

@@ -19,10 +19,11 @@ from proxy.node_http.deadlines import ConnectDeadline, Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeRefusedError
 
 KEEP_ALIVE_S = 4.0
-"""Below the 5 s after which a plain uvicorn closes an idle connection."""
+"""Seconds that an idle connection may be taken again: less than the 5 s after which a plain uvicorn closes it."""
 DNS_CACHE_S = 5.0
+"""Seconds that a resolved name is used again."""
 NEXT_ADDRESS_S = 0.25
-"""An address of a name that does not answer at once is not waited for alone (RFC 8305)."""
+"""Seconds after which the name's next address is tried beside one that does not answer (RFC 8305)."""
 
 
 class NodeConnections:

@@ -1,4 +1,4 @@
-"""Deadlines for a node: each ends by itself after a while, and all at once when the node is given up."""
+"""Deadlines of what waits for one node: each passes by itself, and all of them when the node is given up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from proxy.node_http.errors import NodeClientError, NodeSilentError, NodeTimeout
 
 
 class Deadline:
-    """A connection's waits for its node, one after the other. One timer for all of them, which looks at the clock when
-    it fires: one for each cost more than passing a chunk on."""
+    """Of what a connection waits for, one thing after the other. One timer serves all of them and looks at the clock
+    when it fires: a timer for each would cost more than passing a chunk on."""
 
     def __init__(self, fail: Callable[[NodeClientError], None]) -> None:
         """``fail`` ends what waits."""
@@ -27,7 +27,7 @@ class Deadline:
         """The wait that begins now may take ``limit_s``."""
         self._since_s, self._limit_s = self._loop.time(), limit_s
         if self._since_s + limit_s < self._due_s:
-            self._look_at(self._since_s + limit_s)
+            self._set_timer(self._since_s + limit_s)
 
     def end(self) -> None:
         self._since_s = None
@@ -41,13 +41,13 @@ class Deadline:
         if self._since_s is not None and self._since_s <= before_s:
             self._fail(_no_sign_of_life())
 
-    def _look_at(self, due_s: float) -> None:
+    def _set_timer(self, due_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._due_s = due_s
-        self._timer = self._loop.call_at(due_s, self._look)
+        self._timer = self._loop.call_at(due_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer, self._due_s = None, math.inf
         if self._since_s is None:
             return
@@ -55,11 +55,12 @@ class Deadline:
         if self._loop.time() >= end_s:
             self._fail(NodeTimeoutError(f"silent for more than {round(self._limit_s, 2):g} s"))
         else:
-            self._look_at(end_s)
+            self._set_timer(end_s)
 
 
 class ConnectDeadline:
-    """A block that ends with TimeoutError after ``timeout_s``, or with NodeSilentError when its node is given up."""
+    """Of the block that connects: it ends with TimeoutError after ``timeout_s``, or with NodeSilentError when its node
+    is given up."""
 
     def __init__(self, timeout_s: float, deadlines: Deadlines) -> None:
         self._timeout = asyncio.timeout(timeout_s)
@@ -89,7 +90,7 @@ class ConnectDeadline:
 
 
 class Deadlines(set[Deadline | ConnectDeadline]):
-    """Everything that may wait for one node now. ``heard_s``: when anything last came from it, on the loop's clock."""
+    """All that are open for one node. ``heard_s``: when anything last came from it, on the loop's clock."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ from proxy.nodes.pool import NodePool
 logger = logging.getLogger(__name__)
 
 RESOLVE_TIMEOUT_S = 5.0
+"""Seconds for an answer of DNS; a name that gives none in time changes nothing."""
 
 Resolver = Callable[[str, int], Awaitable[set[str]]]
 """The addresses of a host (with the port it is asked for). Raises OSError."""

@@ -1,4 +1,4 @@
-"""One look at a node: is it ready, does it drain, what does it say about itself, is anybody there at all."""
+"""One health probe of a node: is it ready, does it drain, what does it say about itself, is anybody there at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from proxy.nodes.node import NodeInfo, NodeKind
 from proxy.nodes.vllm import read_vllm_info
 
 PROBE_TIMEOUT_S = 2.0
-"""Of each of the two questions."""
+"""Seconds for each of a probe's two requests."""
 NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT})
-"""Of a connection that the network gives up: the machine is gone. A process that is gone refuses it."""
+"""Errors of a connection that the network gives up: the machine is gone. When only the process is gone, its machine
+refuses the connection."""
 
 
 @dataclass(frozen=True, slots=True)

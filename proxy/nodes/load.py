@@ -1,8 +1,8 @@
 """How fast a node is and what it has to do: its own report, polled, and what this proxy placed on it since.
 
 A report is up to a poll's interval old; what was placed is known at once, so a burst does not all go to the node that
-looked idle. Of a report's work only what is not this proxy's own counts beside the ledger: work of other proxies, taken
-to shrink at the node's speed until the next report.
+looked idle. Of the work that a report names, only what this proxy has not placed is added: that of other proxies, which
+is taken to shrink at the node's speed until the next report.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of a small model, for nodes that do not say.
+# What a node of a small model would report, for nodes that report nothing: seconds of a prompt token, bytes of KV per
+# token, prompt tokens of a step, sequences at once.
 DEFAULT_TOKEN_S = 0.0002
 DEFAULT_KV_BYTES = 32 * 1024
 DEFAULT_CHUNK = 2048
 DEFAULT_MAX_SEQS = 64
 TRUSTED_OBSERVATIONS = 10.0
-"""As many count as much as what other nodes found."""
+"""Observations with which a node's own measurement counts as much as that of other nodes."""
 TRUST_HALF_LIFE_S = 30.0
+"""Seconds after which a measurement counts half as much."""
 STREAM_S = 2.0
-"""How long a stream lasts, before any has ended."""
+"""Seconds that a stream is taken to last, until one has ended."""
 MIN_SHARE_LEFT = 0.25
-"""Of the work that was placed and is not answered: what is still counted when it should have ended."""
+"""Share of the placed, unanswered work that still counts when it should have ended by the estimate."""
 
 
 @dataclass(frozen=True, slots=True)

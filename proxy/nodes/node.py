@@ -103,8 +103,8 @@ class Node:
 
     ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
     itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
-    ``heard_s``: when it was last ready. ``silent_since_s``: when the first look at it began to which it has said
-    nothing at all; None while it answers.
+    ``heard_s``: when it was last ready. ``silent_since_s``: when the first probe began that it has not answered at
+    all; None while it answers.
     """
 
     url: str
@@ -139,13 +139,13 @@ class Node:
 
     @property
     def silence_s(self) -> float:
-        """For how long it has answered no look and sent nothing else either; 0 while it answers looks."""
+        """For how long it has answered no probe and sent nothing else either; 0 while it answers probes."""
         if self.silent_since_s is None:
             return 0.0
         return time.monotonic() - max(self.silent_since_s, self.client.heard_s)
 
     def is_late(self, max_silence_s: float) -> bool:
-        """Whether all that speaks against it is that it has missed looks, and been silent for less than that."""
+        """Whether all that speaks against it is that it has missed probes, and been silent for less than that."""
         if self.state is not NodeState.SUSPECT or self.silent_since_s is None or not self.breaker.is_admitting:
             return False
         if self.hold_reason is not None or self.is_leaving or self.is_refused or self.heard_s is None:
@@ -171,7 +171,7 @@ class Node:
         return host, port or parts.port or 80
 
     def pull_source(self) -> dict[str, Any] | None:
-        """This node as a place where part of a prompt may be; None when it cannot be asked."""
+        """This node as a place from which part of a prompt may be pulled; None when it cannot be pulled from."""
         if not self.info.pull or self.info.epoch is None:
             return None
         host, port = self.transfer_address
@@ -205,7 +205,7 @@ class Node:
         self._enter(NodeState.DRAINING, reason)
 
     def mark_suspect(self, reason: str) -> None:
-        # Not up yet is how every start looks: it stays new, with the reason.
+        # Every node starts like this: one that was never ready stays new, with the reason.
         self._enter(NodeState.NEW if self.state is NodeState.NEW else NodeState.SUSPECT, reason)
 
     def refuse(self, info: NodeInfo, reason: str) -> None:
@@ -217,7 +217,7 @@ class Node:
         self._enter(NodeState.GONE, "removed")
 
     def suspect(self, reason: str, *, down: bool) -> None:
-        """A leg met trouble: look at the node now; until then count it as ``down`` if it refused the connection."""
+        """A leg met trouble: the node is probed now. ``down``: it refused the connection, and is suspect until then."""
         if down:
             self.mark_suspect(reason)
         self.poll_now.set()

@@ -1,10 +1,11 @@
 """The nodes of one proxy: who belongs to it, in which state, and who is told when a node's life begins or ends.
 
 Nodes come from flags, from DNS (``proxy.nodes.discovery``) and from the operator (``proxy.http.admin``); no other
-address is ever called. One task per node looks at its ``/ready`` and reads its ``/internal/v1/info`` at every look, for
-a node that was restarted between two looks may serve another model. A node of another model than the rest is refused. A
-node that is to leave gets nothing new and is gone when its last leg has ended. A node that says nothing to look after
-look (frozen, or its machine is gone: no connection breaks) is given up with everything that waits for it.
+address is ever called. One task per node probes its health (``proxy.nodes.health_probe``). Each probe reads what the
+node says about itself, because a node that was restarted between two probes may serve another model; a node of another
+model than the rest is refused. A node that is to leave gets nothing new and is gone when its last leg has ended. A node
+that answers no probe for a while (frozen, or its machine is gone: no connection breaks) is given up with everything
+that waits for it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from proxy.nodes.node import Node, NodeInfo, NodeRole, NodeState
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 2.0
+"""Longest pause in seconds between two probes of a node that does not answer, unless the usual interval is longer."""
 MODEL_HOLD_S = 10.0
-"""How long a node that fell silent still says which model the pool serves: a hiccup must not let another one in."""
+"""Seconds for which a node that fell silent still says which model the pool serves: a short silence must not let a node
+of another model in."""
 SILENT_PAUSE_S = 0.05
-"""Between two looks at a silent node on which requests wait."""
+"""Seconds between two probes of a silent node on which requests wait."""
 FAREWELL_S = 5.0
-"""How long a removed node's connections stay open: leases that are released in the background still need them."""
+"""Seconds for which a removed node's connections stay open: leases that are released in the background need them."""
 
 
 class NodeListener(Protocol):
@@ -88,7 +91,7 @@ class NodePool:
         for node in (*self.nodes, *self._leaving):
             await node.client.close()
 
-    # --- who may be asked
+    # --- which nodes
 
     @property
     def nodes(self) -> list[Node]:
@@ -97,8 +100,8 @@ class NodePool:
 
     def usable(self, role: NodeRole) -> list[Node]:
         """Who may be given work. When no decode node is left, those that are only late: a node in the middle of a burst
-        may miss a look, and nobody else could answer. A prompt does not need a late prefill node: it can be computed by
-        the decode node."""
+        may miss a probe, and nobody else could answer. A prompt does not need a late prefill node: the decode node can
+        compute it."""
         usable = [node for node in self._nodes.values() if node.role is role and node.is_usable]
         if usable or role is NodeRole.PREFILL:
             return usable
@@ -189,7 +192,7 @@ class NodePool:
         except Exception:  # one listener's bug must not end polling, and with it everything
             logger.exception("a listener failed node=%s", node.url)
 
-    # --- looking at them
+    # --- health probes
 
     def _start_polling(self, node: Node) -> None:
         self._start_task(self._poll_forever(node), f"poll {node.url}")
@@ -204,8 +207,8 @@ class NodePool:
         while node.state is not NodeState.GONE:
             try:
                 await self.poll(node)
-            except Exception as exc:  # or nobody would ever look at this node again
-                logger.exception("a look at a node failed node=%s", node.url)
+            except Exception as exc:  # or this node would never be probed again
+                logger.exception("a health probe failed node=%s", node.url)
                 node.mark_suspect(describe(exc))
             if node.is_leaving and not node.num_in_flight:
                 self._forget(node)
@@ -220,13 +223,13 @@ class NodePool:
             node.poll_now.clear()
 
     async def poll(self, node: Node) -> None:
-        """Look at one node and update its record. Never raises on what the node does."""
+        """Probe one node and update its record. Never raises on what the node does."""
         started_s = time.monotonic()
         probed = await probe(node.client, self._node_kind, self._headers)
         if not probed.is_silent:
             node.silent_since_s = None
         elif node.silent_since_s is None:
-            # Not given up for one look: it may be this process that stood still.
+            # Not given up for one missed probe: it may be this process that stood still.
             node.silent_since_s = started_s
         elif node.silence_s >= self._max_silence_s:
             node.client.give_up(self._max_silence_s)

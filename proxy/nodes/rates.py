@@ -1,5 +1,5 @@
-"""Each node's speeds as placement uses them: what the node measured, mixed with what others of its role did, and those
-with all others', as far as the measurements can be trusted.
+"""Each node's speeds as placement uses them: what the node measured, as far as that can be trusted, mixed with the mean
+of its role, which is mixed with the mean of all nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from proxy.nodes.load import DEFAULT_KV_BYTES, LoadReport, Measured
 from proxy.nodes.node import Node, NodeRole
 
 MAX_AGE_S = 0.5
-# What the mean of others weighs beside a node's own trusted measurement, and the defaults beside that mean.
+"""Seconds after which rates are computed anew: reports come no more often."""
+# Weight of the mean over all nodes in the mean of a role, and of the defaults in the mean over all nodes, where one
+# fully trusted measurement weighs 1.
 ROLE_PRIOR, DEFAULT_PRIOR = 0.05, 0.01
 
 
@@ -35,7 +37,7 @@ class Rates:
 
 
 class RateTable:
-    """Rates by node URL, computed again when they are older than ``MAX_AGE_S``: reports come no oftener."""
+    """Rates by node URL, computed again when they are older than ``MAX_AGE_S``."""
 
     def __init__(self) -> None:
         self._rates: dict[str, Rates] = {}

@@ -1,9 +1,10 @@
-"""Nodes that are servers of vLLM's kind: what is asked of them, and the bodies of their legs.
+"""Nodes that are servers of vLLM's kind: how their health is probed. The bodies of their legs are in
+``proxy.legs.bodies``.
 
 They speak the OpenAI routes, ``/health`` and ``kv_transfer_params`` as vLLM's NIXL connector and its example proxies
 (tests/v1/kv_connector/nixl_integration/toy_proxy_server.py there) have them. Their parameters are opaque here: the
-prefill node's go to one decode node, unchanged and once. Nothing of ours is sent to them: no rendezvous, hints, leases,
-token ids or cluster key.
+prefill node's go to one decode node, unchanged and once. Nothing of ours is sent to them: no rendezvous, pull sources,
+leases, token ids or cluster key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ async def read_vllm_info(client: NodeClient, timeout_s: float) -> NodeInfo:
         raise ValueError(f"/health answers {health.status}")
     answer = await client.request("GET", MODELS_ROUTE, timeout_s=timeout_s)
     if answer.status in (401, 403):
-        return NodeInfo(kind=NodeKind.VLLM)  # it wants the client's key, which a look does not have
+        return NodeInfo(kind=NodeKind.VLLM)  # it wants the client's key, which a probe does not have
     if answer.status != 200:
         raise ValueError(f"/v1/models answers {answer.status}")
     body = answer.json()

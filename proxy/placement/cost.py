@@ -18,12 +18,13 @@ from proxy.nodes.load import Charge
 from proxy.nodes.node import Node
 from proxy.placement.estimate import MAX_SOURCES, MIN_GAIN_TOKENS, OVERLAP, Estimator, Fill, Prompt
 
-# Estimates are no better than this: what is closer together counts as equal.
+# Seconds, and share of the best estimate, within which two placements count as equal: estimates are no more exact.
 NEAR_S = 0.002
 NEAR_SHARE = 0.2
 MAX_WEIGHED_PROMPTS = 16
-"""Of a request's list of prompts; the rest is taken to be like them."""
+"""Prompts of one request that are weighed; the rest of a longer list is taken to be like them."""
 MAX_REMEMBERED_NODES = 1024
+"""Nodes whose last turns are remembered; where more have come and gone, all turns are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Choice:
 
 
 class _Bid(NamedTuple):
-    """What one prompt would cost on one prefill node: done after ``ready_s``, and blocks that take up to ``hidden_s``
-    to move have moved by then."""
+    """What one prompt would cost on one prefill node: it is computed after ``ready_s`` seconds, in which up to
+    ``hidden_s`` seconds of moving its blocks pass too."""
 
     node: Node
     fill: Fill

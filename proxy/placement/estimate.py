@@ -1,4 +1,4 @@
-"""How long nodes would take for a prompt: what nobody has is computed, what another has is pulled, and both wait.
+"""How long nodes would take for a prompt: what nobody has is computed, what another node has is pulled.
 
 A node goes on from a *state*, so of n tokens it computes n - state_tokens, whatever attention blocks it has beyond. A
 pull moves the blocks that its reader lacks and one state, so blocks without a state still save their bytes. With both
@@ -18,21 +18,24 @@ from proxy.prefix_index.index import Coverage
 
 NOTHING = Coverage(0, 0)
 MIN_GAIN_TOKENS = 32
-"""Nodes do not ask each other for less than two blocks (``common.node.pull.sources``)."""
+"""Tokens that a pull must save to be worth its lease: two blocks, below which nodes do not pull
+(``common.node.pull.sources``)."""
 ASK_S = 0.003
-"""A node's question to another one, and the lease it gets with the answer."""
+"""Seconds that it takes a node to find a prefix at another node and to get a lease on it."""
 HANDOFF_S = 0.005
-"""A second leg: its HTTP, the rendezvous, and the wait for the decode node's running step."""
+"""Seconds that a second leg adds: its HTTP, the rendezvous, and the wait for the decode node's running step."""
 OVERLAP = 0.8
-"""Part of the prompt's computing during which its blocks already travel."""
+"""Share of the time of computing a prompt in which its finished blocks already travel to the decode node."""
 MAX_SOURCES = 2
+"""Pull sources that a reader is told of: the best one, and another in case it has evicted the prefix."""
 WASTE_PRICE = 2.0
-"""What was computed once is computed again only if that saves its time as often as this, and once more: whoever comes
-next waits for the node meanwhile."""
+"""Price of computing what another node has already computed, in multiples of the time it takes and beside that time:
+whoever comes next waits for the node meanwhile."""
 COPY_PRICE = 0.25
-"""A copy takes memory from something that may be wanted: this part of the time of computing what is copied."""
+"""Price of a copy, as a share of the time of computing what is copied: a copy takes memory from other blocks."""
 APART_PRICE = 1.0
-"""As often as the time of what others have blocks of."""
+"""Price of computing a prompt where its blocks are not, in multiples of the time of computing those that another node
+has (see ``Estimator.apart_price_s``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Prompt:
         known.sort(key=_depth, reverse=True)
         if expected:
             coverage = _with_expected(coverage, expected, num_tokens)
-        # Three: the reader itself may be among them.
+        # One more than a reader is told of: it may be among them itself.
         deepest = max((have.state_tokens for have in coverage.values()), default=0)
         return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest)
 
@@ -140,14 +143,16 @@ class Estimator:
             waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * again_s
             if seconds + waste_s < best.seconds + best.waste_s:
                 best = Fill(seconds, compute_s, num_left, source, waste_s)
-            # A token costs the same at every depth: less is only better where pulling takes longer than computing.
+            # Pulling a token costs the same at every depth: a shallower source is only better where pulling takes
+            # longer than computing.
             if rates.kv_s <= rates.token_s:
                 break
         return best
 
     def apart_price_s(self, node: Node, num_tokens: int) -> float:
-        """Of computing what another has blocks of, and no state: where they are, the place where this prompt leaves
-        the known one gets a state, and the next prompt of the kind goes on from there."""
+        """The price of computing a prompt on ``node`` when another node has ``num_tokens`` more of its blocks, and
+        nobody a state there. On that other node the prompt would leave a state at the place where it parts from the
+        known blocks, from which the next prompt of the kind could go on."""
         return APART_PRICE * num_tokens * self._rates[node.url].token_s if num_tokens >= MIN_GAIN_TOKENS else 0.0
 
     def handoff_s(self, decode: Node, prompt: Prompt) -> tuple[float, float]:

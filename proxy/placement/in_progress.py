@@ -1,4 +1,4 @@
-"""Which beginnings of prompts are being computed where: the last few seconds, which the prefix index cannot know yet.
+"""Which nodes are computing the beginnings of which prompts now: the prefix index cannot know of it yet.
 
 Of requests that come together with the same new prefix, the first one's node will have it; its events say so only when
 it is computed. Until then, and a moment longer, those behind it are told here that it will be there. Life of a claim:
@@ -20,10 +20,14 @@ from proxy.prefix_index.index import Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
 
 LIFETIME_S = 30.0
+"""Seconds that a claim counts for which nobody says that it has ended."""
 GRACE_S = 2.0
+"""Seconds that a claim still counts when its prompt is computed: by then the node's events have come."""
 MAX_KEYS = 50_000
+"""Keys that are remembered, over all claims; the oldest claims are forgotten first."""
 STRIDE = 8
-"""Blocks between two places that are remembered: what is shared is known to that, and where a prompt ends exactly."""
+"""Blocks between two keys that a claim keeps. What two prompts share is known to so many blocks; where one of them ends
+is known exactly."""
 
 NOTHING_EXPECTED: Mapping[str, int] = {}
 

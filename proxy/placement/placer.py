@@ -1,4 +1,4 @@
-"""Who serves a request: one decode node, one prefill node per prompt or none, and hints where else its prefix may be.
+"""Who serves a request: one decode node, one prefill node per prompt or none, and pull sources for its prefix.
 
 Pure choice among usable nodes: no waiting, no I/O. What a try has shown to be broken is avoided by the next one.
 
@@ -124,8 +124,8 @@ class Placer:
         return placement
 
     def started(self, request: PlacementRequest, *, is_answer: bool) -> None:
-        """The first byte is here; ``is_answer``: of what was asked for, not of an error. Jobs that are not placed are
-        ignored."""
+        """The first byte is here; ``is_answer``: of what was asked for, not of an error. Requests that are not placed
+        are ignored."""
         entry = self._open.get(id(request))
         if entry is None or entry.is_started:
             return
@@ -143,7 +143,7 @@ class Placer:
             self._on_start(way, placement.ttft_s, now - entry.placed_s)
 
     def finished(self, request: PlacementRequest) -> None:
-        """The request has ended, however. Jobs that are not placed are ignored."""
+        """The request has ended, however. Requests that are not placed are ignored."""
         entry = self._open.pop(id(request), None)
         if entry is None:
             return
@@ -234,8 +234,8 @@ class Placer:
             others = [node for node in decode if node is not choice.decode]
             nodes = [choice.decode, *others] if choice.prefill else others
             nodes = nodes[:MAX_SOURCES] if choice.prefill else nodes[:1]
-        hints = [node.pull_source() for node in nodes]
-        return [hint for hint in hints if hint is not None]
+        sources = [node.pull_source() for node in nodes]
+        return [source for source in sources if source is not None]
 
     def _settle(self, entry: _Open, now: float, *, is_computed: bool) -> None:
         entry.is_started = True

@@ -1,7 +1,7 @@
 """Who was sent which text: a stand-in for prompt keys, for prompts that the proxy could not tokenise.
 
 A prompt's bytes are cut into pieces of a fixed size and hashed as a chain, so equal starts have equal keys. What a node
-was sent it is taken to have, to the piece, for a while. Wrong guesses cost time, never an answer.
+was sent it is taken to have for a while, in whole pieces. Wrong guesses cost time, never an answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from typing import Any
 from proxy.prefix_index.index import Coverage
 
 PIECE_BYTES = 512
+"""Bytes of text, or of token ids at 8 each, in one piece."""
 BYTES_PER_TOKEN = 4
+"""Of English text in common vocabularies."""
 MAX_PIECES = 256
-"""Of one prompt: 128 KiB, beyond which another piece changes no decision."""
+"""Pieces of one prompt that are remembered: 128 KiB, beyond which another piece changes no decision."""
 MAX_KEYS = 50_000
+"""Pieces that are remembered, over all prompts; the oldest are forgotten first."""
 LIFETIME_S = 600.0
+"""Seconds for which a node is taken to have what it was sent."""
 _TEMPLATE_FIELDS = ("tools", "messages")
 
 

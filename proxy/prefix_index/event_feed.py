@@ -27,18 +27,19 @@ from proxy.prefix_index.node_cache import NodeCache
 logger = logging.getLogger(__name__)
 
 KEEP_S = 10.0
-"""For how long a silent node keeps its entries."""
-
+"""Seconds for which a silent node's entries are kept: most silences are shorter, and its cache survives them."""
 ANSWER_TIMEOUT_S = WAIT_S + 10.0
+"""Seconds for a whole answer, which begins when there is news or after ``WAIT_S``."""
 MAX_ANSWER_BYTES = 64 * 2**20
+"""Bytes of an answer; a node whose snapshot is larger is not followed."""
 PAUSE_S = 0.02
-"""Between two answers, so that a busy node's events come in batches."""
-
+"""Seconds between an answer and the next request, so that a busy node's events come in batches."""
 BACKOFF_S = (0.1, 2.0)
-_ANEW: Mapping[str, str] = {}
-
+"""Seconds until a request that failed is sent again: at first, doubled each time, and at most."""
 THREAD_BYTES = 256 * 1024
-"""Larger answers are read off the event loop (about 3 ms of work)."""
+"""Larger answers are parsed off the event loop (about 3 ms of work)."""
+_ANEW: Mapping[str, str] = {}
+"""The position of a feed that wants a snapshot."""
 
 
 class NoFeedError(Exception):
@@ -83,7 +84,7 @@ class EventFeeds:
         is_heard = True
         while True:
             try:
-                position = await self._ask(node, position)
+                position = await self._poll(node, position)
             except NoFeedError:
                 logger.info("no cache events node=%s: it has no such route", node.url)
                 return
@@ -103,7 +104,7 @@ class EventFeeds:
             delay_s, heard_s, is_heard = BACKOFF_S[0], time.monotonic(), True
             await asyncio.sleep(PAUSE_S)
 
-    async def _ask(self, node: Node, position: Mapping[str, str]) -> Mapping[str, str]:
+    async def _poll(self, node: Node, position: Mapping[str, str]) -> Mapping[str, str]:
         """One answer into the index; returns where the next one goes on. Raises NodeClientError and ValueError."""
         query = urllib.parse.urlencode(position or {"limit": str(self._index.max_entries)})
         answer = await node.client.request(

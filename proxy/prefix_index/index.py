@@ -1,4 +1,4 @@
-"""Which node has how much of a prompt: a hint for placement, fed by the nodes' events
+"""Which node has how much of a prompt: a guess for placement, fed by the nodes' events
 (``proxy.prefix_index.event_feed``).
 
 A wrong or missing entry costs time, never an answer: nodes look up again what they have. Memory is bounded over all
@@ -18,7 +18,9 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 __all__ = ["Coverage", "PrefixIndex"]
 
 ASSUMED_LIFETIME_S = 300.0
+"""Seconds for which a node that sends no events is taken to have what it was sent."""
 _FORGET_SHARE = 8
+"""When the index is full, its largest cache forgets one entry in so many."""
 
 
 class PrefixIndex:

@@ -1,8 +1,8 @@
 """What the status page shows of a node's inside, read from its ``/metrics`` while somebody looks at the page.
 
-Nothing is asked between looks: ``refresh`` is called by the page's route, at most once a second and node. ``/health``
-(answered by the event loop alone, so silence means trouble) and ``/metrics`` (which may wait for a step of the engine)
-are asked apart; neither holds the page up.
+``refresh`` is called by the page's route and reads each node at most once a second; nothing is read while nobody looks.
+``/health`` (answered by the event loop alone, so silence means trouble) and ``/metrics`` (which may wait for a step of
+the engine) are read at the same time; neither holds the page up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.9
+"""Seconds before a node is read again: a little less than the page's second."""
 HEALTH_TIMEOUT_S = 1.0
 FIGURES_TIMEOUT_S = 4.0
 SHORT_WAIT_S = 0.2
-"""How long the page waits for answers that are on their way; later ones are in the next look."""
+"""Seconds that the page waits for answers on their way; later ones are in its next refresh."""
 HIT_WINDOW_S = 60.0
+"""Seconds over which the recent hit rates are taken."""
 RATE_WINDOW_S = 10.0
+"""Seconds over which bytes and tokens per second are taken."""
 
 # Metric without prefix -> the label whose values tell its series apart (None: one series).
 _WANTED: Mapping[str, str | None] = {
@@ -77,16 +80,16 @@ def read_exposition(text: str) -> Figures:
 
 @dataclass(slots=True)
 class _Watched:
-    """One node while it is looked at."""
+    """One node while somebody looks at the page."""
 
-    asked_s: float = 0.0
+    read_s: float = 0.0
     is_silent: bool = False
     samples: deque[tuple[float, Figures]] = field(default_factory=deque)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class NodeFigures:
-    """The figures of one proxy's nodes, by URL. ``close`` ends what is under way."""
+    """The figures of one proxy's nodes, by URL. ``close`` ends what is in progress."""
 
     def __init__(self) -> None:
         self._watched: dict[str, _Watched] = {}
@@ -99,10 +102,10 @@ class NodeFigures:
                 task.cancel()
         for url, fetch in nodes.items():
             watched = self._watched.setdefault(url, _Watched())
-            if now - watched.asked_s >= REFRESH_S:
-                watched.asked_s = now
-                self._ask(watched, "health", self._look(watched, fetch))
-                self._ask(watched, "figures", self._read(watched, fetch))
+            if now - watched.read_s >= REFRESH_S:
+                watched.read_s = now
+                self._start(watched, "health", self._read_health(watched, fetch))
+                self._start(watched, "figures", self._read_figures(watched, fetch))
         tasks = [task for watched in self._watched.values() for task in watched.tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=SHORT_WAIT_S)
@@ -129,7 +132,7 @@ class NodeFigures:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
-    def _ask(watched: _Watched, name: str, work: Any) -> None:
+    def _start(watched: _Watched, name: str, work: Any) -> None:
         if any(task.get_name() == name for task in watched.tasks):
             work.close()  # the one before still waits
             return
@@ -138,7 +141,7 @@ class NodeFigures:
         task.add_done_callback(watched.tasks.discard)
 
     @staticmethod
-    async def _look(watched: _Watched, fetch: Fetch) -> None:
+    async def _read_health(watched: _Watched, fetch: Fetch) -> None:
         try:
             await fetch(HEALTH_ROUTE, HEALTH_TIMEOUT_S)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the node does not answer
@@ -149,7 +152,7 @@ class NodeFigures:
             watched.is_silent = False
 
     @staticmethod
-    async def _read(watched: _Watched, fetch: Fetch) -> None:
+    async def _read_figures(watched: _Watched, fetch: Fetch) -> None:
         try:
             text = (await fetch(METRICS_ROUTE, FIGURES_TIMEOUT_S)).decode(errors="replace")
         except Exception as exc:  # noqa: BLE001 - the page then shows how old its figures are
