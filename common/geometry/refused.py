@@ -1,7 +1,7 @@
 """Model families that transformers has and this engine does not run, each with its reason; without torch.
 
 A family is refused by name so that its user learns why, and what would have to be built. Anything else that is not
-listed in ``common.models.adapter.families`` is refused as unknown.
+listed in ``common.geometry.families`` is refused as unknown.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from common.geometry.families import CONV, FAMILIES, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 from common.geometry.geometry import model_geometry
 from common.geometry.refused import REFUSED_FAMILIES
-from common.models.adapter.families import CONV, FAMILIES, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXERS = {

@@ -84,7 +84,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "remote_prefixes",
         "core",
     ),
-    "common.geometry": ("parts", "dense", "linear", "mamba", "refused", "geometry"),
+    "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.kv_cache": (
         "keys",
         "spec",

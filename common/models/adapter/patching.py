@@ -21,9 +21,9 @@ from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 
 from common.errors import ConfigError
+from common.geometry.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter import mla
-from common.models.adapter.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 from common.models.adapter.forward_context import get_forward_context
 from common.models.adapter.lightning_attention import lightning_forward
 from common.models.adapter.short_conv import short_conv_forward

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from common.geometry.families import FAMILIES
 from common.geometry.geometry import model_geometry
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.engine_cache import EngineCache
-from common.models.adapter.families import FAMILIES
 from common.models.adapter.head import Head
 from common.models.adapter.patching import patch_model
 from common.models.cpu.activations import fuse_activations
