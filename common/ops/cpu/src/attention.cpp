@@ -16,7 +16,7 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kQueryRows = 96;  // (token, head) rows of one task, about
+constexpr int64_t kQueryRows = 96;  // rows of one task, about, a row being one head of one token
 
 // The queries of one K/V head in one task and what they have seen so far. Row r is token first + r / group and head
 // kv_head * group + r % group.
@@ -61,7 +61,7 @@ void attend_block(const Rows& rows, int64_t row, const float* keys, const float*
 }
 
 #if defined(TANDEM_AMX)
-constexpr int64_t kSpan = 2 * kTileSteps;  // keys whose weights are multiplied at a time
+constexpr int64_t kSpan = 2 * kTileSteps;  // keys in one AMX tile of weights, two to a word
 
 // As attend_block, for up to kGroupRows rows on tiles.
 template <bool kTwo, class Seen>
@@ -201,7 +201,8 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             int64_t r = token * group;
 #if defined(TANDEM_AMX)
             if constexpr (kOnTiles) {
-                // Spans reach beyond what is packed, and what is still held: what has no weight must be a number.
+                // A span may reach beyond the values that are packed, to what the buffer still holds: values of weight
+                // 0 must be numbers all the same.
                 const int64_t lowest = a.earliest(start + first) - tile, packed = padded(size) / 2;
                 if (lowest >= kLanes) std::memset(values, 0, lowest / kLanes * kLanes / 2 * dims_v * 4);
                 const int64_t spanned = (size + kSpan - 1) / kSpan * kSpan / 2;
@@ -266,7 +267,7 @@ extern "C" void tandem_attention(const int64_t* words, const int64_t* step_words
     const bool is_on_tiles = pairs && has_amx(), is_whole = a.head_size_v % kLanes == 0;
     const int64_t count = int64_t(tasks.size());
     parallel(count, a.num_threads, work, [&](int64_t i) {
-        const Task& task = tasks[count - 1 - i];  // the later rows of a chunk have more to do: first
+        const Task& task = tasks[count - 1 - i];  // later rows of a chunk have more keys, so they go first
         const int64_t left = step.rows(task.segment) - task.first;
         if (step.rows(task.segment) == 1 && is_whole && !is_on_tiles) {
             const Kind kind = pairs ? Kind::kPairs : Kind::kFloats;

@@ -10,7 +10,7 @@
 
 namespace tandem {
 
-constexpr int kBlockRows = kLanes == 8 ? 3 : 6;  // rows of one product
+constexpr int kBlockRows = kLanes == 8 ? 3 : 6;  // query rows of one product: as many as its sums have registers for
 
 struct AttentionArgs {
     const void* query;
@@ -26,7 +26,7 @@ struct AttentionArgs {
     int64_t kv_dtype;
     void* out;  // [num_rows, heads, head_size_v] in the query's dtype
     const float* scale;
-    int64_t heads, kv_heads, head_size, head_size_v, window, num_threads;  // window 0: none
+    int64_t heads, kv_heads, head_size, head_size_v, window, num_threads;  // window in tokens, 0: none
 
     // The first position that a row at `position` sees.
     int64_t earliest(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }

@@ -8,8 +8,8 @@
 namespace tandem {
 namespace {
 
-constexpr int64_t kPiece = 32;   // keys of one head that are packed at a time: 8 KiB at a head size of 64
-constexpr int64_t kValues = 16;  // values of one head that are multiplied at a time
+constexpr int64_t kPiece = 32;   // keys of one head that are read and packed at a time: 8 KiB at a head size of 64
+constexpr int64_t kValues = 16;  // keys whose values, of one head, are read and multiplied at a time
 
 // Reads a byte of each cache line of rows [first, last).
 void touch(const char* const* rows, int64_t first, int64_t last, int64_t row_bytes) {

@@ -21,12 +21,12 @@ namespace tandem {
 
 constexpr int64_t kStepValues = 64, kTileValues = kTileSteps * kStepValues;
 constexpr int64_t kCodeBytes = kTileValues / 2, kCompactTileBytes = kCodeBytes + kTileValues;
-constexpr int64_t kMinPerException = 256;             // values: more exceptions are not worth it
-constexpr int64_t kMaxPlaces = int64_t(1) << 24;      // in a panel
+constexpr int64_t kMinPerException = 256;         // values for each exception: a weight with more of them stays plain
+constexpr int64_t kMaxPlaces = int64_t(1) << 24;  // values of a panel: a place has 24 bits in the list of exceptions
 constexpr int kNumExponents = 16, kExponentShift = 7;  // of a bfloat16
 constexpr uint16_t kExponentMask = 0x7f80;
 
-struct Book {  // how one weight is written
+struct Book {  // the code of one compact weight
     int64_t is_compact;
     uint16_t exponents[2 * kNumExponents];  // in their place in a bfloat16; twice, so that a look-up may ignore a bit
 };

@@ -9,10 +9,10 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kRows = 32;  // tokens per pass over the state
-constexpr int64_t kCopyRows = 4;  // from this many tokens on, a strip is copied together first
-constexpr int kNarrow = kLanes == 16 ? 2 : 4;  // vectors of a copied strip: 16 KiB at 128 channels
-constexpr int kWide = kLanes == 16 ? 8 : 4;    // of a strip in place
-constexpr float kNormEps = 1e-6f;
+constexpr int64_t kCopyRows = 4;  // from this many tokens on, a strip is copied to adjacent memory first
+constexpr int kNarrow = kLanes == 16 ? 2 : 4;  // vectors across a copied strip: 16 KiB at 128 channels
+constexpr int kWide = kLanes == 16 ? 8 : 4;    // vectors across a strip in place
+constexpr float kNormEps = 1e-6f;              // added to squared norms, as in common/ops/torch/delta.py
 
 struct DeltaArgs {
     const void* query;
@@ -40,9 +40,9 @@ struct Tokens {
 };
 
 // A strip of Vectors x kLanes columns over some tokens. Rows of a state are often a power of two apart, so a strip in
-// place falls into few sets of the cache: for many tokens it is copied together. With s the state before the token and
-// g its decay: what the key reads is (g * k) . s, and what the query reads afterwards is (g * q) . s + (q . k) * delta.
-// So one pass over the strip writes the state after a token and reads it for the next one.
+// place falls into few sets of the cache: for many tokens it is copied to adjacent memory. With s the state before the
+// token and g its decay: what the key reads is (g * k) . s, and what the query reads afterwards is
+// (g * q) . s + (q . k) * delta. So one pass over the strip writes the state after a token and reads it for the next one.
 template <int Vectors, bool kPerChannel>
 inline void advance_strip(float* state, int64_t state_stride, int64_t key_dim, const Tokens& x, int64_t column,
                           float* strip) {

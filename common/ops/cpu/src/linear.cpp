@@ -14,15 +14,20 @@
 namespace tandem {
 namespace {
 
-constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // 24 of 32 registers hold sums, or 12 of 16
-// Sums of so many words are added up: one long sum loses digits. A panel's block of them takes 16 KiB.
+// Rows of a piece, at most: their sums take 24 of 32 registers, or 12 of 16.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
+// Words of a channel in one partial sum. Partial sums are added up, because one long sum loses digits. A panel's words
+// of one partial sum are a block of 16 KiB.
 constexpr int64_t kBlockWords = 4096 / kPanel;
-constexpr int kStreamPieces = 2;  // more are taken block by block, where they are
+constexpr int kStreamPieces = 2;  // float32 batches of more pieces than this are taken block by block
+// Pieces of a batch: as many as keep its rows within kBatchWords words (256 KiB, which stay in the L2 cache), within
+// these bounds.
 constexpr int kMaxPieces = 16, kMinPieces = 8;
-constexpr int64_t kBatchWords = 1 << 16;  // of the rows of a batch
-// How far ahead a panel is fetched, in words; best of 0 to 16384 on a Zen 4 (25 to 41 GB/s, where a plain read gives 32).
+constexpr int64_t kBatchWords = 1 << 16;
+// How far ahead of its use a panel is fetched, in words, by two panels side by side and by one. Best of 0 to 16384 on a
+// Zen 4 (25 to 41 GB/s, where a plain read gives 32).
 constexpr int64_t kNearWords = 256, kFarWords = 2048;
-constexpr int kLineVectors = std::min(kVectors, 16 / kLanes);  // of a panel in one cache line
+constexpr int kLineVectors = std::min(kVectors, 16 / kLanes);  // vectors of a panel in one cache line
 
 inline vu load_words(const uint32_t* p, int64_t offset = 0) {  // offset: bytes
     vu v;
@@ -56,10 +61,10 @@ struct BFloat16 {
     }
 };
 #else
-struct BFloat16 {  // x in float32
+struct BFloat16 {  // x is repacked to float32
     static constexpr int64_t kWords = 2, kWideRows = kLanes == 16 ? 4 : 2;
-    // The first of two values is brought up by where it is read from. A shift would do, but only where a Zen 3 does its
-    // multiply-adds: 5 % of 8 rows' time, 4 % of 12.
+    // The first of two values gets into the high half of its lane by reading from two bytes before the word. A shift
+    // does the same, but on the ports on which a Zen 3 does its multiply-adds: 5 % of 8 rows' time, 4 % of 12.
     static vu word(const uint32_t* w, int i) { return load_words(w, i == 0 ? -2 : 0) & 0xffff0000u; }
     static vf add(vf sum, const uint32_t* x, vu w) { return Float32::add(sum, x, w); }
 };
@@ -80,11 +85,12 @@ template <class Type, int kRows, int kSums>
 #pragma GCC unroll 4
             for (int v = 0; v < kSums; v += kLineVectors) __builtin_prefetch(w + place(v) + ahead, 0, 2);
         }
-        // All sums take one word before the first takes the next: it would have to wait for itself.
+        // Every sum takes one word before the first sum takes its next: a multiply-add waits for the one before it in
+        // the same sum.
 #pragma GCC unroll 2
         for (int i = 0; i < Type::kWords; i++) {
             const uint32_t* from = w;
-            // Read again: kept in registers, words would push sums out of them.
+            // The compiler must read the words again: kept in registers, they would push sums out.
             if constexpr (Type::kWords > 1) asm volatile("" : "+r"(from));
             vu words[kSums];
 #pragma GCC unroll 4
@@ -212,8 +218,8 @@ void run(const Linear& args) {
     for (int64_t g = 0; g < args.num_groups; g++) {
         const int64_t begin = args.begin[g], count = args.begin[g + 1] - begin;
         const int64_t pieces = (count + kMaxRows - 1) / kMaxRows, old = int64_t(all.size());
-        // All of a size, or full ones and a rest that is few enough to go wide. Eight rows as 6 + 2 instead of 4 + 4:
-        // 85 GF/s instead of 78 on a Zen 3. (Not measured with 32 registers.)
+        // Pieces have one size, or are full but for a last one of so few rows that it takes two panels at once. Eight
+        // rows as 6 + 2 instead of 4 + 4: 85 GF/s instead of 78 on a Zen 3. (Not measured with 32 registers.)
         const int64_t rest = count % kMaxRows;
         const bool has_rest = kLanes == 8 && 0 < rest && rest <= Type::kWideRows && !in_blocks(pieces);
         const auto bound = [&](int64_t i) {
@@ -249,7 +255,7 @@ void run(const Linear& args) {
             return;
         }
         const bool is_wide = end - begin == 2 && last->count <= Type::kWideRows;
-        // Fetched is what comes soon, or by the last of several pieces the panel that the first goes on with.
+        // One piece fetches what it reads soon; of several, the last fetches the panel that the first reads next.
         const Rows* fetcher = is_wide ? first : last;
         const int64_t distance = is_wide || num_pieces == 1 ? kFarWords : panel_words;
         for (int64_t panel = begin; panel < end; panel++) {

@@ -14,9 +14,9 @@
 
 namespace tandem {
 
-constexpr int kVectors = 2;
-constexpr int64_t kPanel = kVectors * kLanes;
-constexpr int64_t kLead = 16;  // a cache line: panels stay where lines begin
+constexpr int kVectors = 2;                    // vectors across a panel
+constexpr int64_t kPanel = kVectors * kLanes;  // output channels of a panel
+constexpr int64_t kLead = 16;                  // words: one cache line, so that panels begin where lines do
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "of two values in a word the first is the low half");
 
 struct Linear {

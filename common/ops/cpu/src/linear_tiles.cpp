@@ -10,15 +10,18 @@ namespace tandem {
 #if defined(TANDEM_AMX)
 namespace {
 
-constexpr int64_t kMaxBlockTiles = 24;  // of a panel, which stay in the L1 cache as far as they fit: best of 8 to 56
-constexpr int64_t kFewGroups = 4;
+// Tiles of a block, at most: a block stays in the L1 cache as far as it fits. Best of 8 to 56.
+constexpr int64_t kMaxBlockTiles = 24;
+constexpr int64_t kFewGroups = 4;  // up to so many groups of rows, blocks of compact weights have 4 tiles
 constexpr int64_t kTileLines = kTileSteps * kPanel * 4 / kLineBytes;
-constexpr int64_t kCachedBytes = 768 << 10;  // of x, which every panel reads: they stay in the L2 cache
+// Bytes and rows of x in a chunk, at most: every panel reads them, so they should stay in the L2 cache.
+constexpr int64_t kCachedBytes = 768 << 10;
 constexpr int64_t kMaxCachedRows = 512;
-// Best of 1024 to 8192, to the first-level cache, on a Sapphire Rapids: 8.5 GB/s where 2048 to the second got 8.0 and a
-// plain read gives 9.1.
+// How far ahead of its use a weight is fetched, in words, to the first-level cache. Best of 1024 to 8192 on a Sapphire
+// Rapids: 8.5 GB/s, where 2048 words ahead to the second level got 8.0 and a plain read gives 9.1.
 constexpr int64_t kTileFarWords = 4096;
-constexpr int64_t kTaskPanels = 4, kThreadTasks = 4;  // at least; about, for each thread
+// Panels of a task, at least; tasks for each thread, about: a slow thread leaves some of its own to the others.
+constexpr int64_t kTaskPanels = 4, kThreadTasks = 4;
 
 struct alignas(kLineBytes) Line {
     float values[kLineBytes / 4];

@@ -5,7 +5,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kRows = 16;      // tokens per pass over the state
-constexpr int64_t kChannels = 32;  // of one task
+constexpr int64_t kChannels = 32;  // channels of one task
 
 struct Mamba1Args {
     const void* x;

@@ -80,7 +80,7 @@ inline void advance_rows(float* s, int64_t stride, int64_t key_stride, int64_t r
 }
 
 #if defined(__AVX512F__)
-constexpr int64_t kTurnedRows = 8;  // from this many tokens on the state is turned over first
+constexpr int64_t kTurnedRows = 8;  // from this many tokens on, the state is transposed first
 
 // Sums of kLanes partial sums in the order of sums() in vector.h, as they come: leaf l of the tree is the partial sum of
 // lane l, and leaves come in the order of kLeaf, so that no more than one vector a level waits for its other half.
@@ -136,7 +136,7 @@ void advance_turned(float* turned, int64_t dims, int64_t key_stride, int64_t row
 
 using AdvanceTurned = decltype(&advance_turned<8>);
 
-// Null: the state is not of a size that is turned over.
+// Null: a state of this size is not transposed.
 inline AdvanceTurned find_turned(int64_t head_dim, int64_t state) {
     if (head_dim % kLanes != 0) return nullptr;
     switch (state) {

@@ -24,7 +24,7 @@ struct Norm {
     int64_t num_threads;
 };
 
-constexpr int64_t kTaskRows = 16;
+constexpr int64_t kTaskRows = 16;  // rows of one task, which share the weight in float32
 
 float sum_of_squares(const float* x, int64_t n) {
     vf total = {};

@@ -54,7 +54,7 @@ void pack_plain(const Pack& args, const Layout& layout, int64_t group) {
 }
 
 #if defined(TANDEM_AMX)
-constexpr int kAllExponents = 256;
+constexpr int kAllExponents = 256;  // that a bfloat16 can have
 
 inline int exponent(uint16_t value) { return (value & kExponentMask) >> kExponentShift; }
 
@@ -62,9 +62,9 @@ struct Counts {
     int64_t of[kAllExponents] = {};
 };
 
-// How often each exponent comes in one group's weight, what is padded included.
+// How often each exponent comes in one group's weight, padding included.
 Counts count_exponents(const Pack& args, const Layout& layout, int64_t group) {
-    constexpr int kRuns = 4;  // equal exponents in turn would wait for each other's count
+    constexpr int kRuns = 4;  // counters in turn: with one, equal exponents that follow each other wait for its memory
     const uint16_t* values = static_cast<const uint16_t*>(args.weight) + group * args.out_features * args.in_features;
     std::vector<Counts> counts(layout.panels);
     parallel(layout.panels, args.num_threads, layout.words(), [&](int64_t panel) {

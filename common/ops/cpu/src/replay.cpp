@@ -13,7 +13,7 @@ struct Call {
 
 enum Kind : int64_t { kCopy = 0, kAdd = 1, kSub = 2, kMul = 3, kNeg = 4, kSilu = 5, kSiluMul = 6 };
 
-constexpr int kDims = 4;
+constexpr int kDims = 4;  // dimensions of a tensor, at most (_DIMS in elementwise.py)
 
 struct Elementwise {
     int64_t kind;
@@ -41,7 +41,7 @@ inline vf compute(vf a, vf b) {
     }
 }
 
-constexpr int64_t kPiece = 16 * kLanes;  // elements held in float32 at a time
+constexpr int64_t kPiece = 16 * kLanes;  // elements that are converted to float32 at a time
 
 inline void load_piece(float* to, const void* base, int64_t dtype, int64_t at, int64_t stride, int64_t count) {
     if (stride == 1) return load_row(to, base, dtype, at, count);

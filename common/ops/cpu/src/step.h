@@ -41,11 +41,11 @@ inline void walk(const Step& step, int64_t segment, Advance advance, Save save) 
     if (step.begin[segment + 1] > row) advance(row, step.begin[segment + 1]);
 }
 
-// Work below this many multiply-adds is not worth waking a second thread for.
+// Multiply-adds below which work stays on the calling thread: waking another one would take longer.
 constexpr int64_t kSerialWork = 1 << 17;
 
-// While it lives, this thread takes numbers below the normal ones (1.2e-38) for zero. A state that decays passes through
-// them, and each product with one costs an interrupt of the pipeline: a Mamba-2 scan took four times as long.
+// While it lives, this thread treats subnormal numbers (below 1.2e-38) as zero. A decaying state passes through them,
+// and each product with one goes through slow microcode: a Mamba-2 scan took four times as long.
 class FlushTiny {
    public:
     FlushTiny() : before_(get()) { set(before_ | kTinyIsZero); }
@@ -81,7 +81,7 @@ class FlushTiny {
     Control before_;
 };
 
-struct AsTorch {};  // for what must have torch's own bits
+struct AsTorch {};  // a mode that changes nothing: for operations whose results must have torch's own bits
 
 // task(i) for every i below count. `Mode` is in force on each thread meanwhile.
 template <class Mode = FlushTiny, class Task>

@@ -26,7 +26,7 @@ inline vf multiply_add(vf a, vf b, vf sum) {
     return fma(a, b, sum);
 }
 
-inline constexpr int64_t kTile = 128;  // keys
+inline constexpr int64_t kTile = 128;  // keys of a tile
 
 // Words [0, words) of `count` keys -> to [words, kStride], column i for key i, zeros up to a whole vector of keys.
 template <Kind kKind, int64_t kStride = kTile>

@@ -174,7 +174,7 @@ inline vf scaled(vf p, vf n) {
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n);
 #else
-    const vf half = rounded(n * splat(0.5f));  // 2^128 alone is no number
+    const vf half = rounded(n * splat(0.5f));  // in two factors: 2^128 alone is infinite
     const auto power = [](vf x) { return (vf)((__builtin_convertvector(x, vi) + 127) << 23); };
     return p * power(half) * power(n - half);
 #endif
@@ -316,7 +316,8 @@ inline void load_row(float* out, const void* base, int64_t dtype, int64_t i, int
     }
 }
 
-// Asks for n elements from index i on ahead of their use: rows of one head lie pages apart, which no hardware guesses.
+// Asks for n elements from index i on ahead of their use: rows of one head lie pages apart, where no hardware
+// prefetcher follows.
 inline void prefetch_row(const void* base, int64_t dtype, int64_t i, int64_t n) {
     const char* p = static_cast<const char*>(base) + i * item_bytes(dtype);
     for (int64_t j = 0; j < n * item_bytes(dtype); j += 64) __builtin_prefetch(p + j);
