@@ -19,7 +19,8 @@ from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
 from common.openai.errors import install_error_handlers
 from common.server import drain as draining
-from common.server.http import OPEN_PATHS, Gate, GateMiddleware, read_json_object
+from common.server.gate import OPEN_PATHS, Gate, GateMiddleware
+from common.server.json_body import read_json_object
 from common.server.versions import installed_versions
 from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY

@@ -30,7 +30,7 @@ from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.serving import Serving
 from common.openai.errors import install_error_handlers
 from common.server import drain
-from common.server.http import install_middleware
+from common.server.gate import install_middleware
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.text.tokenizer import TextCodec
 from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from common.errors import InvalidRequestError
 from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
-from common.server.http import api_key_digest_of
+from common.server.gate import api_key_digest_of
 from common.wire.headers import DEADLINE_HEADER
 from proxy.admission.queue import AdmissionRequest
 

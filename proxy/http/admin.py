@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from common.config.values import parse_url
 from common.errors import InvalidRequestError, NodeNotFoundError
 from common.server.drain import require_cluster_key
-from common.server.http import read_json_object
+from common.server.json_body import read_json_object
 from common.wire.fields import Fields, shown
 from common.wire.routes import NODES_ROUTE
 from proxy.nodes.node import Node, NodeRole

@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from common.errors import BodyTimeoutError, BodyTooLargeError
 from common.openai.errors import answer_error
 from common.server.drain import Drain
-from common.server.http import BODY_KEY, Gate, read_body, refusal
+from common.server.gate import Gate, read_body, refusal
+from common.server.json_body import BODY_KEY
 from common.server.pacer import Pacer
 from common.wire.headers import REQUEST_ID_HEADER
 

@@ -24,7 +24,8 @@ from common.openai.prompt_ids import PROMPT_IDS_KEY
 from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
-from common.server.http import read_json_object, request_id_of
+from common.server.gate import request_id_of
+from common.server.json_body import read_json_object
 from common.telemetry.tracing import Tracer, passed_on
 from common.wire.handoff import FIELD
 from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER

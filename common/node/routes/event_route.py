@@ -15,7 +15,7 @@ from common.kv_cache.groups.recurrent_state import STATE_LABEL
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
 from common.node.engine_thread import EngineThread
-from common.server.http import encode_json
+from common.server.json_body import encode_json
 from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, truncate_key
 from common.wire.fields import invalid
 from common.wire.routes import CACHE_EVENTS_ROUTE

@@ -20,8 +20,9 @@ from common.node.lend.prefix_holder import PrefixHolder
 from common.node.lend.rendezvous import RendezvousTable, UnknownPullError
 from common.node.peers.liveness import BEAT_S
 from common.openai.errors import error_response
+from common.server.disconnect import run_until_disconnect
 from common.server.drain import Drain
-from common.server.http import read_json_object, run_until_disconnect
+from common.server.json_body import read_json_object
 from common.transfer.backend import TransferBackend
 from common.wire.fields import Fields
 from common.wire.headers import LEG_HEADER

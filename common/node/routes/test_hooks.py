@@ -16,7 +16,7 @@ from fastapi import Request as HttpRequest
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.pull.engine_bridge import EngineBridge
-from common.server.http import read_json_object
+from common.server.json_body import read_json_object
 from common.transfer.backend import TransferBackend
 from common.transfer.testing.faulty import Fault, FaultyBackend
 from common.wire.fields import invalid

@@ -13,7 +13,7 @@ from common.errors import InvalidRequestError
 from common.node.serving.prompt_jobs import PromptReader
 from common.openai import responses
 from common.openai.protocol import check_model, parse_chat
-from common.server.http import read_json_object
+from common.server.json_body import read_json_object
 from common.wire.fields import Fields
 from common.wire.handoff import FIELD, prefill_leg_params
 from common.wire.routes import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE

@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from common.kv_cache.spec import KVCacheConfig
-from common.server.http import encode_json
+from common.server.json_body import encode_json
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import (
     TokenizerDocument,

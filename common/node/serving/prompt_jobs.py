@@ -28,7 +28,7 @@ from common.openai.protocol import (
     to_sampling_params,
 )
 from common.request import SamplingParams
-from common.server.http import request_id_of
+from common.server.gate import request_id_of
 from common.text.tokenizer import TextCodec
 from common.wire.handoff import TransferMode
 from common.wire.manifest import Manifest

@@ -25,7 +25,7 @@ from common.node.serving.request_record import RequestRecord
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
-from common.server.http import request_id_of, wants_trace
+from common.server.gate import request_id_of, wants_trace
 from common.wire.headers import REPORT_HEADER
 from common.wire.resume import state_line
 

@@ -34,7 +34,9 @@ from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.request import Request
-from common.server.http import is_peer, read_json_object, request_id_of, run_until_disconnect, wants_trace
+from common.server.disconnect import run_until_disconnect
+from common.server.gate import is_peer, request_id_of, wants_trace
+from common.server.json_body import read_json_object
 from common.server.pacer import Pacer
 from common.telemetry.tracing import Tracer
 from common.wire.handoff import TransferMode, rendezvous_id_of

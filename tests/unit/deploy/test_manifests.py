@@ -23,7 +23,7 @@ from common.cli.main import _commands
 from common.config.command_line import parse_config
 from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
-from common.server.http import OPEN_PATHS
+from common.server.gate import OPEN_PATHS
 from proxy.app import create_app
 
 ROOT = Path(__file__).resolve().parents[3]

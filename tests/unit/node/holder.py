@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import content_tag
 from common.node.pull.manifest_stream import ReadablePrefix
-from common.server.http import read_json_object
+from common.server.json_body import read_json_object
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from common.server.connection import MAX_HEAD_BYTES, BoundedProtocol
-from common.server.http import install_middleware
+from common.server.gate import install_middleware
 from common.server.serve import bind_socket
 from tests.support.http_server import wait_for
 

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from common.cli.log_sink import LogSink
-from common.server.http import install_middleware
+from common.server.gate import install_middleware
 from common.telemetry.context import current_context, enter_request, leave_request, name_span
 from common.telemetry.logs import configure_logging, is_logging_json
 from tests.support.http_server import serving

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -14,21 +12,12 @@ from starlette.responses import StreamingResponse
 
 from common.errors import (
     ConfigError,
-    InvalidRequestError,
     NodeUnavailableError,
     QueueFullError,
-    RequestAbortedError,
 )
 from common.openai.errors import install_error_handlers
-from common.server.http import (
-    MAX_JSON_DEPTH,
-    Gate,
-    install_middleware,
-    parse_json_object,
-    read_json_object,
-    request_id_of,
-    run_until_disconnect,
-)
+from common.server.gate import Gate, install_middleware, request_id_of
+from common.server.json_body import MAX_JSON_DEPTH, read_json_object
 from common.wire.headers import CLUSTER_KEY_HEADER
 
 
@@ -142,32 +131,6 @@ async def test_malformed_body_is_400_and_says_where(body: bytes, shown: str) -> 
     assert shown in error["message"]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("0", "-0", "-0.0", "1E5", "1e999", "-1e400", "5e-324", "0.1000000000000000055", "9007199254740993.0"),
-        *("9223372036854775807", "-9223372036854775809", "18446744073709551616", "1" * 400, "1e-5000", "true", "null"),
-        *(
-            '"\\u0000\\/\\ud83d\\ude00"',
-            '"9223372036854775808"',
-            '{"b":1,"b":18446744073709551616}',
-            '{"b":1,"b":2}',
-            "[ ]",
-        ),
-    ],
-)
-async def test_body_when_it_is_json_then_read_as_pythons_json_does(value: str) -> None:
-    raw = f'{{"a":{value}}}\n'
-    got = parse_json_object(raw.encode())
-    assert repr(got) == repr(json.loads(raw))
-
-
-async def test_deepest_allowed_body_and_many_flat_lists_are_read() -> None:
-    depth = MAX_JSON_DEPTH - 1
-    assert parse_json_object(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
-    assert len(parse_json_object(b'{"a":[' + b"[1]," * 500 + b'[1]],"s":"\\ud83d\\ude00"}')["a"]) == 501
-
-
 async def test_body_over_the_limit_is_413_by_header_and_by_count() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
@@ -240,60 +203,3 @@ async def test_request_id_is_taken_when_valid_and_made_otherwise() -> None:
 async def test_stream_passes_through_the_middleware() -> None:
     async with client(create_app(api_keys={"k"})) as http:
         assert (await http.get("/v1/stream", headers={"Authorization": "Bearer k"})).text == "ab"
-
-
-def connection(gone: asyncio.Event) -> Request:
-    async def receive() -> dict[str, Any]:
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    return Request({"type": "http", "headers": []}, receive)
-
-
-async def test_work_is_cancelled_and_cleaned_up_before_the_abort_is_reported() -> None:
-    gone, events = asyncio.Event(), []
-
-    async def work() -> None:
-        try:
-            events.append("started")
-            gone.set()
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            events.append("cleaned")
-
-    with pytest.raises(RequestAbortedError):
-        await run_until_disconnect(connection(gone), work())
-    assert events == ["started", "cleaned"]
-
-
-async def test_work_that_ends_first_gives_its_result_or_its_error() -> None:
-    async def value() -> int:
-        return 3
-
-    async def failure() -> int:
-        raise InvalidRequestError("no")
-
-    assert await run_until_disconnect(connection(asyncio.Event()), value()) == 3
-    with pytest.raises(InvalidRequestError):
-        await run_until_disconnect(connection(asyncio.Event()), failure())
-    assert len(asyncio.all_tasks()) <= 2
-
-
-async def test_cancelling_the_handler_cancels_the_work() -> None:
-    started, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        try:
-            started.set()
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    handler = asyncio.create_task(run_until_disconnect(connection(asyncio.Event()), work()))
-    await started.wait()
-    handler.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await handler
-    assert cancelled.is_set()

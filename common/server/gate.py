@@ -1,7 +1,8 @@
-"""What every app has round its routes: request ids, keys, a body limit, a JSON reader, and client disconnects.
+"""Who may come in, and how much: request ids, keys, and the body's limits, round every app.
 
-``install_middleware`` puts a ``Gate`` round an app, as one pure ASGI middleware: it looks at each request's head once,
-for its id (so that each refusal carries one), its key and its length. Streaming responses pass through untouched.
+``install_middleware`` puts a ``Gate`` round an app, as one pure ASGI middleware. The gate checks each request's head
+once: its id (so that each refusal carries one), its key and its declared length. Streaming responses pass through
+untouched. The functions after it say what it found out about a request.
 """
 
 from __future__ import annotations
@@ -9,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
-import logging
 import re
 import secrets
-from collections.abc import Awaitable, Collection, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,7 +26,6 @@ from common.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ConfigError,
-    InvalidRequestError,
     RequestAbortedError,
     TandemError,
 )
@@ -37,19 +34,16 @@ from common.telemetry.context import enter_request
 from common.wire.headers import CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from common.wire.routes import HEALTH_ROUTE, INTERNAL_PREFIX, METRICS_ROUTE, READY_ROUTE, VERSION_ROUTE
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_MAX_BODY_BYTES = 16 * 2**20
+"""Bytes of the longest body, where the caller does not say."""
 DEFAULT_BODY_TIMEOUT_S = 60.0
-BODY_KEY = "tandem.body"
-"""Where a route that has read the body itself leaves it in the scope."""
-MAX_JSON_DEPTH = 64
+"""Seconds from the headers to the end of the body, where the caller does not say."""
 OPEN_PATHS = frozenset({HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE, VERSION_ROUTE})
+"""Routes without a key: probes and scrapers have none."""
 
 _REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
 _CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
-_T = TypeVar("_T")
 
 
 def install_middleware(
@@ -65,36 +59,6 @@ def install_middleware(
         max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s, api_keys=api_keys, cluster_key=cluster_key
     )
     app.add_middleware(GateMiddleware, gate=gate)
-
-
-# --- request ids ------------------------------------------------------------------------------------------------------
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(16)
-
-
-def request_id_of(request: Request) -> str:
-    """The id that the ``Gate`` gave to ``request``."""
-    return str(request.scope["state"]["request_id"])
-
-
-def wants_trace(request: Request) -> bool:
-    return request.headers.get(TRACE_HEADER) == "1"
-
-
-def is_peer(request: Request) -> bool:
-    """Whether it comes from a process of this service: it has the cluster key, or there is none to have."""
-    return bool(getattr(request.state, "is_peer", False))
-
-
-def api_key_digest_of(request: Request) -> str | None:
-    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
-    digest: str | None = request.scope.get("state", {}).get("api_key_digest")
-    return digest
-
-
-# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -131,7 +95,7 @@ class Gate:
         headers = dict(reversed(scope["headers"]))  # the first of each name
         state = scope.setdefault("state", {})
         given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
-        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         enter_request(state["request_id"])  # each request has a task of its own, which ends with it
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
         state["is_peer"] = has_key or self._cluster_digest is None
@@ -184,9 +148,6 @@ class Gate:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-# --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 class GateMiddleware:
@@ -276,133 +237,24 @@ async def read_body(receive: Receive, gate: Gate) -> bytes:
         raise gate.too_slow() from None
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object.
-
-    Raises:
-        InvalidRequestError: not UTF-8, not JSON (with the position), not an object, or nested deeper than
-            ``MAX_JSON_DEPTH``.
-        RequestAbortedError: the client went away while sending.
-    """
-    raw = request.scope.get(BODY_KEY)
-    if raw is None:
-        try:
-            raw = await request.body()
-        except ClientDisconnect as exc:
-            raise RequestAbortedError("the client closed the connection while sending the body") from exc
-    return parse_json_object(raw)
+# --- what the gate found out ------------------------------------------------------------------------------------------
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """``raw`` as a JSON object; errors as ``read_json_object``."""
-    value = _parse_quickly(raw)
-    if value is None:
-        value = _parse_with_errors(raw)
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
-    # Counting brackets bounds the depth from above; most bodies never need the walk.
-    if raw.count(b"[") + raw.count(b"{") > MAX_JSON_DEPTH and _is_too_deep(value):
-        raise InvalidRequestError(_TOO_DEEP, code="invalid_json")
-    return value
+def request_id_of(request: Request) -> str:
+    """The id that the ``Gate`` gave to ``request``."""
+    return str(request.scope["state"]["request_id"])
 
 
-_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
-_LONG_NUMBER = b"0" * 19
+def wants_trace(request: Request) -> bool:
+    return request.headers.get(TRACE_HEADER) == "1"
 
 
-def _parse_quickly(raw: bytes) -> object:
-    """What ``json`` would make of ``raw``, in a quarter of its time; None where it has to be asked: orjson makes whole
-    numbers beyond 64 bits floats, and has other words for what is wrong."""
-    if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
-        return None
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return None
+def is_peer(request: Request) -> bool:
+    """Whether it comes from a process of this service: it has the cluster key, or there is none to have."""
+    return bool(getattr(request.state, "is_peer", False))
 
 
-def _parse_with_errors(raw: bytes) -> object:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise InvalidRequestError(f"the body is not UTF-8: byte {exc.start}", code="invalid_json") from exc
-    try:
-        value: object = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as exc:
-        raise InvalidRequestError(
-            f"the body is not JSON: {exc.msg} at line {exc.lineno} column {exc.colno}", code="invalid_json"
-        ) from exc
-    except RecursionError as exc:
-        raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
-    except ValueError as exc:
-        raise InvalidRequestError("the body holds a number of too many digits", code="invalid_json") from exc
-    if b"\\u" in raw:
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as exc:
-            raise InvalidRequestError(
-                "the body holds half of a surrogate pair, which is no character", code="invalid_json"
-            ) from exc
-        except RecursionError as exc:
-            raise InvalidRequestError(_TOO_DEEP, code="invalid_json") from exc
-    return value
-
-
-_TOO_DEEP = f"the body is nested deeper than {MAX_JSON_DEPTH} levels"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise InvalidRequestError(f"the body is not JSON: {name} is no JSON number", code="invalid_json")
-
-
-def _is_too_deep(value: object) -> bool:
-    level: list[object] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        children: list[object] = []
-        for item in level:
-            items = item.values() if isinstance(item, dict) else item
-            children += [child for child in items if isinstance(child, dict | list)]  # type: ignore[attr-defined]
-        if not children:
-            return False
-        level = children
-    return True
-
-
-def encode_json(value: object) -> bytes:
-    """``value`` as compact JSON."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-# --- client gone ------------------------------------------------------------------------------------------------------
-
-
-async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """Run ``work`` for a response that is sent in one piece; cancel it when the client goes away.
-
-    The body must have been read. ``work`` has ended, its clean-up included, when this returns or raises.
-
-    Raises:
-        RequestAbortedError: the client closed the connection first. Whatever ``work`` raises passes through.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        watcher.result()
-        raise RequestAbortedError("the client closed the connection")
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-            if not task.cancelled() and task.exception() is not None:
-                logger.warning("aborted work failed in its clean-up", exc_info=task.exception())
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            return
+def api_key_digest_of(request: Request) -> str | None:
+    """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
+    digest: str | None = request.scope.get("state", {}).get("api_key_digest")
+    return digest
