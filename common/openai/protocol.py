@@ -31,8 +31,8 @@ from common.openai.sampling import (
 from common.request import SamplingParams
 from common.wire.fields import MAX_TOKEN_ID, Fields, check_int_list, invalid, is_int, shown
 from common.wire.handoff import TransferMode, read_transfer_params
+from common.wire.pull_sources import PullSource, read_pull_sources
 from common.wire.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
-from common.wire.source_hints import SourceHint, read_source_hints
 
 __all__ = [
     "CompletionRequest",
@@ -70,7 +70,7 @@ class CompletionRequest:
     priority: int = 0
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
-    sources: tuple[SourceHint, ...] = ()
+    sources: tuple[PullSource, ...] = ()
     resume: Resume | None = None
     reports_state: bool = False
 
@@ -93,7 +93,7 @@ class ChatRequest:
     priority: int = 0
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
-    sources: tuple[SourceHint, ...] = ()
+    sources: tuple[PullSource, ...] = ()
     prompt_ids: PromptIds | None = None
     resume: Resume | None = None
     reports_state: bool = False
@@ -136,7 +136,7 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
-        sources=read_source_hints(body, kv_transfer_params),
+        sources=read_pull_sources(body, kv_transfer_params),
         resume=resume,
         reports_state=reports_state,
     )
@@ -188,7 +188,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
-        sources=read_source_hints(body, kv_transfer_params),
+        sources=read_pull_sources(body, kv_transfer_params),
         prompt_ids=prompt_ids,
         resume=resume,
         reports_state=reports_state,

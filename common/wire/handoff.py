@@ -14,9 +14,8 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.wire.fields import Fields, invalid
-from common.wire.manifest_reader import HOST, PREFIX, WORD, ManifestReader
+from common.wire.manifest_reader import HOST, PREFIX, TRANSFER_PARAMS_KEY, WORD, ManifestReader
 
-FIELD = "kv_transfer_params"
 RENDEZVOUS_KEY = "tandem_rendezvous"
 
 
@@ -40,7 +39,8 @@ def transfer_mode(params: Mapping[str, Any] | None) -> TransferMode:
     decode, prefill = fields.boolean("do_remote_decode"), fields.boolean("do_remote_prefill")
     if decode and prefill:
         raise InvalidRequestError(
-            f"{FIELD}: do_remote_decode and do_remote_prefill cannot both be true", param=PREFIX + "do_remote_prefill"
+            f"{TRANSFER_PARAMS_KEY}: do_remote_decode and do_remote_prefill cannot both be true",
+            param=PREFIX + "do_remote_prefill",
         )
     if decode:
         return TransferMode.REMOTE_DECODE
@@ -58,10 +58,12 @@ def read_transfer_params(value: object) -> tuple[TransferMode, tuple[Mapping[str
     given = value if isinstance(value, list | tuple) else [value]
     entries = [entry for entry in given if isinstance(entry, Mapping)]
     if not entries or len(entries) != len(given):
-        invalid(FIELD, value, "an object, or a list with one object per prompt")
+        invalid(TRANSFER_PARAMS_KEY, value, "an object, or a list with one object per prompt")
     modes = {transfer_mode(entry) for entry in entries}
     if len(modes) != 1:
-        raise InvalidRequestError(f"{FIELD}: all entries must be of the same leg", param=FIELD)
+        raise InvalidRequestError(
+            f"{TRANSFER_PARAMS_KEY}: all entries must be of the same leg", param=TRANSFER_PARAMS_KEY
+        )
     return modes.pop(), tuple(entries)
 
 

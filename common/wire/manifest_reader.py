@@ -14,7 +14,9 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.wire.fields import Fields, check_int_list, invalid, is_int, shown
 
-PREFIX = "kv_transfer_params."
+TRANSFER_PARAMS_KEY = "kv_transfer_params"
+"""Field of a leg's body, and of a prefill leg's answer, that holds a manifest or where to get one."""
+PREFIX = f"{TRANSFER_PARAMS_KEY}."
 """Before a key's name in errors."""
 
 # Bounds on what a peer may claim, far above what any node has: they only keep a claim from costing memory or time.

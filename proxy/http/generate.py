@@ -27,10 +27,10 @@ from common.server.drain import Drain
 from common.server.gate import request_id_of
 from common.server.json_body import read_json_object
 from common.telemetry.tracing import Tracer, passed_on
-from common.wire.handoff import FIELD
 from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER
+from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
+from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
-from common.wire.source_hints import SOURCES_KEY
 from proxy.admission.queue import AdmissionQueue, AdmissionRequest
 from proxy.admission.request_cost import read_admission_request
 from proxy.http.tokenizer import PromptTokenizer
@@ -98,7 +98,7 @@ class GenerateService:
             self._drain.check_admission()
             body = await read_json_object(request)
             # Only the proxy itself may name memory to read.
-            body.pop(FIELD, None)
+            body.pop(TRANSFER_PARAMS_KEY, None)
             body.pop(SOURCES_KEY, None)
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)

@@ -8,9 +8,10 @@ from typing import Any
 
 import orjson
 
-from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.handoff import prefill_leg_params
+from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
+from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import STREAM_STATE_KEY
-from common.wire.source_hints import SOURCES_KEY
 from proxy.nodes.node import Node
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
@@ -74,7 +75,7 @@ def prefill_body(
     if node.is_vllm:
         return encoder.encode(_vllm_prefill_leg(body, prompt))
     leg = {key: value for key, value in body.items() if key not in _TANDEM_DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params(rendezvous_id)}
+    leg |= {"stream": False, "max_tokens": 1, TRANSFER_PARAMS_KEY: prefill_leg_params(rendezvous_id)}
     if prompt is not None:
         leg["prompt"] = prompt
     if sources:
@@ -92,9 +93,9 @@ def decode_body(
 ) -> bytes:
     """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
     ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
-    leg = {key: value for key, value in body.items() if key != FIELD}
+    leg = {key: value for key, value in body.items() if key != TRANSFER_PARAMS_KEY}
     if params is not None:
-        leg[FIELD] = params
+        leg[TRANSFER_PARAMS_KEY] = params
     if sources:
         leg[SOURCES_KEY] = list(sources)
     if reports_state:
@@ -105,7 +106,7 @@ def decode_body(
 def _vllm_prefill_leg(body: Mapping[str, Any], prompt: Any | None) -> dict[str, Any]:
     """The prefill leg's body for one prompt (``None``: the body's own, a chat)."""
     leg = {key: value for key, value in body.items() if key not in _VLLM_DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, FIELD: prefill_leg_params()}
+    leg |= {"stream": False, "max_tokens": 1, TRANSFER_PARAMS_KEY: prefill_leg_params()}
     if leg.get("max_completion_tokens") is not None:
         leg["max_completion_tokens"] = 1
     if prompt is not None:

@@ -20,7 +20,7 @@ from common.errors import (
     RequestAbortedError,
     TransferError,
 )
-from common.wire.handoff import FIELD
+from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from proxy.legs.errors import LegFailedError, NodeDrainingError, RelayedAnswer
 from proxy.node_http.client import NodeAnswer, NodeStream
 from proxy.node_http.errors import NodeClientError, NodeRefusedError, NodeSilentError, NodeTimeoutError, describe
@@ -63,19 +63,19 @@ async def send_prefill_leg(
         raise LegFailedError(
             f"prefill node {node.name} answers {answer.status}", reason=status_reason(answer.status), answer=relayed
         )
-    return Prefilled(node, answer.json().get(FIELD) or {})
+    return Prefilled(node, answer.json().get(TRANSFER_PARAMS_KEY) or {})
 
 
 def check_prefilled(node: Node, answer: NodeAnswer) -> None:
     """Raises LegFailedError when a prefill leg's 200 is none. A vLLM server may have nothing to hand over."""
     try:
-        params = answer.json().get(FIELD)
+        params = answer.json().get(TRANSFER_PARAMS_KEY)
     except (ValueError, AttributeError):
         params = False
     if node.is_vllm and params is None:
         return
     if not isinstance(params, dict):
-        raise LegFailedError(f"prefill node {node.name} answers without {FIELD}", reason="garbage")
+        raise LegFailedError(f"prefill node {node.name} answers without {TRANSFER_PARAMS_KEY}", reason="garbage")
 
 
 async def call(

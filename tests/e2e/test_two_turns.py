@@ -72,7 +72,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         yield Site(family, running, reference(family))
 
 
-def source_hint(node: Node) -> dict[str, str]:
+def pull_source(node: Node) -> dict[str, str]:
     return {"url": node.url, "epoch": str(info(node)["epoch"])}
 
 
@@ -123,7 +123,7 @@ def test_turn_two_when_sent_through_the_prefill_node_then_it_computes_only_the_n
         answer_two = complete(site.service.url, turn_two, NUM_TOKENS)
         assert answer_two.trace["placement"] == "remote"
     else:
-        answer_two = by_hand(site, turn_two, tandem_sources=[source_hint(site.decode)])
+        answer_two = by_hand(site, turn_two, tandem_sources=[pull_source(site.decode)])
     site.assert_equals_stock(turn_two, answer_two)
     pulled = prefill.since()
     assert pulled.hits == 1
@@ -169,15 +169,15 @@ def test_shared_prefix_when_the_rest_is_new_then_the_missing_blocks_and_one_stat
 
 
 def test_sources_when_none_is_of_use_then_the_prompt_is_computed_and_nothing_fails(site: Site) -> None:
-    hint = source_hint(site.decode)
+    source = pull_source(site.decode)
     for seed, url, result in (
-        (1541, hint["url"], "miss"),
+        (1541, source["url"], "miss"),
         (1542, "http://127.0.0.1:9", "failed"),
         (1543, "http://10.1.2.3:8100", "refused"),
     ):
         prompt = random_tokens(120, seed)
         before = metric(site.prefill, "source_queries_total", result=result)
-        answer = by_hand(site, prompt, tandem_sources=[{**hint, "url": url}])
+        answer = by_hand(site, prompt, tandem_sources=[{**source, "url": url}])
         assert metric(site.prefill, "source_queries_total", result=result) == before + 1
         site.assert_equals_stock(prompt, answer)
     wait_settled(site.prefill, site.decode)
@@ -187,9 +187,9 @@ def test_sources_when_the_epoch_is_of_an_earlier_life_then_not_used(site: Site) 
     prompt = random_tokens(130, seed=1551)
     complete(site.decode.url, prompt, 4)  # placed locally: only the decode node has it
     before = metric(site.prefill, "source_queries_total", result="mismatch")
-    hint = {**source_hint(site.decode), "epoch": "12345"}
+    source = {**pull_source(site.decode), "epoch": "12345"}
     prefill = Counters(site.prefill)
-    answer = by_hand(site, [*prompt, 9, 9], tandem_sources=[hint])
+    answer = by_hand(site, [*prompt, 9, 9], tandem_sources=[source])
     assert metric(site.prefill, "source_queries_total", result="mismatch") == before + 1
     assert prefill.since().computed == 132
     site.assert_equals_stock([*prompt, 9, 9], answer)
@@ -225,7 +225,7 @@ def test_local_leg_when_another_node_has_the_prefix_then_it_is_pulled(site: Site
     foreign.release(site.prefill.url, params)
     decode = Counters(site.decode)
     longer = [*prompt, *random_tokens(20, seed=1562)]
-    answer = complete(site.decode.url, longer, NUM_TOKENS, tandem_sources=[source_hint(site.prefill)])
+    answer = complete(site.decode.url, longer, NUM_TOKENS, tandem_sources=[pull_source(site.prefill)])
     site.assert_equals_stock(longer, answer)
     moved = decode.since()
     assert (moved.hits, moved.computed) == (1, 20)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError, TransferError
-from common.wire.handoff import FIELD, rendezvous_id_of
+from common.wire.handoff import rendezvous_id_of
 from common.wire.manifest import Manifest, PartialManifest
+from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class UnknownPullError(TransferError):
 
 def refused_rendezvous(body: Mapping[str, Any]) -> str | None:
     """The rendezvous of a prefill leg whose body may be wrong in any way; None when it names none."""
-    params = body.get(FIELD)
+    params = body.get(TRANSFER_PARAMS_KEY)
     if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
         return None
     try:

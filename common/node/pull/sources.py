@@ -26,8 +26,8 @@ from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.remote_leases import RemoteLeases
 from common.wire.manifest import Manifest, ManifestShape
 from common.wire.pull import ContentQuery, read_answer
+from common.wire.pull_sources import PullSource
 from common.wire.routes import PULL_ROUTE
-from common.wire.source_hints import SourceHint
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PrefixSources:
 
     @contextlib.asynccontextmanager
     async def prefix(
-        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[SourceHint]
+        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[PullSource]
     ) -> AsyncIterator[RemotePrefix | None]:
         """The prefix that the first useful source has beyond what is here, leased while the block runs or until its
         pull has ended. None: nothing worth pulling. Raises nothing but what the block raises."""
@@ -81,7 +81,7 @@ class PrefixSources:
                 found.manifests.close()
 
     async def _find(
-        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[SourceHint]
+        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[PullSource]
     ) -> RemotePrefix | None:
         cache = self._manager.config
         min_missing = MIN_MISSING_BLOCKS * cache.block_size
@@ -105,7 +105,7 @@ class PrefixSources:
         return None
 
     async def _query(
-        self, source: SourceHint, keys: PrefixKeys, cache_salt: str | None, num_local: int
+        self, source: PullSource, keys: PrefixKeys, cache_salt: str | None, num_local: int
     ) -> tuple[RemotePrefix | None, str]:
         """What one source has, leased, and how it went: hit, miss, refused, timeout, failed, mismatch."""
         try:
@@ -143,7 +143,7 @@ class PrefixSources:
                 self._leases.call_off(query.id, source.url)
 
     def _accept(
-        self, manifest: object, source: SourceHint, query: ContentQuery, keys: PrefixKeys, num_local: int
+        self, manifest: object, source: PullSource, query: ContentQuery, keys: PrefixKeys, num_local: int
     ) -> RemotePrefix:
         """Raises InvalidRequestError naming what of the answer is not what was asked for."""
         if not isinstance(manifest, Manifest):

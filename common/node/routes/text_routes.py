@@ -15,7 +15,8 @@ from common.openai import responses
 from common.openai.protocol import check_model, parse_chat
 from common.server.json_body import read_json_object
 from common.wire.fields import Fields
-from common.wire.handoff import FIELD, prefill_leg_params
+from common.wire.handoff import prefill_leg_params
+from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.routes import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
 
 
@@ -33,7 +34,7 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
         check_model(fields.string("model"), (model_name,))
         if body.get("messages") is not None:
             # Only the fields that make the prompt are checked here: what a chat request says of its answer is ignored.
-            chat = parse_chat({**body, FIELD: prefill_leg_params()})
+            chat = parse_chat({**body, TRANSFER_PARAMS_KEY: prefill_leg_params()})
             token_ids = await asyncio.to_thread(prompts.codec.encode_chat, chat)
         else:
             prompt = fields.string("prompt")

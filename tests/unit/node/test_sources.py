@@ -18,12 +18,12 @@ from common.node.lend.prefix_holder import PrefixHolder
 from common.node.pull.sources import PrefixSources
 from common.wire.manifest import Manifest
 from common.wire.pull import ContentQuery, miss_answer, parse_query
-from common.wire.source_hints import SourceHint
+from common.wire.pull_sources import PullSource
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import make_config
 
 PROMPT = list(range(40))
-FIRST, SECOND = SourceHint("http://127.0.0.1:8201", 11), SourceHint("http://127.0.0.1:8202", 22)
+FIRST, SECOND = PullSource("http://127.0.0.1:8201", 11), PullSource("http://127.0.0.1:8202", 22)
 FINGERPRINT = "ab" * 16
 
 Answerer = Callable[[str, ContentQuery], Coroutine[Any, Any, dict[str, Any]]]
@@ -140,7 +140,7 @@ def manifest(query: ContentQuery, num_tokens: int = 30, **changes: Any) -> dict[
     return Manifest(**{**fields, **changes}).to_params()
 
 
-def find(node: FakeNode, sources: Sequence[SourceHint] = (FIRST,), prompt: Sequence[int] = PROMPT) -> Any:
+def find(node: FakeNode, sources: Sequence[PullSource] = (FIRST,), prompt: Sequence[int] = PROMPT) -> Any:
     """What the block inside ``prefix`` gets; None or (tokens, url)."""
 
     async def run() -> Any:

@@ -21,7 +21,7 @@ def post(cluster: Cluster, body: object = None, **headers: str) -> httpx.Respons
     return cluster.client.post("/v1/completions", json=BODY if body is None else body, headers=headers)
 
 
-def hint(node: FakeNode) -> dict[str, str]:
+def pull_source(node: FakeNode) -> dict[str, str]:
     return {"url": f"http://127.0.0.1:{node.port}", "epoch": "77"}
 
 
@@ -40,7 +40,7 @@ def test_legs_when_both_nodes_can_pull_then_are_sent_at_once_under_one_name(star
             "stream": False,
             "max_tokens": 1,
             "kv_transfer_params": prefill_leg_params(name),
-            "tandem_sources": [hint(decode)],
+            "tandem_sources": [pull_source(decode)],
         }
     ]
     params = {
@@ -105,8 +105,8 @@ def test_sources_when_there_is_another_decode_node_then_the_chosen_one_comes_fir
     cluster = start_cluster(1, 3, pull=True)
     chosen = next(node for node in cluster.decode if node.name == post(cluster).json()["node"])
     [first, second] = cluster.prefill[0].bodies[0]["tandem_sources"]
-    assert first == hint(chosen)
-    assert second in [hint(node) for node in cluster.decode if node is not chosen]
+    assert first == pull_source(chosen)
+    assert second in [pull_source(node) for node in cluster.decode if node is not chosen]
 
 
 def test_sources_when_placed_locally_then_another_decode_node_and_never_the_clients_own(
@@ -116,7 +116,7 @@ def test_sources_when_placed_locally_then_another_decode_node_and_never_the_clie
     forged = [{"url": "http://10.0.0.1:80", "epoch": "1"}]
     chosen = post(cluster, {**BODY, "tandem_sources": forged}).json()["node"]
     [node], [other] = ([node for node in cluster.decode if (node.name == chosen) is wanted] for wanted in (True, False))
-    assert node.bodies == [{**BODY, "tandem_sources": [hint(other)]}]
+    assert node.bodies == [{**BODY, "tandem_sources": [pull_source(other)]}]
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 429])

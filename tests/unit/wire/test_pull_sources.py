@@ -8,27 +8,27 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.openai.protocol import parse_chat, parse_completion
-from common.wire.source_hints import SourceHint
+from common.wire.pull_sources import PullSource
 
 ONE = {"url": "http://127.0.0.1:8200/", "epoch": str(2**63 + 1)}
-HINT = SourceHint("http://127.0.0.1:8200", 2**63 + 1)
+SOURCE = PullSource("http://127.0.0.1:8200", 2**63 + 1)
 LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def sources(**body: Any) -> tuple[SourceHint, ...]:
+def sources(**body: Any) -> tuple[PullSource, ...]:
     return parse_completion({"prompt": [1, 2], **body}).sources
 
 
-def test_hints_when_top_level_or_in_transfer_params_then_read_in_order() -> None:
+def test_sources_when_top_level_or_in_transfer_params_then_read_in_order() -> None:
     other = {"url": "http://node-2:8100", "epoch": 7}
     assert sources() == ()
     assert sources(tandem_sources=[]) == ()
-    assert sources(tandem_sources=[ONE, other]) == (HINT, SourceHint("http://node-2:8100", 7))
-    assert sources(kv_transfer_params={**LEG, "tandem_sources": [ONE]}) == (HINT,)
+    assert sources(tandem_sources=[ONE, other]) == (SOURCE, PullSource("http://node-2:8100", 7))
+    assert sources(kv_transfer_params={**LEG, "tandem_sources": [ONE]}) == (SOURCE,)
     assert sources(tandem_sources=[other], kv_transfer_params={**LEG, "tandem_sources": [ONE]})[0].epoch == 7
     chat = parse_chat({"messages": [{"role": "user", "content": "hi"}], "tandem_sources": [ONE]})
-    assert chat.sources == (HINT,)
-    assert SourceHint.to_json(HINT) == {"url": "http://127.0.0.1:8200", "epoch": str(2**63 + 1)}
+    assert chat.sources == (SOURCE,)
+    assert PullSource.to_json(SOURCE) == {"url": "http://127.0.0.1:8200", "epoch": str(2**63 + 1)}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_hints_when_top_level_or_in_transfer_params_then_read_in_order() -> None
         ([{**ONE, "epoch": 1.5}], "tandem_sources[0].epoch"),
     ],
 )
-def test_hints_when_malformed_then_the_field_is_named(value: Any, param: str) -> None:
+def test_sources_when_malformed_then_the_field_is_named(value: Any, param: str) -> None:
     for body, name in (
         ({"tandem_sources": value}, param),
         ({"kv_transfer_params": {**LEG, "tandem_sources": value}}, "kv_transfer_params." + param),

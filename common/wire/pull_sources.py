@@ -1,6 +1,7 @@
 """``tandem_sources``: nodes that may have a longer prefix of the prompt than the node that is asked to compute it.
 
-A hint from whoever places requests, as a top-level field or inside ``kv_transfer_params``. Nothing depends on it.
+Whoever places requests sends it, as a top-level field or inside ``kv_transfer_params``. A wrong or missing source costs
+time, never an answer.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.wire.fields import Fields, invalid
-from common.wire.manifest_reader import check_u64
+from common.wire.manifest_reader import PREFIX, check_u64
 
 SOURCES_KEY = "tandem_sources"
 MAX_SOURCES = 2
+"""Sources of one request: each that has nothing costs a question and its deadline."""
 
 _BASE_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:%]{1,260}/?")
 
 
 @dataclass(frozen=True, slots=True)
-class SourceHint:
-    """A node's base URL, and the life of it (its epoch) that the hint is about."""
+class PullSource:
+    """A node's base URL, and its life (epoch) in which it had the prefix."""
 
     url: str
     epoch: int
@@ -30,27 +32,27 @@ class SourceHint:
         return {"url": self.url, "epoch": str(self.epoch)}
 
 
-def read_source_hints(body: Mapping[str, Any], params: Sequence[Mapping[str, Any]]) -> tuple[SourceHint, ...]:
-    """The hints of a request body, or of the first of its ``kv_transfer_params``, most promising first.
+def read_pull_sources(body: Mapping[str, Any], params: Sequence[Mapping[str, Any]]) -> tuple[PullSource, ...]:
+    """The sources of a request body, or of the first of its ``kv_transfer_params``, most promising first.
 
     Raises:
         InvalidRequestError: not a list of at most two objects with a base URL and an epoch; ``param`` names the field.
     """
     name, value = SOURCES_KEY, body.get(SOURCES_KEY)
     if value is None and params:
-        name, value = f"kv_transfer_params.{SOURCES_KEY}", params[0].get(SOURCES_KEY)
+        name, value = PREFIX + SOURCES_KEY, params[0].get(SOURCES_KEY)
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or len(value) > MAX_SOURCES:
         invalid(name, value, f"a list of at most {MAX_SOURCES} objects")
-    return tuple(_read_hint(f"{name}[{index}]", item) for index, item in enumerate(value))
+    return tuple(_read_source(f"{name}[{index}]", item) for index, item in enumerate(value))
 
 
-def _read_hint(name: str, value: object) -> SourceHint:
+def _read_source(name: str, value: object) -> PullSource:
     if not isinstance(value, Mapping):
         invalid(name, value, "an object with url and epoch")
     fields = Fields(value, prefix=name + ".")
     url = fields.string("url", pattern=_BASE_URL)
     if url is None:
         invalid(name + ".url", url, "the node's base URL")
-    return SourceHint(url.rstrip("/"), check_u64(name + ".epoch", fields.raw("epoch")))
+    return PullSource(url.rstrip("/"), check_u64(name + ".epoch", fields.raw("epoch")))
