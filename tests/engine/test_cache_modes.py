@@ -15,7 +15,7 @@ from common.engine.plan import StepPlan
 from common.errors import TandemError
 from common.node.runtime import NodeModel
 from common.request import Request, SamplingParams
-from tests.engine.test_core import collect, engine, request, run, tokens, used
+from tests.engine.cores import collect, engine, request, run, tokens, used
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mamba_cache_mode": "none"},

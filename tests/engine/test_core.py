@@ -8,84 +8,16 @@ an engine with plenty of room that runs the request alone, and after every step 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.config.node import NodeConfig
-from common.engine.core import EngineCore
-from common.engine.outputs import RequestOutput
 from common.engine.plan import StepPlan
-from common.errors import InvalidRequestError, TandemError, TransferError
-from common.node.pull.engine_bridge import FinishedPull
-from common.node.runtime import NodeModel, create_core, load_node_model
-from common.request import FinishReason, Request, SamplingParams
-from tests.support.models import VOCAB_SIZE, checkpoint
-
-SMALL_POOL = {"kv_cache_memory": 1 << 20, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48}
-
-
-def engine(family: str = "granitemoehybrid", **flags: Any) -> tuple[EngineCore, NodeModel]:
-    config = NodeConfig(model=str(checkpoint(family)), dtype="float32", device="cpu", **{**SMALL_POOL, **flags})
-    model = load_node_model(config)
-    return create_core(config, model), model
-
-
-def request(name: str, prompt: list[int], *, num_forks: int = 1, remote: Any = None, **sampling: Any) -> Request:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-    return Request(name, prompt, params, num_forks=num_forks, remote=remote, arrival_s=0.0)
-
-
-def tokens(seed: int, num_tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, VOCAB_SIZE) for _ in range(num_tokens)]
-
-
-def run(core: EngineCore, max_steps: int = 4000) -> Iterator[list[RequestOutput]]:
-    for _ in range(max_steps):
-        if not core.has_work():
-            return
-        yield core.step()
-    raise AssertionError(f"work left after {max_steps} steps")
-
-
-def collect(core: EngineCore) -> dict[tuple[str, int], list[int]]:
-    """Token ids of every continuation, by (request, fork)."""
-    out: dict[tuple[str, int], list[int]] = {}
-    for outputs in run(core):
-        for output in outputs:
-            assert output.error is None
-            out.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-    return out
-
-
-def used(model: NodeModel) -> tuple[int, int, int, int]:
-    """Blocks and slots that somebody holds, leases and sequences: all 0 when nothing runs."""
-    stats = model.manager.stats()
-    pools = (stats.blocks, stats.slots)
-    busy = [sum(n for state, n in pool.items() if state not in ("free", "cached")) for pool in pools]
-    return busy[0], busy[1], stats.leases_active, stats.num_sequences
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[int, list[int]]:
-    """Greedy continuations of prompts 0..11, each run alone with plenty of memory and without any cache."""
-    core, _ = engine(kv_cache_memory=64 << 20, enable_prefix_caching=False, max_num_batched_tokens=512)
-    out = {}
-    for seed in range(12):
-        core.add_request(request("r", prompt_of(seed)))
-        out[seed] = collect(core)["r", 0]
-    return out
-
-
-def prompt_of(seed: int) -> list[int]:
-    """Prompts of very different lengths; every third one shares its first 40 tokens with the others."""
-    own = tokens(seed, [1, 15, 16, 17, 33, 100, 150, 7, 64, 48, 90, 120][seed])
-    return tokens(99, 40) + own if seed % 3 == 0 else own
+from common.errors import TandemError
+from common.request import FinishReason, Request
+from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
 
 
 def test_outputs_when_batched_in_a_small_pool_equal_those_of_requests_run_alone(alone: dict[int, list[int]]) -> None:
@@ -244,123 +176,6 @@ def test_prompt_logprobs_when_asked_come_from_a_computation_of_the_whole_prompt(
         assert entry.token_id == prompt[position]
         assert entry.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-3)
         assert len(entry.top) == 2
-
-
-@dataclass
-class _Remote:
-    num_tokens: int
-    prefix_key: bytes
-
-
-class _Source:
-    """Notes what the engine asks; the test answers."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.cancelled: list[str] = []
-
-    def start(self, seq_id: str, remote: Any, plan: Any) -> None:
-        self.started.append(seq_id)
-
-    def cancel(self, seq_id: str) -> None:
-        self.cancelled.append(seq_id)
-
-    def give_up(self, remote: Any) -> None:
-        raise AssertionError("no test here waits for that long")
-
-
-def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tuple[Request, _Source]:
-    source = _Source()
-    core.pull_with(source)
-    key = model.manager.prefix_keys(prompt).key_at(len(prompt))
-    return request("r", prompt, remote=_Remote(len(prompt), key)), source
-
-
-FAILED = FinishedPull(ok=False, terminal=True, reason="stale_generation", num_bytes=0, num_blocks=0, num_states=0)
-LATE = FinishedPull(ok=False, terminal=False, reason="deadline", num_bytes=0, num_blocks=0, num_states=0)
-
-
-def test_failed_pull_when_policy_is_recompute_gives_the_right_output(alone: dict[int, list[int]]) -> None:
-    core, model = engine()
-    remote, source = remote_request(core, model, prompt_of(5))
-    core.add_request(remote)
-    core.step()
-    assert source.started == ["r#0"]
-    core.finish_pull("r#0", FAILED)
-    assert collect(core)["r", 0] == alone[5]
-    assert used(model) == (0, 0, 0, 0)
-
-
-def test_failed_pull_when_policy_is_fail_gives_a_typed_error() -> None:
-    core, model = engine(kv_load_failure_policy="fail")
-    remote, _ = remote_request(core, model, prompt_of(5))
-    core.add_request(remote)
-    core.step()
-    core.finish_pull("r#0", FAILED)
-    outputs = core.step()
-    assert [type(output.error) for output in outputs] == [TransferError]
-    assert outputs[0].finish_reason is FinishReason.ERROR
-    assert used(model) == (0, 0, 0, 0)
-
-
-def test_late_pull_when_not_terminal_keeps_its_destination_in_quarantine(alone: dict[int, list[int]]) -> None:
-    core, model = engine()
-    remote, _ = remote_request(core, model, prompt_of(5))
-    core.add_request(remote)
-    core.step()
-    core.finish_pull("r#0", LATE)
-    assert collect(core)["r", 0] == alone[5]
-    stats = model.manager.stats()
-    assert stats.blocks["quarantined"] == 7
-    assert stats.slots["quarantined"] == 1
-    assert model.manager.check() == []
-    core.end_quarantine("r#0")
-    assert used(model) == (0, 0, 0, 0)
-
-
-def test_abort_when_transferring_waits_for_the_read_and_then_frees() -> None:
-    core, model = engine()
-    remote, source = remote_request(core, model, prompt_of(5))
-    core.add_request(remote)
-    core.step()
-    core.abort("r")
-    assert source.cancelled == ["r#0"]
-    assert used(model)[0] > 0  # still a destination
-    core.finish_pull("r#0", FAILED)
-    assert used(model) == (0, 0, 0, 0)
-    assert model.manager.check() == []
-
-
-def test_request_id_when_memory_is_still_kept_under_it_then_is_refused_until_that_is_free(
-    alone: dict[int, list[int]],
-) -> None:
-    core, model = engine()
-    remote, _ = remote_request(core, model, prompt_of(5))
-    core.add_request(remote)
-    core.step()
-    core.abort("r")
-    again = request("r", prompt_of(5))
-    with pytest.raises(InvalidRequestError, match="request id r is in use"):
-        core.add_request(again)
-    core.finish_pull("r#0", LATE)
-    with pytest.raises(InvalidRequestError, match="request id r is in use"):
-        core.add_request(again)
-    core.add_request(request("other", prompt_of(5)))
-    assert collect(core) == {("other", 0): alone[5]}
-    core.end_quarantine("r#0")
-    core.add_request(again)
-    assert collect(core) == {("r", 0): alone[5]}
-    assert used(model) == (0, 0, 0, 0)
-
-
-def test_prefix_of_another_prompt_when_handed_over_is_refused() -> None:
-    core, model = engine()
-    remote, source = remote_request(core, model, prompt_of(5))
-    remote.prompt_token_ids = prompt_of(6)
-    core.add_request(remote)
-    outputs = core.step()
-    assert [getattr(output.error, "param", None) for output in outputs] == ["kv_transfer_params.tandem_prefix_key"]
-    assert source.started == []
 
 
 def test_step_that_raises_when_caught_fails_its_requests_and_frees_their_memory() -> None:

@@ -14,7 +14,7 @@ from common.engine.outputs import RequestOutput
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.runtime import NodeModel
 from common.request import Request, SamplingParams
-from tests.engine.test_core import engine, run, tokens, used
+from tests.engine.cores import engine, run, tokens, used
 from tests.support.models import WINDOW
 from tests.support.pair import Pair
 from tests.support.reference import reference

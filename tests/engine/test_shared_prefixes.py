@@ -9,7 +9,7 @@ import pytest
 from common.engine.core import EngineCore
 from common.errors import TandemError
 from common.kv_cache.manager import KVCacheManager
-from tests.engine.test_core import collect, engine, request, tokens, used
+from tests.engine.cores import collect, engine, request, tokens, used
 
 SHARED, OWN = 160, 20
 ROOMY = {"kv_cache_memory": 64 << 20, "max_model_len": 512}

@@ -1,0 +1,133 @@
+"""Remote prefixes as one engine sees them, on a real tiny model: pulls that fail, end late or are aborted. Nothing is
+read: the test answers for the source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from common.engine.core import EngineCore
+from common.errors import InvalidRequestError, TransferError
+from common.node.pull.engine_bridge import FinishedPull
+from common.node.runtime import NodeModel
+from common.request import FinishReason, Request
+from tests.engine.cores import collect, engine, prompt_of, request, used
+
+
+@dataclass
+class _Remote:
+    num_tokens: int
+    prefix_key: bytes
+
+
+class _Source:
+    """Notes what the engine asks; the test answers."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
+
+    def start(self, seq_id: str, remote: Any, plan: Any) -> None:
+        self.started.append(seq_id)
+
+    def cancel(self, seq_id: str) -> None:
+        self.cancelled.append(seq_id)
+
+    def give_up(self, remote: Any) -> None:
+        raise AssertionError("no test here waits for that long")
+
+
+def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tuple[Request, _Source]:
+    source = _Source()
+    core.pull_with(source)
+    key = model.manager.prefix_keys(prompt).key_at(len(prompt))
+    return request("r", prompt, remote=_Remote(len(prompt), key)), source
+
+
+FAILED = FinishedPull(ok=False, terminal=True, reason="stale_generation", num_bytes=0, num_blocks=0, num_states=0)
+LATE = FinishedPull(ok=False, terminal=False, reason="deadline", num_bytes=0, num_blocks=0, num_states=0)
+
+
+def test_failed_pull_when_policy_is_recompute_gives_the_right_output(alone: dict[int, list[int]]) -> None:
+    core, model = engine()
+    remote, source = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    assert source.started == ["r#0"]
+    core.finish_pull("r#0", FAILED)
+    assert collect(core)["r", 0] == alone[5]
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_failed_pull_when_policy_is_fail_gives_a_typed_error() -> None:
+    core, model = engine(kv_load_failure_policy="fail")
+    remote, _ = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    core.finish_pull("r#0", FAILED)
+    outputs = core.step()
+    assert [type(output.error) for output in outputs] == [TransferError]
+    assert outputs[0].finish_reason is FinishReason.ERROR
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_late_pull_when_not_terminal_keeps_its_destination_in_quarantine(alone: dict[int, list[int]]) -> None:
+    core, model = engine()
+    remote, _ = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    core.finish_pull("r#0", LATE)
+    assert collect(core)["r", 0] == alone[5]
+    stats = model.manager.stats()
+    assert stats.blocks["quarantined"] == 7
+    assert stats.slots["quarantined"] == 1
+    assert model.manager.check() == []
+    core.end_quarantine("r#0")
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_abort_when_transferring_waits_for_the_read_and_then_frees() -> None:
+    core, model = engine()
+    remote, source = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    core.abort("r")
+    assert source.cancelled == ["r#0"]
+    assert used(model)[0] > 0  # still a destination
+    core.finish_pull("r#0", FAILED)
+    assert used(model) == (0, 0, 0, 0)
+    assert model.manager.check() == []
+
+
+def test_request_id_when_memory_is_still_kept_under_it_then_is_refused_until_that_is_free(
+    alone: dict[int, list[int]],
+) -> None:
+    core, model = engine()
+    remote, _ = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    core.abort("r")
+    again = request("r", prompt_of(5))
+    with pytest.raises(InvalidRequestError, match="request id r is in use"):
+        core.add_request(again)
+    core.finish_pull("r#0", LATE)
+    with pytest.raises(InvalidRequestError, match="request id r is in use"):
+        core.add_request(again)
+    core.add_request(request("other", prompt_of(5)))
+    assert collect(core) == {("other", 0): alone[5]}
+    core.end_quarantine("r#0")
+    core.add_request(again)
+    assert collect(core) == {("r", 0): alone[5]}
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_prefix_of_another_prompt_when_handed_over_is_refused() -> None:
+    core, model = engine()
+    remote, source = remote_request(core, model, prompt_of(5))
+    remote.prompt_token_ids = prompt_of(6)
+    core.add_request(remote)
+    outputs = core.step()
+    assert [getattr(output.error, "param", None) for output in outputs] == ["kv_transfer_params.tandem_prefix_key"]
+    assert source.started == []
