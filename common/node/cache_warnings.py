@@ -1,4 +1,4 @@
-"""Settings with which prefix caching cannot do what it says: told at a node's start, in words and numbers.
+"""Settings with which prefix caching cannot work as the user may expect: named in a node's log when it starts.
 
 ``tandem up`` shows what its nodes log, so its user reads these too.
 """

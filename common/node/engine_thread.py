@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from common.engine.core import EngineCore
@@ -36,7 +36,7 @@ class EngineThread:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._loop: asyncio.AbstractEventLoop
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -56,7 +56,7 @@ class EngineThread:
         if self._thread.is_alive():
             logger.error("engine thread still busy after %.1f s", timeout_s)
 
-    def post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], object]) -> None:
         """Runs ``command`` on the engine thread between two steps. Callable from any thread; does not wait."""
         self._commands.put(command)
 
@@ -80,7 +80,7 @@ class EngineThread:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(future)
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of all forks until each has finished. Raises the sequence's error. Aborts on the way out."""
         if not self._thread.is_alive():
             raise NodeUnavailableError("the engine of this node has stopped")
@@ -164,7 +164,7 @@ class EngineThread:
             return
 
     @staticmethod
-    def _run_command(command: Callable[[], None]) -> None:
+    def _run_command(command: Callable[[], object]) -> None:
         try:
             command()
         except Exception:  # one caller's command must not end the engine for all

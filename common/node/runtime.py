@@ -39,6 +39,7 @@ from common.transfer.testing.faulty import FaultyBackend
 logger = logging.getLogger(__name__)
 
 TEST_HOOKS_VARIABLE = "TANDEM_TEST_HOOKS"
+"""Environment variable; ``1`` adds the routes of ``common.node.routes.test_hooks``."""
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ def _max_model_len(config: NodeConfig, max_position: int) -> int:
 
 
 def root_key(loaded: LoadedModel) -> bytes:
-    """Start of every key chain: two nodes share prefixes only if model, dtype and layout are the same."""
+    """The start of every key chain: two nodes share prefixes only if model, dtype and layout are the same."""
     identity = f"{loaded.fingerprint}|{loaded.dtype}|{LAYOUT_VERSION}"
     return hashlib.blake2b(identity.encode(), digest_size=32).digest()
 
@@ -171,7 +172,7 @@ def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
 
 
 def new_engine_id(config: NodeConfig) -> str:
-    """A name of this life of this node; readable and unique."""
+    """A readable and unique name of this life of this node."""
     return f"{config.node_name}-{secrets.token_hex(4)}"
 
 

@@ -84,6 +84,7 @@ class PrefillLeg:
 
     async def _manifest(self, request: Request, output: RequestOutput) -> Manifest:
         assert output.seconds is not None
+        assert output.handoff is not None
         report = PrefillReport(
             node=self._node_name,
             cached_tokens=output.num_cached_tokens,

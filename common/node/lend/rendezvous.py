@@ -1,9 +1,9 @@
 """Prompts that are computed here under an agreed name while their readers already wait.
 
-Life of a rendezvous: 1 *awaited*: its reader asked before its leg came, 2 *running*: the leg is here, its finished
-blocks become known step by step, 3 *final*: leased under the same name, or *failed*: with the leg's error. Leaves by:
-release (a leg that runs is called off), the end of its lease, or ``KEEP_S`` after it failed or nobody came; until then
-a reader that comes late is told. An entry owns no memory: the running sequence does, then the lease.
+Life of a rendezvous: 1 *awaited*: its reader came before its leg, 2 *running*: the leg is here, its finished blocks
+become known step by step, 3 *final*: leased under the same name, or *failed*: with the leg's error. Leaves by: release
+(a leg that runs is called off), the end of its lease, ``KEEP_S`` after it failed or ``LEG_WAIT_S`` without a leg; until
+then a reader that comes late is told. An entry owns no memory: the running sequence does, then the lease.
 """
 
 from __future__ import annotations

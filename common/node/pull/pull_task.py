@@ -186,7 +186,8 @@ class PullTask:
     async def _next_manifest(self, after: int) -> ReadablePrefix:
         waiting = asyncio.ensure_future(self._remote.manifests.beyond(after))
         try:
-            await asyncio.wait({waiting, self._stopped}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            both: tuple[asyncio.Future[Any], ...] = (waiting, self._stopped)
+            await asyncio.wait(both, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 raise PullStopped(self._stopped.result())
             if not waiting.done():

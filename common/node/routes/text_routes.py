@@ -1,4 +1,4 @@
-"""The model's name, and its tokenizer for whoever asks: ``/v1/models``, ``/tokenize``, ``/detokenize``."""
+"""The model's name and its tokenizer for clients: ``/v1/models``, ``/tokenize``, ``/detokenize``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A node's tokenizer, result apart for processes that have neither it nor transformers (``GET
-/internal/v1/tokenizer``)."""
+"""``GET /internal/v1/tokenizer``: a node's tokenizer in parts, for processes that have neither it nor transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def add_tokenizer_route(
 
     @app.get(TOKENIZER_ROUTE)
     async def tokenizer(http: HttpRequest) -> Response:
-        async with making:  # megabytes: made once, when first asked for
+        async with making:  # megabytes: made once, at the first request
             if not made:
                 made.append(await asyncio.to_thread(_make, codec, cache_config, fingerprint, max_model_len))
         headers = {"etag": f'"{hashlib.blake2b(made[0], digest_size=16).hexdigest()}"'}
@@ -45,7 +44,8 @@ def add_tokenizer_route(
 
 
 def _make(codec: TextCodec | None, cache: KVCacheConfig, fingerprint: str, max_model_len: int) -> bytes:
-    parts, reason = None, "the model has no tokenizer"
+    parts: TokenizerParts | None = None
+    reason: str | None = "the model has no tokenizer"
     if codec is not None:
         try:
             parts, reason = take_apart(codec), None

@@ -21,7 +21,7 @@ from common.wire.resume import RESUME_KEY
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one engine output added. ``is_visible``: worth a chunk of its own. ``output_token_ids``: ``token_ids``
+    """What one engine output added. ``is_visible``: the client gets a chunk of it. ``output_token_ids``: ``token_ids``
     without an echoed prompt."""
 
     index: int
@@ -38,7 +38,7 @@ class ChoiceDelta:
 class Choice:
     """Owned by one response. ``index`` is the choice's number in it.
 
-    ``echo_text``/``echo_token_ids``: the prompt, given back before the answer (completions with ``echo``).
+    ``echo_text``: the prompt's text, given back before the answer (completions with ``echo``).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Choice:
         )
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Takes in what the client got from another node, so that the next text joins it without a seam.
+        """Takes in what the client got from another node, so that the next text continues it exactly.
 
         Raises:
             InvalidRequestError: a stop string is in it: the answer has ended.

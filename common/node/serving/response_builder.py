@@ -64,7 +64,7 @@ class ResponseBuilder:
         resume = request.resume
         self._unreported: list[int] = []
         self._has_reported = False
-        self._envelope = {
+        self._envelope: dict[str, Any] = {
             "response_id": response_id(http, request),
             "model": model_name,
             "created": int(time.time()) if resume is None or resume.created is None else resume.created,
@@ -132,7 +132,7 @@ class ResponseBuilder:
             yield responses.sse_error(exc)
 
     def _state_line(self, delta: ChoiceDelta) -> bytes:
-        """What the client knows once it has the event that follows, tokens without an event of their own included."""
+        """What the client knows once it has the event that follows, with the tokens that had no event of their own."""
         token_ids, self._unreported = self._unreported, []
         is_first, self._has_reported = not self._has_reported, True
         return state_line(
