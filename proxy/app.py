@@ -55,8 +55,9 @@ from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Placer
 from proxy.prefix_index.event_feed import EventFeeds
 from proxy.prefix_index.index import PrefixIndex
+from proxy.status.board import StatusBoard
 from proxy.status.gauges import read_gauges
-from proxy.status.routes import PAGE_PATHS, StatusBoard, add_status_routes
+from proxy.status.routes import PAGE_PATHS, add_status_routes
 
 
 @dataclass(frozen=True, slots=True)

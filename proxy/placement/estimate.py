@@ -14,9 +14,8 @@ from typing import NamedTuple
 from proxy.nodes.node import Node
 from proxy.nodes.rates import Rates
 from proxy.placement.in_progress import NOTHING_EXPECTED
-from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 
-NOTHING = Coverage(0, 0)
 MIN_GAIN_TOKENS = 32
 """Tokens that a pull must save to be worth its lease: two blocks, below which nodes do not pull
 (``common.node.pull.sources``)."""
@@ -71,7 +70,7 @@ class Prompt:
         return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest)
 
     def on(self, node: Node) -> Coverage:
-        return self.coverage.get(node.url, NOTHING)
+        return self.coverage.get(node.url, NO_COVERAGE)
 
     def sources(self, reader: Node) -> list[tuple[Node, int]]:
         """Whom ``reader`` would ask, best first: who has more than it has, and how much."""
@@ -84,7 +83,7 @@ def _with_expected(
 ) -> Mapping[str, Coverage]:
     merged = dict(coverage)
     for url, num_expected in expected.items():
-        have = merged.get(url, NOTHING)
+        have = merged.get(url, NO_COVERAGE)
         state_tokens = max(have.state_tokens, min(num_expected, num_tokens - 1))
         merged[url] = Coverage(max(have.attention_tokens, num_expected), state_tokens)
     return merged
@@ -123,7 +122,7 @@ class Estimator:
     def fill(self, node: Node, prompt: Prompt) -> Fill:
         """The cheaper of computing all that ``node`` has no state for, and pulling a deeper state first."""
         rates, chunk = self._rates[node.url], node.load.report.chunk
-        attention_tokens, state_tokens = prompt.coverage.get(node.url, NOTHING)
+        attention_tokens, state_tokens = prompt.coverage.get(node.url, NO_COVERAGE)
         num_tokens, holders = prompt.num_tokens, prompt.holders
         num_left = num_tokens - state_tokens
         compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s

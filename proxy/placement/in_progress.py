@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
 
 LIFETIME_S = 30.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.coverage import Coverage
 
 PIECE_BYTES = 512
 """Bytes of text, or of token ids at 8 each, in one piece."""

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from common.wire.cache_events import CacheChange
-from proxy.prefix_index.node_cache import AssumedCache, Coverage, NodeCache
+from proxy.prefix_index.assumed_cache import AssumedCache
+from proxy.prefix_index.coverage import Coverage
+from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
-
-__all__ = ["Coverage", "PrefixIndex"]
 
 ASSUMED_LIFETIME_S = 300.0
 """Seconds for which a node that sends no events is taken to have what it was sent."""

@@ -1,37 +1,20 @@
-"""What one node has cached, as far as its events told: the proxy's small copy of the node's own indexes.
+"""What one node has cached, as far as its events say: the proxy's small copy of the node's own indexes.
 
 ``NodeCache`` follows ``common.kv_cache.prefix.lookup``: a run of blocks from the left in the groups that keep every
 position, enough blocks before the place in those that keep a window, and for models with states the deepest checkpoint
-within both. ``AssumedCache`` stands in for nodes that tell nothing: what was sent to them is taken to be there for a
-while.
+within both.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from common.wire.cache_events import CHECKPOINT, CacheChange, truncate_key
+from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
 
 _WINDOW_PREFIX = "window_"
-
-
-class Coverage(NamedTuple):
-    """What one node has of one prompt, in tokens from its start.
-
-    Attributes:
-        attention_tokens: whose attention blocks it has (models without attention: as ``state_tokens``).
-        state_tokens: the deepest position from which it can go on by itself: a checkpoint within those, exact to the
-            token. A dense model needs no checkpoint. Less than the prompt, unless nothing at all needs computing.
-    """
-
-    attention_tokens: int
-    state_tokens: int
-
-
-NO_COVERAGE = Coverage(0, 0)
 
 
 class NodeCache:
@@ -196,34 +179,3 @@ class _Windows:
         for key in itertools.islice(self._keys, 1, None):
             runs.append(runs[-1] + 1 if self._blocks.get(key, 0) & bit else 0)
         return runs
-
-
-class AssumedCache:
-    """What a silent node was sent, each block for ``lifetime_s`` after its last use."""
-
-    def __init__(self, block_size: int, lifetime_s: float) -> None:
-        self.block_size = block_size
-        self._lifetime_s = lifetime_s
-        self._ends_s: dict[bytes, float] = {}  # by cut key; the earliest end first
-
-    def __len__(self) -> int:
-        return len(self._ends_s)
-
-    def observe(self, truncated: Sequence[bytes], now_s: float) -> None:
-        ends_s = self._ends_s
-        for key in reversed(truncated[1:]):
-            ends_s.pop(key, None)
-            ends_s[key] = now_s + self._lifetime_s
-        expired = list(itertools.takewhile(lambda key: ends_s[key] <= now_s, ends_s))
-        for key in expired:
-            del ends_s[key]
-
-    def forget(self, num_entries: int) -> None:
-        for key in list(itertools.islice(self._ends_s, num_entries)):
-            del self._ends_s[key]
-
-    def coverage(self, truncated: Sequence[bytes], now_s: float) -> Coverage:
-        get = self._ends_s.get
-        blocks = itertools.islice(truncated, 1, None)
-        run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, blocks))
-        return Coverage(run * self.block_size, run * self.block_size)

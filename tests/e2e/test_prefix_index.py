@@ -15,7 +15,7 @@ from common.wire.cache_events import CHECKPOINT, CacheNews
 from common.wire.routes import CACHE_EVENTS_ROUTE, TOKENIZER_ROUTE
 from proxy.app import Service as ProxyService
 from proxy.app import create_app
-from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.e2e.conftest import NODE_FLAGS
 from tests.support.client import complete

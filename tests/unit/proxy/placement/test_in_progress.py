@@ -8,7 +8,7 @@ import pytest
 
 from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, PromptsInProgress
 from proxy.placement.request import Avoided, Placement
-from proxy.prefix_index.index import Coverage
+from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.node_cache import NodeCache
 from tests.unit.proxy.placement.test_placer import Rig, tokens
 from tests.unit.proxy.placement.world import BLOCK_SIZE, keys_of, make_request

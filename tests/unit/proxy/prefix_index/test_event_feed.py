@@ -23,8 +23,9 @@ from common.wire.routes import CACHE_EVENTS_ROUTE
 from proxy.node_http.client import NodeClient
 from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.prefix_index import event_feed
+from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.event_feed import EventFeeds
-from proxy.prefix_index.index import Coverage, PrefixIndex
+from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.support.http_server import AppServer, serving
 from tests.unit.kv_cache.turns import run_turn

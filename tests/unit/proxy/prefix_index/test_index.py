@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from common.kv_cache.manager import KVCacheManager
 from common.node.routes.event_route import changes_of, snapshot_changes
 from common.wire.cache_events import TRUNCATED_KEY_BYTES, CacheChange, CacheNews
-from proxy.prefix_index.index import Coverage, PrefixIndex
+from proxy.prefix_index.coverage import Coverage
+from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.unit.kv_cache.test_random_interleavings import Driver
