@@ -22,7 +22,7 @@ from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.observe.events import CacheSnapshot, EventLog
 from common.kv_cache.observe.stats import CacheCounters, CacheStats
 from common.kv_cache.pools.generations import GenerationTables
-from common.kv_cache.prefix.hits import PrefixHit, RemoteHit
+from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sequences.allocation import SequenceView
 from common.kv_cache.sequences.checkpoint_saver import CheckpointSaver
 from common.kv_cache.sequences.prompt_ends import PromptEnd, PromptEnds
@@ -145,18 +145,6 @@ class KVCacheManager:
             keys=allocation.keys,
         )
 
-    def state_row(self, seq_id: str) -> list[int]:
-        """The state group's row of a sequence, by block: the slot that keeps the state at the block's end, null where
-        none does; the running slot last, while it is inside a block."""
-        allocation = self._sequences[seq_id]
-        num_full, num_tail = divmod(allocation.num_computed_tokens, self.config.block_size)
-        kept = (self._coordinator.state.get(allocation.keys.boundary_key(index + 1)) for index in range(num_full))
-        row = [checkpoint.slot_id if checkpoint is not None else 0 for checkpoint in kept]
-        return [*row, allocation.dst_slot] if num_tail else row
-
-    def has_sequence(self, seq_id: str) -> bool:
-        return seq_id in self._sequences
-
     def take_block_copies(self) -> dict[int, list[tuple[int, int]]]:
         """Drain the (source, destination) block copies to run before the next forward, by attention group; groups
         without any are left out. Call it last, when the step's plan is complete. No destination is the source of
@@ -275,10 +263,6 @@ class KVCacheManager:
 
     def next_lease_deadline(self) -> float | None:
         return self.leases.next_deadline()
-
-    def lookup_remote(self, keys: PrefixKeys, num_tokens: int) -> RemoteHit:
-        """What of a prefix of ``num_tokens`` is here if a peer supplies the rest. No side effects."""
-        return self._coordinator.lookup.remote(keys, num_tokens)
 
     def accept_remote(self, seq_id: str, keys: PrefixKeys, num_tokens: int) -> PullPlan | None:
         """Pin what is here and allocate destinations for the rest. ``None``: does not fit now, nothing changed."""

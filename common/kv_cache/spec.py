@@ -41,10 +41,6 @@ class AttentionLayerSpec:
     def __post_init__(self) -> None:
         assert (self.window > 0) == (self.kind is GroupKind.SLIDING_WINDOW), "a window goes with its kind"
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_kv_heads * (self.head_size + self.head_size_v) * DTYPE_BYTES[self.dtype]
-
 
 @dataclass(frozen=True, slots=True)
 class StateTensorSpec:

@@ -49,10 +49,6 @@ class SingleTypeManager(ABC):
     def key_of(self, block_id: int) -> bytes | None:
         return self._key_of[block_id]
 
-    def place_of(self, block_id: int) -> tuple[bytes, int]:
-        """(key of the boundary before it, position of its end) of a published block."""
-        return self._parent_key[block_id], self._position[block_id]
-
     def entries(self) -> GroupEntries:
         """A copy of what is published."""
         return GroupEntries(self.group.label, self._by_key.copy(), self._parent_key[:], self._position[:])

@@ -65,9 +65,6 @@ class UnitPool:
         """Evictable units, next victim first."""
         return iter(self._cached)
 
-    def is_cached(self, unit_id: int) -> bool:
-        return unit_id in self._cached
-
     def victim(self) -> int:
         """The next unit to evict. The owner takes its content away, which frees it."""
         return self._cached.victim()

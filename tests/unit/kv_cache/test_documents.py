@@ -54,15 +54,15 @@ def test_align_when_a_chunk_has_k_blocks_then_its_row_is_nulls_and_one_state() -
     assert world.admit("a", tokens)
     wanted = manager.save_positions(100, None)
     world.step("a", 48, wanted)  # 3 blocks: 2 nulls and a state
-    first = manager.state_row("a")
+    first = world.state_row("a")
     assert [bool(slot_id) for slot_id in first] == [False, False, True]
     assert manager.stats().slots["held"] == 1  # what was kept is evictable now
     world.step("a", 96, wanted)
-    second = manager.state_row("a")
+    second = world.state_row("a")
     assert [bool(slot_id) for slot_id in second] == [False, False, True, False, False, True]
     assert second[2] == first[2]
     world.step("a", 100, wanted)
-    assert manager.state_row("a") == [*second, manager.sequence("a").dst_slot]
+    assert world.state_row("a") == [*second, manager.sequence("a").dst_slot]
     assert manager.lookup(world.keys(A[:200]), 200).num_tokens == 96
     assert manager.lookup(world.keys(A[:96]), 96).num_tokens == 48  # its last token has to be computed
     assert manager.lookup(world.keys([*A[:90], *range(10)]), 100).num_tokens == 48
@@ -74,7 +74,7 @@ def test_align_when_generation_crosses_boundaries_then_each_is_kept() -> None:
     world = running_world()
     world.prefill("a", A[:40])
     world.decode("a", A[40:100])
-    row = world.manager.state_row("a")
+    row = world.state_row("a")
     assert [bool(slot_id) for slot_id in row] == [False, True, True, True, True, True, True]
     assert row[-1] == world.manager.sequence("a").dst_slot
     assert world.manager.lookup(world.keys(A[:90]), 90).num_tokens == 80
@@ -296,12 +296,12 @@ def test_remote_prefix_when_states_come_last_only_then_nulls_never_count_and_the
     plan = world.pull("first", A[:400])
     assert plan is not None
     assert (plan.num_local_tokens, len(plan.pairs[0])) == (0, 4)
-    assert [bool(slot_id) for slot_id in world.manager.state_row("first")] == [False, False, False, True]
+    assert [bool(slot_id) for slot_id in world.state_row("first")] == [False, False, False, True]
     world.manager.free("first", donate=False)
     repeat = world.pull("second", A[:400])
     assert repeat is not None
     assert repeat.is_empty
-    longer = world.manager.lookup_remote(world.keys(A[:600]), 600)
+    longer = world.lookup_remote(world.keys(A[:600]), 600)
     assert (longer.num_attention_tokens, longer.has_state) == (384, False)
     assert world.manager.lookup(world.keys([*A[:384], *range(99)]), 483).num_tokens == 0
     world.check()
@@ -362,12 +362,12 @@ def test_three_groups_when_the_windows_blocks_are_gone_then_no_local_resume_from
     window = world.manager._coordinator.groups[1]
     for block_id in list(window.pool.cached_ids()):
         key = window.key_of(block_id)
-        if key is not None and window.place_of(block_id)[1] == 8:
+        if key is not None and window.entries().positions[block_id] == 8:
             world.manager._coordinator._evict_blocks(window, (block_id,))
     hit = world.manager.lookup(world.keys([*A[:25], 1, 2]), 27)
     assert (hit.num_tokens, hit.num_attention_tokens, hit.num_state_tokens) == (0, 24, 0)
     assert world.manager.stats().checkpoints_evicted == {"attention": 1}
-    remote = world.manager.lookup_remote(world.keys([*A[:25], 1, 2]), 27)
+    remote = world.lookup_remote(world.keys([*A[:25], 1, 2]), 27)
     assert (remote.num_attention_tokens, remote.has_state) == (24, False)
     world.check()
 

@@ -108,7 +108,12 @@ def test_shapes_when_mixer_is_mamba2_then_conv_in_model_dtype_and_recurrent_in_f
     geometry = model_geometry(config, "bfloat16")
     assert shapes(geometry) == {"conv": ((64 + 32, 3), "bfloat16"), "recurrent": ((8, 8, 16), "float32")}
     attention = geometry.attention_layers[0]
-    assert (attention.num_kv_heads, attention.head_size, attention.bytes_per_token) == (4, 8, 4 * 16 * 2)
+    assert (attention.num_kv_heads, attention.head_size, attention.head_size_v, attention.dtype) == (
+        4,
+        8,
+        8,
+        "bfloat16",
+    )
 
 
 def test_shapes_when_mixer_is_gated_delta_then_value_heads_by_key_and_value_dims() -> None:
@@ -140,7 +145,7 @@ def test_groups_when_attention_is_latent_then_one_row_a_token_for_all_heads() ->
     (group,) = geometry.attention_groups
     assert (group.kind, group.window, len(group.layers)) == (GroupKind.MLA, 0, 6)
     layer = group.layers[0]
-    assert (layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.bytes_per_token) == (1, 32, 0, 64)
+    assert (layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.dtype) == (1, 32, 0, "bfloat16")
     assert geometry.max_position == 77
 
 

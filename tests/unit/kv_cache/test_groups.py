@@ -16,8 +16,8 @@ A = list(range(1000, 1200))
 
 
 def cached_positions(world: World, group_id: int) -> list[int]:
-    group = world.manager._coordinator.groups[group_id]
-    return sorted(group.place_of(block_id)[1] for _, block_id in group.items())
+    entries = world.manager._coordinator.groups[group_id].entries()
+    return sorted(entries.positions[block_id] for block_id in entries.block_of.values())
 
 
 def test_groups_when_a_model_has_several_then_one_per_kind_and_window() -> None:

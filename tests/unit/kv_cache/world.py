@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.prefix.hits import PrefixHit
+from common.kv_cache.prefix.hits import PrefixHit, RemoteHit
 from common.kv_cache.sequences.prompt_ends import PromptEnd
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.kv_cache.spec import (
@@ -182,6 +182,18 @@ class World:
             assert not {source for source, _ in copies} & {destination for _, destination in copies}
             for source, destination in copies:
                 rows[destination] = list(rows[source])
+
+    def state_row(self, seq_id: str) -> list[int]:
+        """The slots of a sequence's states by block: the slot that keeps the state at the block's end, null where none
+        does; the running slot last, while it is inside a block."""
+        view, state = self.manager.sequence(seq_id), self.manager._coordinator.state
+        num_full, num_tail = divmod(view.num_computed_tokens, self.config.block_size)
+        kept = (state.get(view.keys.boundary_key(index + 1)) for index in range(num_full))
+        row = [checkpoint.slot_id if checkpoint is not None else 0 for checkpoint in kept]
+        return [*row, view.dst_slot] if num_tail else row
+
+    def lookup_remote(self, keys: PrefixKeys, num_tokens: int) -> RemoteHit:
+        return self.manager._coordinator.lookup.remote(keys, num_tokens)
 
     def step(self, seq_id: str, end: int, wanted: Mapping[int, str] | Collection[int] = ()) -> None:
         """Compute positions up to ``end``: read the past, write the new, complete."""
