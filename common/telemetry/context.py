@@ -27,13 +27,9 @@ def current_context() -> LogContext | None:
     return _CURRENT.get()
 
 
-def enter_request(request_id: str) -> contextvars.Token[LogContext | None]:
-    """From here on this task works for ``request_id``; give the token to ``leave_request``."""
-    return _CURRENT.set(LogContext(request_id))
-
-
-def leave_request(token: contextvars.Token[LogContext | None]) -> None:
-    _CURRENT.reset(token)
+def enter_request(request_id: str) -> None:
+    """From here on this task, and those that it makes, work for ``request_id``."""
+    _CURRENT.set(LogContext(request_id))
 
 
 def name_span(trace_id: str, span_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import io
 import json
 import logging
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 
 from common.cli.log_sink import LogSink
 from common.server.gate import install_middleware
-from common.telemetry.context import current_context, enter_request, leave_request, name_span
+from common.telemetry.context import current_context, enter_request, name_span
 from common.telemetry.logs import configure_logging, is_logging_json
 from tests.support.http_server import serving
 from tests.support.service import ROOT, child_environment
@@ -45,11 +46,14 @@ def lines_of(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_json_when_a_request_is_traced_then_the_line_has_its_ids() -> None:
     stream = io.StringIO()
     configure_logging("info", "json", role="decode", node="decode-8200", stream=stream)
-    token = enter_request("req-1")
-    logger.info("first %d", 1)
-    name_span("a" * 32, "b" * 16)
-    logger.warning("second\nline")
-    leave_request(token)
+
+    def request() -> None:
+        enter_request("req-1")
+        logger.info("first %d", 1)
+        name_span("a" * 32, "b" * 16)
+        logger.warning("second\nline")
+
+    contextvars.copy_context().run(request)
     logger.debug("not shown")
     logger.info("third")
     first, second, third = lines_of(stream)
@@ -80,10 +84,13 @@ def test_json_when_an_exception_is_logged_then_its_traceback_is_one_field() -> N
 def test_text_when_the_message_does_not_name_the_request_then_the_line_does_once() -> None:
     stream = io.StringIO()
     configure_logging("info", stream=stream)
-    token = enter_request("req-1")
-    logger.info("pulled")
-    logger.info("pulled request_id=%s", "req-1")
-    leave_request(token)
+
+    def request() -> None:
+        enter_request("req-1")
+        logger.info("pulled")
+        logger.info("pulled request_id=%s", "req-1")
+
+    contextvars.copy_context().run(request)
     logger.info("idle")
     endings = [line.partition("tests.telemetry: ")[2] for line in stream.getvalue().splitlines()]
     assert endings == ["pulled request_id=req-1", "pulled request_id=req-1", "idle"]

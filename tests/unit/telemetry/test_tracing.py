@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from common.engine.outputs import PhaseSeconds
 from common.errors import ConfigError
 from common.node.serving.request_record import trace_phases
-from common.telemetry.context import current_context, enter_request, leave_request
+from common.telemetry.context import LogContext, current_context, enter_request
 from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_SPAN, Tracer, passed_on
 from tests.support.service import ROOT, child_environment
@@ -142,12 +143,11 @@ def test_trace_when_the_client_s_header_is_no_trace_context_then_a_trace_begins(
 
 
 def test_trace_when_it_begins_then_log_lines_of_the_request_carry_its_ids(traced: Traced) -> None:
-    token = enter_request("r")
-    try:
-        sent = traced.proxy.begin(ROUTE, "r", {}, time.monotonic()).headers()
-        context = current_context()
-    finally:
-        leave_request(token)
+    def begin() -> tuple[dict[str, str], LogContext | None]:
+        enter_request("r")
+        return traced.proxy.begin(ROUTE, "r", {}, time.monotonic()).headers(), current_context()
+
+    sent, context = contextvars.copy_context().run(begin)
     assert context is not None
     assert sent["traceparent"].startswith(f"00-{context.trace_id}-{context.span_id}-")
 
