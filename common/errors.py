@@ -47,7 +47,7 @@ class InvalidRequestError(TandemError):
 
 
 class FingerprintMismatchError(InvalidRequestError):
-    """A peer of another model or layout asked: nothing here is of use to it."""
+    """A peer that runs another model or layout asked for blocks or states, which it could not use."""
 
     status = 409
     code = "fingerprint_mismatch"
@@ -60,7 +60,7 @@ class AuthenticationError(TandemError):
 
 
 class PermissionDeniedError(TandemError):
-    """Nobody may do this here, whatever key they bring."""
+    """The process was started without the key that this route needs: no caller may use it."""
 
     status = 403
     type = "permission_error"
@@ -140,26 +140,26 @@ class RequestAbortedError(TandemError):
 
 
 class TransferError(TandemError):
-    """Blocks or states could not be moved, or did not hold what was promised."""
+    """Blocks or states could not be moved, or did not hold the prompt that the manifest names."""
 
     status = 502
     code = "transfer_failed"
 
 
 class PrefillLegFailedError(TransferError):
-    """The node that was to compute a prompt says that it will not: nothing of it can be had there."""
+    """The prefill node says that it will not compute the prompt: nothing of it can be pulled from there."""
 
     code = "leg_failed"
 
 
 class PrefillLegAbortedError(PrefillLegFailedError):
-    """Its caller went away: as a rule everybody's, and the decode leg's end is on its way too."""
+    """The caller of the prefill leg went away. As a rule that is the client, so that the decode leg will end too."""
 
     code = "leg_aborted"
 
 
 class PrefillLegRejectedError(PrefillLegFailedError):
-    """It will not for a reason that is the client's to hear (4xx): the same answer, whoever computes."""
+    """The prefill leg was refused for a reason that concerns the client (4xx): any other node would refuse it too."""
 
     def __init__(self, message: str, *, status: int, type: str, code: str, param: str | None, retry_after_s: int = 1):
         super().__init__(message, param=param, code=code)
@@ -174,7 +174,7 @@ class NodeUnavailableError(TandemError):
 
 
 class DrainingError(NodeUnavailableError):
-    """The process finishes what it has and takes nothing new; another one, or its successor, will take it."""
+    """The process finishes what it has and takes nothing new; another process, or its successor, will take it."""
 
     code = "draining"
     retry_after_s = 1

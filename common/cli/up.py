@@ -22,7 +22,7 @@ from common.config.node import NodeConfig
 from common.config.proxy import ProxyConfig
 
 ENVIRONMENT_PREFIX = "TANDEM_"
-"""Of the variables that processes read as flags."""
+"""Begins the names of the variables that processes read as flags."""
 STOP_MARGIN_S = 5.0
 """Seconds that a child gets beyond its drain before it is killed."""
 # Messages of the example request: the built-in model recalls what an earlier turn told it.

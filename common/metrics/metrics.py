@@ -39,7 +39,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
-        # Of each series that has been used: finding one by its labels costs more than counting in it.
+        # Every series that has been used, by name and labels: the library's own search costs more than counting.
         self._counting: dict[tuple[object, ...], Counter] = {}
         self._observing: dict[tuple[object, ...], Histogram | PlainHistogram] = {}
         self._sourced = _SourcedCollector(role)

@@ -1,5 +1,5 @@
 """Log-probabilities of tokens as the two endpoints answer them: parallel lists for completions, a list of objects for
-chats. Which text and bytes a token has is asked of the caller (``piece_of``): no tokenizer is known here.
+chats. The caller gives the text and bytes of each token (``piece_of``): no tokenizer is known here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def completion_logprobs(
         piece_of: token id -> its text and bytes.
         token_ids: the tokens, needed only where ``entries`` holds ``None``.
         text_offset: characters of the choice's text before the first of these tokens (chunks go on from the last
-        one's). skip_special_tokens: special tokens have no characters in the text.
+        one's).
+        skip_special_tokens: special tokens have no characters in the text.
         num_top: alternatives asked for; 0 gives null ``top_logprobs``. ``None``: as many as the entries have.
     """
     tokens: list[str] = []

@@ -1,6 +1,6 @@
 """Response objects of the OpenAI endpoints as plain dictionaries, and server-sent events.
 
-Builders only: they hold no state, and everything they need is given. A stream is chunks, then (when asked for) one
+Builders only: they hold no state and get everything as arguments. A stream is chunks, then (when asked for) one
 chunk with ``usage`` and no choices, then ``SSE_DONE``. A stream that fails after its first byte ends with
 ``sse_error`` and without ``SSE_DONE``, so that no client takes it for complete.
 """

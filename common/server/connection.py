@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self._num_head_bytes:
             self._refuse(HeadTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
-        elif self.cycle is None:  # it has asked for nothing
+        elif self.cycle is None:  # no request has come yet
             self.transport.close()
 
     def _refuse(self, error: TandemError) -> None:

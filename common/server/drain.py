@@ -41,7 +41,7 @@ class Drain:
         who: the process in messages.
         timeout_s: longest time from the beginning to the end.
         count_held: counts what is held for others besides open requests; called at each check.
-        cut_off: called once at the deadline with the error for whoever still waits.
+        cut_off: called once at the deadline with the error that open requests end with.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def install_middleware(
 
 
 class Gate:
-    """Who may come in: one look at a request's head, before anything is done for it.
+    """Decides who may come in, from a request's head, before anything else is done for it.
 
     ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
     (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
@@ -116,7 +116,7 @@ class Gate:
         if scheme.lower() == b"bearer":
             digest = _digest(key.strip())
             if self._is_api_key(digest):
-                # Who it is, for limits per key; the key itself goes no further.
+                # The digest identifies the client, for limits per key; the key itself goes no further.
                 state["api_key_digest"] = digest.hex()
                 return None
         return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")

@@ -13,7 +13,7 @@ from common.errors import InvalidRequestError, RequestAbortedError
 BODY_KEY = "tandem.body"
 """Where a route that has read the body itself leaves it in the scope."""
 MAX_JSON_DEPTH = 64
-"""Levels of objects and lists in each other: what is deeper could exhaust the stack of whoever walks it."""
+"""Levels of nested objects and lists: code that walks a deeper body recursively could exhaust its stack."""
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19  # digits that may not fit 64 bits
@@ -51,8 +51,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _parse_quickly(raw: bytes) -> object:
-    """What ``json`` would make of ``raw``, in a quarter of its time; None where it has to be asked: orjson makes whole
-    numbers beyond 64 bits floats, and has other words for what is wrong."""
+    """What ``json`` would make of ``raw``, in a quarter of its time. None where only ``json`` will do: orjson turns
+    whole numbers beyond 64 bits into floats, and its messages differ."""
     if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
         return None
     try:

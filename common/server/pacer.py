@@ -12,8 +12,8 @@ STARTS_PER_TURN = 4
 class Pacer:
     """Lets few requests begin in one turn of the event loop, in the order in which they came.
 
-    The loop runs everything that is ready before it looks at sockets again: of a thousand requests that come at once,
-    all would be read, placed and sent on before ``/health`` is heard.
+    The loop runs everything that is ready before it reads sockets again: a thousand requests that come at once would
+    all be read, placed and sent on before ``/health`` is answered.
     """
 
     def __init__(self, num_per_turn: int = STARTS_PER_TURN) -> None:

@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
-            # Whatever a drain or a clean-up still waits for, nobody else does.
+            # The second signal means: do not wait for the drain or for a clean-up.
             end_process(FORCED_STATUS)
         if self._drain is None or self._loop is None:
             self.should_exit = True
@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
     async def _end(self, drain: Drain) -> None:
         try:
             await drain.wait()
-        except Exception:  # whatever is wrong with counting, the process has been told to end
+        except Exception:  # the process has to end, also when counting what is held fails
             logger.exception("draining failed")
         finally:
             drain.stopped.set()
@@ -94,8 +94,7 @@ class _Server(uvicorn.Server):
 
 
 class _Startable:
-    """The app, and the error of this project that it refused to start with: uvicorn would only print where that was
-    raised."""
+    """The app, and the ``TandemError`` that it refused to start with, if any: uvicorn would print a traceback."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.error: TandemError | None = None

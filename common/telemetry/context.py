@@ -1,4 +1,4 @@
-"""Which request the running code works for, so that each log line can say so without being told.
+"""Which request the running code works for, so that each log line can name it.
 
 One context variable: a task inherits it from the task that made it. The ``Gate`` sets it at a request's begin;
 tracing adds its ids. Code outside of requests (start, polling, the engine's thread) has none.

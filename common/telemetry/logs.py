@@ -1,8 +1,8 @@
 """What a process logs, to stderr: lines for people (``--log-format text``) or one JSON object a line (``json``).
 
 Both name the request that a line belongs to (``common.telemetry.context``); JSON adds role and node of the process and
-the ids of a traced request. Messages never hold prompts, answers or keys: whoever logs must see to that, nothing is
-filtered here.
+the ids of a traced request. Messages never hold prompts, answers or keys: the code that logs must see to
+that, nothing is filtered here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def configure_logging(
 ) -> None:
     """Log to stderr. Called once by each process's main, never by library code.
 
-    With ``json`` Python's warnings and uncaught exceptions become log lines too: whoever reads the stream finds nothing
+    With ``json`` Python's warnings and uncaught exceptions become log lines too: the stream holds nothing
     but objects, except for what libraries outside of Python print.
     """
     handler = logging.StreamHandler(stream or sys.stderr)

@@ -4,10 +4,9 @@ Life of a trace: 1 the client may send a W3C ``traceparent``, 2 the proxy begins
 it on to every node: ``traceparent`` for the ordinary parent, and its id and begin once more as the member ``tandem`` of
 ``tracestate``, which survives hops in between, 3 each process names the phases it saw, with begin and end; phases are
 the request span's children whoever names them, so that they stand beside each other: ``queue``, ``prefill``, ``pull``,
-``first_token``, ``decode``. ``queue`` is all that was before the first work on the prompt, at the proxy too (the clocks
-of hosts must agree about as well as the figure is to be believed). Each node also has a span of its own, the request's
-leg there. Without a proxy the node's span is the request span. 4 ``end``, on every way out; a span that was never ended
-is never exported.
+``first_token``, ``decode``. ``queue`` covers everything before the first work on the prompt, at the proxy too; across
+hosts it is as exact as their clocks agree. Each node also has a span of its own, the request's leg there. Without a
+proxy the node's span is the request span. 4 ``end``, on every way out; a span that was never ended is never exported.
 
 Here is what everybody uses, as it is while tracing is off: objects that do nothing. ``common.telemetry.otel`` has those
 that record. Names and attributes come from small fixed sets, or are counts and ids: never from what is asked or

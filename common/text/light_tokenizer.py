@@ -56,7 +56,7 @@ class LightTokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        # As a batch: that way other threads run meanwhile.
+        # A batch of one: only batches release the interpreter's lock.
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Of every request; the id is on every answer too.
+# On every request; the id is on every answer too.
 REQUEST_ID_HEADER = "X-Request-Id"
 CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
 """The key of internal routes; a caller that has it counts as a process of the same service."""
 
-# Of a client's request to the proxy.
+# On a client's request to the proxy.
 TRACE_HEADER = "X-Tandem-Trace"
 """``1``: the answer is to say where the request ran and where the time went (the ``tandem`` object)."""
 PLACEMENT_HEADER = "X-Tandem-Placement"
@@ -17,20 +17,20 @@ SESSION_HEADER = "X-Session-Id"
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 """Milliseconds from arrival after which the client has no use for an answer."""
 
-# Of the proxy's answer to a client.
+# On the proxy's answer to a client.
 DROPPED_HEADER = "X-Tandem-Dropped"
 """Why admission turned the request away."""
 
-# Of the decode leg, from the proxy to a node.
+# On the decode leg, from the proxy to a node.
 PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
 """``QUEUE,ELAPSED``: seconds in the proxy's queue, and since the request's arrival, until the leg was sent."""
 PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
 """Name of the node that computes the prompt."""
 
-# Of a decode node's answer to the proxy, which keeps it for its status page.
+# On a decode node's answer; the proxy takes it off and shows it on its status page.
 REPORT_HEADER = "X-Tandem-Report"
-"""What is known when the answer begins: JSON of the ``tandem`` object, but for the total time."""
+"""What is known when the answer begins: JSON of the ``tandem`` object, without the total time."""
 
-# Of a node's answer to another node's pull.
+# On a node's answer to another node's pull.
 LEG_HEADER = "X-Tandem-Leg"
-"""``failed``: the error is not about the question but about the leg that was asked for."""
+"""``failed``: the error is that of the prefill leg which the pull follows, not of the pull itself."""

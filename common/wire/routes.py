@@ -15,22 +15,22 @@ METRICS_ROUTE = "/metrics"
 VERSION_ROUTE = "/version"
 
 INTERNAL_PREFIX = "/internal/"
-# Of both kinds of process.
+# Served by nodes and by the proxy, for operators.
 DRAIN_ROUTE = "/internal/v1/drain"
-# Of the proxy, for operators.
+# Served by the proxy, for operators.
 NODES_ROUTE = "/internal/v1/nodes"
-# Of nodes, called by the proxy.
+# Served by nodes, called by the proxy.
 INFO_ROUTE = "/internal/v1/info"
 LOAD_ROUTE = "/internal/v1/load"
 TOKENIZER_ROUTE = "/internal/v1/tokenizer"
 CACHE_EVENTS_ROUTE = "/internal/v1/cache/events"
-# Of nodes, called by nodes; the proxy releases leases too.
+# Served by nodes, called by other nodes; the proxy releases leases too.
 TRANSFER_ROUTE = "/internal/v1/transfer"
 LIVENESS_ROUTE = "/internal/v1/liveness"
 PULL_ROUTE = "/internal/v1/pull"
 LEASE_RENEW_ROUTE = "/internal/v1/leases/renew"
 LEASE_RELEASE_ROUTE = "/internal/v1/leases/release"
-# Of nodes, for tests and operators.
+# Served by nodes, for operators and tests; the last two only when test hooks are on.
 CACHE_CHECK_ROUTE = "/internal/v1/cache/check"
 TEST_DAMAGE_ROUTE = "/internal/v1/test/damage"
 TEST_TRANSFER_FAULT_ROUTE = "/internal/v1/test/transfer-fault"

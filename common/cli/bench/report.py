@@ -1,4 +1,4 @@
-"""From samples to figures, as an object and as text."""
+"""Turns samples into figures, as an object and as text."""
 
 from __future__ import annotations
 
