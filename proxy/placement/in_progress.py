@@ -34,7 +34,7 @@ NOTHING_EXPECTED: Mapping[str, int] = {}
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """What one prompt's node will have. ``keys``: cut boundary keys. ``until_s``: it counts until then."""
+    """What one prompt's node will have. ``keys``: truncated boundary keys. ``until_s``: it counts until then."""
 
     url: str
     keys: Sequence[bytes]

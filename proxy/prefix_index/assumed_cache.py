@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from proxy.prefix_index.coverage import Coverage
+from proxy.prefix_index.prompt_keys import PromptKeys
 
 
 class AssumedCache:
-    """What a silent node was sent, each block for ``lifetime_s`` after its last use."""
+    """What a node was sent, each block for ``lifetime_s`` after its last use."""
 
     def __init__(self, block_size: int, lifetime_s: float) -> None:
         self.block_size = block_size
         self._lifetime_s = lifetime_s
-        self._ends_s: dict[bytes, float] = {}  # by cut key; the earliest end first
+        self._ends_s: dict[bytes, float] = {}  # by truncated key; the earliest end first
 
     def __len__(self) -> int:
         return len(self._ends_s)
 
-    def observe(self, truncated: Sequence[bytes], now_s: float) -> None:
+    def observe(self, keys: PromptKeys, now_s: float) -> None:
         ends_s = self._ends_s
-        for key in reversed(truncated[1:]):
+        for key in reversed(keys.truncated_keys[1:]):
             ends_s.pop(key, None)
             ends_s[key] = now_s + self._lifetime_s
         expired = list(itertools.takewhile(lambda key: ends_s[key] <= now_s, ends_s))
@@ -32,8 +32,8 @@ class AssumedCache:
         for key in list(itertools.islice(self._ends_s, num_entries)):
             del self._ends_s[key]
 
-    def coverage(self, truncated: Sequence[bytes], now_s: float) -> Coverage:
+    def coverage(self, keys: PromptKeys, now_s: float) -> Coverage:
         get = self._ends_s.get
-        blocks = itertools.islice(truncated, 1, None)
+        blocks = itertools.islice(keys.truncated_keys, 1, None)
         run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, blocks))
         return Coverage(run * self.block_size, run * self.block_size)

@@ -27,7 +27,7 @@ class PrefixIndex:
     """
     Args:
         max_entries: blocks and checkpoints of all nodes together.
-        lifetime_s: for how long a silent node is taken to have what it was sent.
+        lifetime_s: for how long a node that sends no events is taken to have what it was sent.
     """
 
     def __init__(
@@ -40,47 +40,46 @@ class PrefixIndex:
         self.max_entries = max_entries
         self._lifetime_s = lifetime_s
         self._clock = clock
-        self._told: dict[str, NodeCache] = {}
+        self._reported: dict[str, NodeCache] = {}
         self._assumed: dict[str, AssumedCache] = {}
         self._num_entries = 0
 
     def lookup(self, keys: PromptKeys) -> dict[str, Coverage]:
         """Coverage by node URL; nodes that have nothing of the prompt are left out."""
-        truncated = keys.truncated_keys
         found: dict[str, Coverage] = {}
         touches = self._num_entries > self.max_entries // 2
-        for url, cache in self._told.items():
+        for url, cache in self._reported.items():
             if cache.block_size != keys.block_size:
                 continue
-            coverage = cache.coverage(keys, truncated)
+            coverage = cache.coverage(keys)
             if coverage.attention_tokens or coverage.state_tokens:
                 found[url] = coverage
                 if touches:
-                    cache.touch(truncated[1 : coverage.attention_tokens // keys.block_size + 1])
+                    cache.touch(keys.truncated_keys[1 : coverage.attention_tokens // keys.block_size + 1])
         if self._assumed:
             now_s = self._clock()
             for url, assumed in self._assumed.items():
                 if assumed.block_size == keys.block_size:
-                    coverage = assumed.coverage(truncated, now_s)
+                    coverage = assumed.coverage(keys, now_s)
                     if coverage.attention_tokens:
                         found[url] = coverage
         return found
 
     def observe(self, url: str, keys: PromptKeys) -> None:
-        """A node computes this prompt now. Of a node that tells what it has, only its own word counts."""
-        if url in self._told:
+        """A node computes this prompt now. Of a node that sends events, only its events count."""
+        if url in self._reported:
             return
         assumed = self._assumed.get(url)
         if assumed is None or assumed.block_size != keys.block_size:
             self._forget_assumed(url)
             assumed = self._assumed[url] = AssumedCache(keys.block_size, self._lifetime_s)
         before = len(assumed)
-        assumed.observe(keys.truncated_keys, self._clock())
+        assumed.observe(keys, self._clock())
         self._grew(len(assumed) - before)
 
     def drop(self, url: str) -> None:
         """Forget a node."""
-        cache = self._told.pop(url, None)
+        cache = self._reported.pop(url, None)
         self._num_entries -= len(cache) if cache is not None else 0
         self._forget_assumed(url)
 
@@ -88,17 +87,17 @@ class PrefixIndex:
         assumed = self._assumed.pop(url, None)
         self._num_entries -= len(assumed) if assumed is not None else 0
 
-    # --- what a feed tells
+    # --- what events say
 
     def start(self, url: str, cache: NodeCache) -> None:
         """From now on ``cache``, empty to begin with or not, is what is known of a node."""
         self.drop(url)
-        self._told[url] = cache
+        self._reported[url] = cache
         self._grew(len(cache))
 
     def apply(self, url: str, change: CacheChange) -> bool:
         """A change at a node. False: the node was not started, or was dropped since."""
-        cache = self._told.get(url)
+        cache = self._reported.get(url)
         if cache is None:
             return False
         before = len(cache)
@@ -108,12 +107,12 @@ class PrefixIndex:
 
     def num_entries(self, url: str) -> int:
         """Blocks and checkpoints known of a node."""
-        return sum(len(caches[url]) for caches in (self._told, self._assumed) if url in caches)
+        return sum(len(caches[url]) for caches in (self._reported, self._assumed) if url in caches)
 
     def _grew(self, num_entries: int) -> None:
         self._num_entries += num_entries
         while self._num_entries > self.max_entries:
-            caches: list[NodeCache | AssumedCache] = [*self._told.values(), *self._assumed.values()]
+            caches: list[NodeCache | AssumedCache] = [*self._reported.values(), *self._assumed.values()]
             largest = max(caches, key=len)
             before = len(largest)
             # Many at a time: finding the oldest passes over the places of those that went before it.

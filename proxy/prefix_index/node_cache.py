@@ -37,27 +37,28 @@ class NodeCache:
         self._has_groups = bool(groups)
         # Truncated key of a block -> bits of the groups that have it; least recently used first.
         self._blocks: dict[bytes, int] = {}
-        # Boundary -> checkpoints that hang on it -> (position, has a row).
-        self._hanging: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
+        # Truncated key of a boundary -> checkpoints in the block behind it -> (position, has the last token's row).
+        self._checkpoints_behind: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
         self._boundary_of: dict[bytes, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._blocks) + len(self._boundary_of)
 
     def apply(self, change: CacheChange) -> None:
-        """Removals of what is not known are ignored: it was let go here before."""
+        """Removals of what is not known are ignored: it was forgotten here before."""
         if change.group == CHECKPOINT:
             for key in change.keys:
                 self._remove_checkpoint(key)
             if change.is_stored:
-                self._hanging.setdefault(change.boundary, {})[change.keys[0]] = (change.position, change.has_row)
-                self._boundary_of[change.keys[0]] = change.boundary
+                key = change.keys[0]
+                self._checkpoints_behind.setdefault(change.boundary, {})[key] = (change.position, change.has_row)
+                self._boundary_of[key] = change.boundary
             return
         bit, blocks = self._bit_of.get(change.group), self._blocks
         if bit is None:
             return
         if change.is_stored:
-            # The deepest first, so that it is also the first to be let go.
+            # The deepest first, so that it is also the first to be forgotten.
             for key in reversed(change.keys):
                 blocks[key] = blocks.get(key, 0) | bit
             return
@@ -71,13 +72,13 @@ class NodeCache:
     def _remove_checkpoint(self, key: bytes) -> None:
         boundary = self._boundary_of.pop(key, None)
         if boundary is not None:
-            hanging = self._hanging[boundary]
-            del hanging[key]
-            if not hanging:
-                del self._hanging[boundary]
+            checkpoints = self._checkpoints_behind[boundary]
+            del checkpoints[key]
+            if not checkpoints:
+                del self._checkpoints_behind[boundary]
 
     def forget(self, num_entries: int) -> None:
-        """Forget about that many entries, those first that were used least recently."""
+        """Forget so many entries, the least recently used first."""
         num_blocks = min(num_entries, len(self._blocks))
         for key in list(itertools.islice(self._blocks, num_blocks)):
             del self._blocks[key]
@@ -85,7 +86,7 @@ class NodeCache:
             self._remove_checkpoint(key)
 
     def touch(self, truncated: Iterable[bytes]) -> None:
-        """These were used, the deepest given last."""
+        """These blocks were used; the deepest is the last one."""
         blocks = self._blocks
         for key in reversed(list(truncated)):
             bits = blocks.pop(key, None)
@@ -94,16 +95,15 @@ class NodeCache:
 
     # --- lookup
 
-    def coverage(self, keys: PromptKeys, truncated: Sequence[bytes]) -> Coverage:
-        """``truncated``: the ``truncated_keys`` of ``keys``."""
-        size = self.block_size
+    def coverage(self, keys: PromptKeys) -> Coverage:
+        size, truncated = self.block_size, keys.truncated_keys
         run = self._run(truncated)
-        if not run and truncated[0] not in self._hanging:
+        if not run and truncated[0] not in self._checkpoints_behind:
             return NO_COVERAGE
         windows = _Windows(self._windows, self._blocks, truncated, size) if self._windows else None
         num_attention = run * size if self._full_bits else 0
         deepest, resume = 0, 0
-        for position, num_blocks, has_row in self._checkpoints(keys, truncated, run):
+        for position, num_blocks, has_row in self._checkpoints(keys, run):
             deepest = max(deepest, position)
             is_end = position == keys.num_tokens
             if is_end and self._has_state and not has_row:
@@ -137,14 +137,14 @@ class NodeCache:
             run += 1
         return run
 
-    def _checkpoints(self, keys: PromptKeys, truncated: Sequence[bytes], run: int) -> Iterable[tuple[int, int, bool]]:
+    def _checkpoints(self, keys: PromptKeys, run: int) -> Iterable[tuple[int, int, bool]]:
         """(position, full blocks below it, has a row) of this prompt's checkpoints, the deepest first."""
-        get = self._hanging.get
+        get, truncated = self._checkpoints_behind.get, keys.truncated_keys
         for num_blocks in range(run, -1, -1):
-            hanging = get(truncated[num_blocks])
-            if hanging is None:
+            checkpoints = get(truncated[num_blocks])
+            if checkpoints is None:
                 continue
-            places = sorted(((position, row, key) for key, (position, row) in hanging.items()), reverse=True)
+            places = sorted(((position, row, key) for key, (position, row) in checkpoints.items()), reverse=True)
             for position, has_row, key in places:
                 is_here = position <= keys.num_tokens and position // self.block_size == num_blocks
                 if is_here and truncate_key(keys.key_at(position)) == key:
