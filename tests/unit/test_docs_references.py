@@ -46,6 +46,12 @@ def test_guide_when_it_names_a_metric_or_a_file_then_that_exists(path: Path) -> 
         assert not anchor or anchor in anchors(file), target
 
 
+@pytest.mark.parametrize("path", [*GUIDES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_guide_when_it_names_a_path_of_the_repository_then_that_exists(path: Path) -> None:
+    named = re.findall(r"`((?:benchmarks|common|deploy|docs|proxy|tests)/[\w./-]+)`", path.read_text())
+    assert {name for name in named if "NAME" not in name and not (ROOT / name).exists()} == set()
+
+
 @pytest.mark.parametrize("name", ["operations.md", "troubleshooting.md", "runbook.md", "failures.md", "cache.md"])
 def test_guide_when_it_names_a_flag_then_some_command_has_it(name: str) -> None:
     text = OTHER_PROGRAMS.sub("", (ROOT / "docs" / name).read_text())

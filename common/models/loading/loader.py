@@ -51,6 +51,7 @@ class LoadedModel:
 
     Attributes:
         model: the transformers model, in eval mode, on ``device``, attention switched to the paged function.
+        config: its text config.
         geometry: what the cache must hold for it, checked against the loaded modules.
         dtype, device: of the weights.
         ops: the backend that the patched functions call.
@@ -63,6 +64,7 @@ class LoadedModel:
     """
 
     model: Any
+    config: Any
     geometry: ModelGeometry
     dtype: torch.dtype
     device: torch.device
@@ -150,6 +152,7 @@ def load_model(
     )
     return LoadedModel(
         model=loaded,
+        config=loaded.config.get_text_config(),
         geometry=geometry,
         dtype=getattr(torch, dtype),
         device=target,
