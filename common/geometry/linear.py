@@ -18,6 +18,7 @@ _QWEN_DEFAULTS = {
     "qwen3_5": (4096, 248320, 32, 4),
     "qwen3_5_moe": (2048, 248320, 40, 2),
 }
+"""Defaults of the config classes: hidden size, vocabulary, layers, K/V heads."""
 
 
 def qwen_gated_delta(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:

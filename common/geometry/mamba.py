@@ -14,6 +14,7 @@ from common.geometry.parts import (
 from common.kv_cache.spec import ModelGeometry, StateTensorSpec
 
 _NEMOTRON_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""The letters of ``hybrid_override_pattern``."""
 
 
 def _bamba_mixer(config: RawConfig, dtype: str, hidden_size: int) -> tuple[str, tuple[StateTensorSpec, ...]]:

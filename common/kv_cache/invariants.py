@@ -112,11 +112,11 @@ def _check_lease(coordinator: Coordinator, lease: Lease) -> list[str]:
                 continue
             key = lease.keys.key_at(min((index + 1) * size, prefix.num_tokens))
             if (group.pool.generation(block_id), group.pool.tag(block_id)) != (generation, content_tag(key)):
-                problems.append(f"lease {lease.lease_id}: {group.pool.name} {block_id} is not what was promised")
+                problems.append(f"lease {lease.lease_id}: {group.pool.name} {block_id} is not what its reader was told")
     slots, slot_id = coordinator.slots, prefix.slot_id
-    promised = (prefix.slot_generation, content_tag(prefix.key))
-    if slot_id and (slots.generation(slot_id), slots.tag(slot_id)) != promised:
-        problems.append(f"lease {lease.lease_id}: slot {slot_id} is not what was promised")
+    told = (prefix.slot_generation, content_tag(prefix.key))
+    if slot_id and (slots.generation(slot_id), slots.tag(slot_id)) != told:
+        problems.append(f"lease {lease.lease_id}: slot {slot_id} is not what its reader was told")
     return problems
 
 

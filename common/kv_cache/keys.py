@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 KEY_BYTES = 32
+"""Length of a key in bytes: a cryptographic length, since equal keys share memory across tenants."""
 
 
 def chain_key(parent: bytes, token_ids: array[int]) -> bytes:

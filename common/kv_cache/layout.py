@@ -2,8 +2,7 @@
 
 A block is one contiguous byte range: for each layer of its attention group in order K then V, each [block_size,
 num_kv_heads, head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors.
-Every part starts on a multiple of 64 bytes (a cache line, and enough for any element type), slots are padded to 64 as
-well.
+Every part starts on a multiple of ``ALIGNMENT_BYTES``, and slots are padded to one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
 
 LAYOUT_VERSION = 1
+"""Part of every key and of a node's fingerprint: raised when the same bytes would mean something else."""
 ALIGNMENT_BYTES = 64
+"""Start of every tensor in a unit: a cache line, which is enough for any element type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The cache's one face: all that the scheduler and the services see.
+"""The cache manager: all that the scheduler and the node's services see of the cache.
 
 Life of a sequence, local: ``lookup`` -> ``admit`` -> per step (``extend``, ``plan_saves``, ``sequence``,
 ``take_block_copies``, forward, ``complete_step``) -> ``finish_prompt`` -> (``fork`` | ``lease``) -> ``free``.

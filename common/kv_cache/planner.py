@@ -20,6 +20,7 @@ SLOT_SHARE = 0.2
 40 and 160 GiB) 0.15 gave 10.3 and 19.2 % of prompt tokens, 0.2 gave 11.1 and 22.0 %, 0.25 gave 10.8 and 21.6 %."""
 
 MAMBA_CACHE_MODES = ("auto", "all", "align", "none")
+"""``common.kv_cache.checkpoints.save_policy`` says what they keep. The first is the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class CapacityReport:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that fit in the widest attention group; recurrent layers and windows do not grow with them."""
+        """Positions that fit in the first attention group, which reaches furthest; states and windows do not grow with
+        them."""
         return self.groups[0].num_blocks * self.block_size if self.groups else 0
 
     @property
@@ -223,7 +225,7 @@ def _num_slots(
     share: float,
     caches_states: bool,
 ) -> int:
-    """Running slots first, then a share for checkpoints (without caching: for prompts to be handed over)."""
+    """Running slots first, then a share for checkpoints (without caching: for prompts that wait for their reader)."""
     affordable = (budget - min_blocks * block_bytes) // slot_bytes
     shared = int(budget * share) // slot_bytes if block_bytes else affordable
     if caches_states:

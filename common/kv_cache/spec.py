@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of every dtype that a pool may hold."""
@@ -57,7 +57,8 @@ class StateTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
-    """State of one recurrent layer. ``mixer`` is mamba2 | mamba1 | gated_delta | short_conv | lightning."""
+    """State of one recurrent layer. ``mixer`` is mamba2 | mamba1 | gated_delta | kimi_delta |
+    short_conv | lightning."""
 
     layer_idx: int
     mixer: str
@@ -128,7 +129,7 @@ class KVCacheConfig:
     ``num_blocks`` (per attention group) and ``num_slots`` count the null entry at position 0. ``root_key`` binds model
     fingerprint, dtype and layout version: it is the start of every key chain. ``retention_interval`` is in tokens, a
     multiple of ``block_size``; None: every boundary in modes ``all`` and ``align`` and for windows, no grid in
-    ``auto``.
+    ``auto``. ``max_checkpoints`` bounds the index of checkpoints, which need no slot in dense models.
     """
 
     geometry: ModelGeometry
@@ -141,7 +142,7 @@ class KVCacheConfig:
     eviction_policy: str = "value"
     retention_interval: int | None = None
     enable_events: bool = False
-    max_checkpoints: int = field(default=65536)
+    max_checkpoints: int = 65_536
 
     @property
     def has_attention(self) -> bool:

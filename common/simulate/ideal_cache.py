@@ -9,7 +9,7 @@ from common.kv_cache.keys import PrefixKeys
 
 
 class IdealCache:
-    """Every block that was ever seen, and a state at every end: as exact as the real cache, and nothing is evicted.
+    """Keeps every block of every request, and a state at every end: as exact as the real cache, and nothing is evicted.
 
     Its hits are as deep as the real one's or deeper. Grows with the trace.
     """

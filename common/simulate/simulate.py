@@ -31,6 +31,7 @@ from common.simulate.trace import TraceRequest, read_trace
 
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SEQ_ID = "request"
+"""One id serves all requests, as they run one after the other."""
 _CACHE_FLAGS = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "block_size": "block_size",

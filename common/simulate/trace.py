@@ -17,7 +17,9 @@ from typing import Any
 from common.errors import ConfigError
 
 TOKENS_PER_HASH_ID = 512
+"""As the traces of this form have it."""
 MAX_TOKEN_ID = (1 << 32) - 1
+"""Keys hash token ids as 32-bit numbers."""
 MAX_LENGTH = 1 << 24
 """Tokens of one prompt or output: beyond any context, so a larger number is a mistake and not a long replay."""
 

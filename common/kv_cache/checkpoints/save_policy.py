@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from common.kv_cache.spec import KVCacheConfig
 
 MAX_SEMANTIC_SAVES = 8
-"""Semantic boundaries kept of one prompt: states are large, and turns further back were kept when they were new."""
+"""Semantic boundaries of one prompt that get a state: states are large, and earlier turns got theirs when they were
+new."""
 
 
 class SavePolicy:
@@ -94,7 +95,7 @@ class SavePolicy:
         at least 1.
 
         ``align``: every chunk but the last ends on a multiple of the block size, the one before the last at the replay
-        boundary. A budget that reaches no boundary is used as it is (a prompt never waits for a lucky budget); that
+        boundary. A budget that reaches no boundary is used as it is (a prompt never waits for a larger budget); that
         chunk leaves no state, and the next one ends on a boundary again. Other modes never cut.
         """
         if self._mode != "align" or not self._saves_states:

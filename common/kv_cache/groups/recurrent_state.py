@@ -17,6 +17,7 @@ from common.kv_cache.observe.events import EventLog
 from common.kv_cache.pools.unit_pool import UnitPool
 
 MAX_PER_BOUNDARY = 8
+"""Checkpoints with different tails that hang on one block boundary: a lookup compares at most that many."""
 
 STATE_LABEL = "state"
 """The group's name in events and metrics."""
@@ -88,8 +89,8 @@ class RecurrentStateManager:
         """
         bucket = self._by_boundary.get(boundary_key, [])
         if len(bucket) >= MAX_PER_BOUNDARY:
-            loose = [checkpoint for checkpoint in bucket if not checkpoint.is_pinned]
-            victim = min(loose, key=lambda checkpoint: checkpoint.last_use, default=None)
+            unpinned = [checkpoint for checkpoint in bucket if not checkpoint.is_pinned]
+            victim = min(unpinned, key=lambda checkpoint: checkpoint.last_use, default=None)
             return victim is not None, victim
         if len(self._by_key) >= self.max_checkpoints:
             victim = next((checkpoint for checkpoint in self if not checkpoint.is_pinned), None)

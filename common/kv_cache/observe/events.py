@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 DEFAULT_CAPACITY = 16_384
+"""Events that are kept for readers; one that has missed more starts from a snapshot."""
 
 
 class EventKind(enum.Enum):

@@ -1,4 +1,4 @@
-"""What tells a remote reader that memory holds something else than it was promised: per unit a generation and a tag.
+"""How a remote reader finds out that memory no longer holds what it was told: per unit a generation and a tag.
 
 16 bytes per unit of each pool in host memory, registered with the transfer backend: [u64 generation, u64 tag]. Entry 0
 (the null entry) holds the node's random epoch and tag 0.
@@ -20,7 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.kv_cache.keys import KEY_BYTES
 
 TAG_BYTES = 8
+"""Bytes of a key that make its tag."""
 ENTRY_BYTES = 8 + TAG_BYTES
+"""One unit's entry in its table: generation, then tag."""
 
 
 def content_tag(key: bytes) -> int:

@@ -20,6 +20,7 @@ from common.kv_cache.layout import TensorPlace, make_layout
 from common.kv_cache.spec import DTYPE_BYTES, KVCacheConfig
 
 DIGEST_HEX = 16
+"""Hex digits of a digest: 64 bits find a wrong or damaged unit; they are no protection against an attacker."""
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

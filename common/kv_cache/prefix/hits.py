@@ -22,8 +22,8 @@ class PrefixHit:
             group that keeps everything may reach beyond ``num_tokens``.
         num_written: per attention group, rows of positions below this are in shared blocks or in the copied tail.
         num_attention_tokens: tokens in cached full blocks, as far as every group that keeps everything has them.
-        num_state_tokens: position of the deepest usable-or-not checkpoint of this prefix, whatever attention covers.
-        num_windowless_tokens: where the resume would be if sliding windows were no matter.
+        num_state_tokens: position of the deepest checkpoint of this prefix, also where attention does not reach it.
+        num_windowless_tokens: where the resume would be if the sliding windows had all their blocks.
         junction: block boundary up to which attention matched deeper than the resume (an earlier prompt, where no group
             keeps everything); worth a state save.
         checkpoint: the checkpoint to resume from (or, dense, whose tail is continued).

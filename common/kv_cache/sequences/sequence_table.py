@@ -1,4 +1,6 @@
-"""All running sequences and the primitive moves on one of them: what the facade, prompt ends and remote intake share.
+"""The allocations of all running sequences, and the elementary moves on one of them.
+
+The manager, the checkpoint saver, prompt ends and remote prefixes build their operations from these moves.
 
 No move here checks for memory: callers ask ``Coordinator.can_allocate`` first, so that every public operation is all or
 nothing.

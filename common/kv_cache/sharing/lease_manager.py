@@ -1,9 +1,9 @@
-"""What remote readers are shown: prefixes pinned until a deadline, and the finished blocks of prompts under way.
+"""What remote readers are shown: prefixes pinned until a deadline, and the finished blocks of running prompts.
 
 A lease pins full blocks, tail blocks and the state. Every unit in it carries the tag of the content it stands for. One
 block may hold the tails of several checkpoints, or be complete by now, and a unit has one tag only; such a tail is
-leased as a copy of its own. What is shown of a running prompt is pinned by nothing but the sequence: the reader's check
-of the generations decides.
+leased as a copy of its own. What is shown of a running prompt is held by its
+sequence alone: the reader's check of the generations says whether it was still there.
 """
 
 from __future__ import annotations

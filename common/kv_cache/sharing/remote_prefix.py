@@ -45,7 +45,7 @@ class RemotePrefixes:
         self._coordinator = sequences.coordinator
         self._config = sequences.config
         self._prompt_ends = prompt_ends
-        # sequence -> blocks per attention group, slots
+        # sequence -> blocks per attention group, slots: destinations of reads that may still write
         self.quarantined: dict[str, tuple[tuple[list[int], ...], list[int]]] = {}
 
     def accept(self, seq_id: str, keys: PrefixKeys, num_tokens: int) -> PullPlan | None:
@@ -107,8 +107,8 @@ class RemotePrefixes:
         return hit.num_run_tokens if any(read[group.group.group_id] for group in counted) else num_tokens
 
     def _count_hit(self, hit: RemoteHit, num_tokens: int) -> None:
-        """Real blocks and tails only; what is reused is set by the groups that keep everything, without any by the
-        checkpoint."""
+        """Counts real blocks and tails only. ``joint`` is what the groups that keep everything have; a model without
+        such groups has what its checkpoint has."""
         size, checkpoint = self._config.block_size, hit.checkpoint
         has_tail = checkpoint is not None and bool(checkpoint.tail_block_ids)
         num_tail = num_tokens % size if has_tail else 0
