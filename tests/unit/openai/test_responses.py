@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from common.errors import DeadlineExceededError
 from common.openai import responses
-from common.openai.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs
+from common.openai.logprobs import chat_logprobs, completion_logprobs
 from common.request import FinishReason, TokenLogprob
 from common.text.tokenizer import TextCodec
 
@@ -48,40 +47,6 @@ def test_completion_is_what_the_openai_client_reads(codec: TextCodec) -> None:
     assert body["choices"][0]["token_ids"] == [1, 2]
     assert body["choices"][0]["stop_reason"] == "###"
     assert body["tandem"] == {"placement": "local"}
-
-
-def test_completion_text_offsets_point_into_the_text_also_with_split_characters(codec: TextCodec) -> None:
-    text = "hello 😀 the é!"
-    block = completion_logprobs(entries(codec, text), codec.piece)
-    for token, offset in zip(block["tokens"], block["text_offset"], strict=True):
-        if not token.startswith("bytes:"):
-            assert text[offset:].startswith(token)
-    assert len(block["tokens"]) == len(block["token_logprobs"]) == len(block["top_logprobs"])
-
-
-def test_completion_logprobs_of_an_echoed_prompt_begin_with_null(codec: TextCodec, tokenizer: Any) -> None:
-    ids = [tokenizer.eos_token_id, *codec.encode("the fox")]
-    rest = [TokenLogprob(token_id, -2.0, 4, ()) for token_id in ids[1:]]
-    block = completion_logprobs([None, *rest], codec.piece, token_ids=ids, text_offset=10)
-    assert block["token_logprobs"][0] is None
-    assert block["top_logprobs"][0] is None
-    assert block["text_offset"][:2] == [10, 10]
-    shown = completion_logprobs([None, *rest], codec.piece, token_ids=ids, skip_special_tokens=False)
-    assert shown["text_offset"][1] == len(tokenizer.eos_token)
-
-
-def test_logprob_of_minus_infinity_stays_json(codec: TextCodec) -> None:
-    masked = [TokenLogprob(5, -math.inf, 9, ((6, -math.inf),))]
-    block = completion_logprobs(masked, codec.piece)
-    assert block["token_logprobs"] == [MIN_LOGPROB]
-    json.dumps(chat_logprobs(masked, codec.piece), allow_nan=False)
-
-
-def test_num_top_limits_the_alternatives(codec: TextCodec) -> None:
-    items = entries(codec, "x")
-    assert completion_logprobs(items, codec.piece, num_top=0)["top_logprobs"] is None
-    assert chat_logprobs(items, codec.piece, num_top=0)["content"][0]["top_logprobs"] == []
-    assert len(chat_logprobs(items, codec.piece, num_top=2)["content"][0]["top_logprobs"]) == 2
 
 
 def test_chat_is_what_the_openai_client_reads_and_bytes_rebuild_the_text(codec: TextCodec) -> None:
