@@ -26,7 +26,6 @@ class Record:
         age_start: admission count when it was stored or last used; -1 when forgotten.
         reached: its class's live counts by age.
         block_id: the full block its checkpoint hangs on, 0: none.
-        num_own_blocks: blocks that become dead ends when it goes; 0 while another checkpoint follows.
         version: of its newest entry among the slots; older entries are void.
     """
 
@@ -37,13 +36,11 @@ class Record:
     depth: int
     num_new_tokens: int
     age_start: int = 0
-    uses: int = 0
     bin: int = 0
     reuse_class: ReuseClass = ()
     reached: list[float] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
     block_id: int = 0
-    num_own_blocks: int = 0
     version: int = 0
 
 

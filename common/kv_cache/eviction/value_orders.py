@@ -20,8 +20,6 @@ class Valuer(Protocol):
 
     def expected_tokens(self, record: Record) -> float: ...
 
-    def value(self, record: Record) -> float: ...
-
     def resident(self) -> Iterator[Record]: ...
 
 
@@ -45,10 +43,10 @@ class SlotOrder(EvictionOrder):
 
     def _enter(self, record: Record) -> None:
         self._count += 1
-        heappush(self._heap, (self._valuer.value(record), self._count, record.version, record))
+        heappush(self._heap, (self._valuer.expected_tokens(record), self._count, record.version, record))
 
     def rebuild(self) -> None:
-        value = self._valuer.value
+        value = self._valuer.expected_tokens
         records = (self._record_of[slot_id] for slot_id in self._units)
         self._heap = [(value(record), number, record.version, record) for number, record in enumerate(records)]
         self._count = len(self._heap)
@@ -76,7 +74,7 @@ class SlotOrder(EvictionOrder):
         return len(self._units)
 
     def __iter__(self) -> Iterator[int]:
-        value, record_of = self._valuer.value, self._record_of
+        value, record_of = self._valuer.expected_tokens, self._record_of
         return iter(sorted(self._units, key=lambda slot_id: value(record_of[slot_id])))
 
     def __contains__(self, unit_id: object) -> bool:
@@ -186,7 +184,7 @@ class BlockOrder(EvictionOrder):
         tree, valuer = self._tree, self._valuer
         block_id = record.block_id
         if not block_id:
-            return valuer.value(record)
+            return valuer.expected_tokens(record) / valuer.slot_bytes
         num_tokens, num_bytes, least = 0.0, 0, float("inf")
         while block_id:
             num_own, before = tree.own_stretch(block_id)

@@ -1,14 +1,14 @@
-"""Eviction by value: expected returns per byte and time, states and the blocks below them together, leaf first.
+"""Eviction by value: expected returns per time and byte, states and the blocks below them together, leaf first.
 
 The value of a checkpoint is the tokens it saves, times how likely and how soon checkpoints of its class and age are
-asked for (``reuse``), over the bytes it keeps: its slot, and the blocks that lead to no other checkpoint. A class is
-why it was kept, how often it was used, how often its line of prefixes was continued before, and how many new tokens it
-came with: a short addition to a known prefix is a conversation, a long one seldom is.
+asked for (``reuse``). A class is why it was kept, how often its line of prefixes was continued before, and how many
+new tokens it came with: a short addition to a known prefix is a conversation, a long one seldom is.
 
 When a slot is wanted, the least valuable checkpoint goes; blocks that led to no other are dead ends from then on. When
 a block is wanted, dead ends go first (oldest first), then a *leaf*: a block on which checkpoints hang, with none after
-it that leads to another. Of the leaves that one goes whose branch is worth least: a cheap state at the end of a long
-worthless branch must not keep the branch, so a leaf counts as the worst stretch of its branch that could go with it.
+it that leads to another. Of the leaves that one goes whose branch is worth least per byte: a cheap state at the end of
+a long worthless branch must not keep the branch, so a leaf counts as the worst stretch of its branch that could go with
+it. What each part brings is measured in docs/cache.md.
 
 Life of a record: 1 stored with its checkpoint, 2 aged from bin to bin, 3 the checkpoint is evicted: a ghost, which
 still learns, 4 asked for again, by a prompt whose deepest known prefix it is: counted, and at age 0 again, in another
@@ -31,14 +31,18 @@ from common.kv_cache.spec import KVCacheConfig
 
 MIN_GHOSTS = 8192
 GHOSTS_PER_SLOT = 16
+"""Evicted checkpoints remembered: MIN_GHOSTS and GHOSTS_PER_SLOT for each slot. In a small pool what returns was
+evicted long before: with one a slot instead, the hit rate at 40 GiB falls from 11.3 to 7.9 % (docs/cache.md)."""
 REFRESH_INTERVAL = 64
 """Admissions between two looks at the statistics (more when there are many checkpoints: each look values all anew)."""
 AGEING_INTERVAL = 4
+"""Admissions between two looks at who left its age bin: less than the narrowest bin is wide."""
 HALVING_INTERVAL = 8192
+"""Admissions after which all counts are halved, so that the last few thousand requests decide."""
 MAX_DEPTH = 3
-MAX_USES = 2
 NEW_TOKENS_UNIT = 512
 MAX_NEW_BITS = 7
+"""Classes: depth 0, 1, 2, 3 or more; new tokens below 512, 1,024, 2,048 and so on, 32,768 or more in the last."""
 
 
 class ValuePolicy(EvictionPolicy):
@@ -84,7 +88,6 @@ class ValuePolicy(EvictionPolicy):
             return
         keys.history = (known.position, known.depth + 1)
         self._statistics.count_return(known.reuse_class, max(known.bin, age_bin(self._now - known.age_start)))
-        known.uses += 1
         self._records.move_to_end(known.key)
         self._restart_age(known)
         if known.checkpoint is not None:
@@ -138,21 +141,13 @@ class ValuePolicy(EvictionPolicy):
         """Tokens expected to be saved per request waited."""
         return self._statistics.index(record.reuse_class)[record.bin] * record.position
 
-    def value(self, record: Record) -> float:
-        """Tokens expected to be saved per byte kept and request waited."""
-        return self.expected_tokens(record) / (self.slot_bytes + record.num_own_blocks * self.block_bytes)
-
     def resident(self) -> Iterator[Record]:
         return iter(self._resident.values())
 
     def _appraise(self, block_id: int) -> None:
-        """What follows the block has changed: so has what its checkpoints keep."""
-        records = self.tree.hanging.get(block_id)
-        if records:
-            num_own = 0 if self.tree.num_followers[block_id] else self.tree.own_stretch(block_id)[0]
-            for record in records:
-                record.num_own_blocks = num_own
-                self._revalue(record)
+        """What follows the block has changed: it may be a leaf now."""
+        for record in self.tree.hanging.get(block_id, ()):
+            self._revalue(record)
 
     def _revalue(self, record: Record) -> None:
         record.version += 1
@@ -191,7 +186,7 @@ class ValuePolicy(EvictionPolicy):
     def _restart_age(self, record: Record) -> None:
         """Age 0 from now on, in the class that fits by now."""
         new_bits = min(MAX_NEW_BITS, (record.num_new_tokens // NEW_TOKENS_UNIT).bit_length())
-        record.reuse_class = (record.origin, min(record.uses, MAX_USES), min(record.depth, MAX_DEPTH), new_bits)
+        record.reuse_class = (record.origin, min(record.depth, MAX_DEPTH), new_bits)
         record.reached = self._statistics.reached(record.reuse_class)
         record.reached[0] += 1
         record.age_start = self._now
