@@ -89,6 +89,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> Schedule:
+        """Plans one step and takes the memory for it; what runs comes before what waits."""
         schedule = Schedule()
         num_preemptions = self.num_preemptions
         for sequence in self.running:
@@ -101,6 +102,7 @@ class Scheduler:
         return schedule
 
     def _schedule_running(self, schedule: Schedule, budget: int) -> int:
+        """Returns the tokens that are left of ``budget``."""
         for sequence in list(self.running):
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted for an earlier one
@@ -117,6 +119,8 @@ class Scheduler:
         return budget
 
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need
+        be; False: it was preempted itself."""
         while not self._manager.extend(sequence.seq_id, num_tokens):
             victim = self.running[-1]  # last in order: never one that this step has already planned
             self.preempt(victim)
@@ -214,6 +218,7 @@ class Scheduler:
         return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
 
     def _start_pull(self, schedule: Schedule, sequence: Sequence) -> bool:
+        """Takes the memory that a remote prefix will be read into. False: it does not fit now."""
         plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.remote.num_tokens)
         if plan is None:
             return False
