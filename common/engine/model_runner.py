@@ -18,7 +18,8 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.adapter.arguments import step_arguments
 from common.models.adapter.engine_cache import EngineCache
-from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
+from common.models.adapter.forward_context import ForwardContext, set_forward_context
+from common.models.adapter.pool_views import PoolViews
 from common.models.cpu.replay import Replay
 from common.models.loading.loader import LoadedModel
 
@@ -55,7 +56,7 @@ class ModelRunner:
                 # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
                 ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
                 with set_forward_context(context):
-                    hidden = self._run(ids, context.positions)
+                    hidden = self._run(ids, context.metadata.positions)
             ends = itertools.accumulate(segment.num_tokens for segment in segments)
             rows = []
             for segment, end in zip(segments, ends, strict=True):

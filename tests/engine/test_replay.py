@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from common.engine.model_runner import ModelRunner
-from common.models.adapter.forward_context import PoolViews, get_forward_context
+from common.models.adapter.forward_context import get_forward_context
+from common.models.adapter.pool_views import PoolViews
 from common.models.cpu.arena import Arena
 from common.models.cpu.program import Program
 from common.models.cpu.recorder import Recorder
@@ -89,7 +90,7 @@ def test_decode_steps_when_an_operation_reads_the_steps_tensors_then_are_not_rep
     def run_and_look(self: ModelRunner, token_ids: Tensor, positions: Tensor) -> Tensor:
         context = get_forward_context()
         assert context is not None
-        return run(self, token_ids, positions) + 0.0 * context.positions[:, None]
+        return run(self, token_ids, positions) + 0.0 * context.metadata.positions[:, None]
 
     monkeypatch.setattr(ModelRunner, "_run", run_and_look)
     found, runner = decode("granitemoehybrid", "float32", is_replayed=True)

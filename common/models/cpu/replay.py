@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
+from common.models.adapter.forward_context import ForwardContext, set_forward_context
+from common.models.adapter.pool_views import PoolViews
 from common.models.cpu.arena import Arena
 from common.models.cpu.program import Program
 from common.models.cpu.recorder import Recorder

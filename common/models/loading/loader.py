@@ -51,7 +51,6 @@ class LoadedModel:
 
     Attributes:
         model: the transformers model, in eval mode, on ``device``, attention switched to the paged function.
-        config: its text config.
         geometry: what the cache must hold for it, checked against the loaded modules.
         dtype, device: of the weights.
         ops: the backend that the patched functions call.
@@ -64,7 +63,6 @@ class LoadedModel:
     """
 
     model: Any
-    config: Any
     geometry: ModelGeometry
     dtype: torch.dtype
     device: torch.device
@@ -152,7 +150,6 @@ def load_model(
     )
     return LoadedModel(
         model=loaded,
-        config=loaded.config.get_text_config(),
         geometry=geometry,
         dtype=getattr(torch, dtype),
         device=target,

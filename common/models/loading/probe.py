@@ -20,7 +20,8 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.arguments import step_arguments, stock_cache
-from common.models.adapter.forward_context import ForwardContext, PoolViews, set_forward_context
+from common.models.adapter.forward_context import ForwardContext, set_forward_context
+from common.models.adapter.pool_views import PoolViews
 from common.models.cpu.replay import Replay
 from common.models.loading.check_shapes import check_shapes
 from common.ops.interface import Ops
@@ -150,7 +151,7 @@ def check_numbers(
         context = _context(pieces, views, ops, device)
         ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in pieces])[None].to(device)
         with _shape_errors(geometry), set_forward_context(context):
-            output = model(input_ids=ids, **step_arguments(model, cache, context.positions))
+            output = model(input_ids=ids, **step_arguments(model, cache, context.metadata.positions))
         want = torch.cat([expected[p.sequence, p.start : p.end] for p in pieces])
         differences.append((output.logits[0].float() - want).abs() / expected.std().clamp_min(1e-12))
     difference = torch.cat(differences)
@@ -199,7 +200,7 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
                     found.append(replay.forward(forward, context, ids.tolist(), [p.start for p in each]))
                     continue
                 with set_forward_context(context):
-                    logits = forward(ids, context.positions)
+                    logits = forward(ids, context.metadata.positions)
                 if each is pieces:
                     found.append(logits)
         rows.append(found)
