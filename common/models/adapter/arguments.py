@@ -12,7 +12,7 @@ from torch import Tensor
 
 @functools.cache
 def _takes_positions(model_class: Any) -> bool:
-    # The class is asked, not the object: the head stands in for the base model's bound forward.
+    # The signature is the class's: the object's own forward may be the one that ``Head`` put there.
     return "position_ids" in inspect.signature(model_class.forward).parameters
 
 

@@ -1,4 +1,4 @@
-"""The output head of any family: the stock causal-LM forward with the base model standing in.
+"""The output head of any family: the stock causal-LM forward, with rows handed in instead of the base model's.
 
 Scaling, soft-capping and the like are applied by the family's own code after the base model returns. So that code is
 run as it is, on rows kept from an earlier step, while the base model's forward hands those rows out instead of
@@ -19,7 +19,7 @@ _STANDING_IN: ContextVar[Tensor | None] = ContextVar("standing_in", default=None
 
 
 class Head:
-    """Owns the stand-in of one model; outside :meth:`logits` the base model's forward is its own."""
+    """Replaces the forward of one base model, which still computes as before outside of :meth:`forward`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class Head:
 
     @torch.inference_mode()
     def forward(self, rows: Tensor) -> Tensor:
-        """The same in the model's own dtype."""
+        """The same logits in the model's own dtype."""
         with _stand_in(rows):
             ids = torch.zeros(1, rows.shape[0], dtype=torch.long, device=rows.device)
             output = self._model(input_ids=ids, use_cache=False)

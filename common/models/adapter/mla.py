@@ -1,11 +1,12 @@
 """Multi-head latent attention (arXiv 2405.04434) on the latents themselves.
 
 A token leaves one row: its latent, from which the keys and values of all heads would be made, then the part of the key
-that all heads share. Keys and values are never made. As the making is linear, the key's half of it is applied to the
-query instead and the value's half to the result ("absorbed"): what remains is ordinary attention of all heads over one
-K/V head, whose keys are the rows and whose values are their latent part. It reads 576 numbers a token where 32 heads
-of keys and values are 10,240. Prompts take the same way: making keys and values first is faster for short ones only
-(bfloat16, one core, 1,024 tokens 0.15 s against 0.22 s; 512 tokens after 4,096 0.82 s against 0.85 s).
+that all heads share. Keys and values are never made. They are a linear function of the latent, so the key's half of it
+is applied to the query instead and the value's half to the result ("absorbed"): what remains is ordinary attention of
+all heads over one K/V head, whose keys are the rows and whose values are their latent part. It reads 576 numbers a
+token where 32 heads of keys and values are 10,240. Prompts are computed in the same way: making keys and values first
+is faster for short ones only (bfloat16, one core, 1,024 tokens 0.15 s against 0.22 s; 512 tokens after 4,096 0.82 s
+against 0.85 s).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from common.models.adapter.forward_context import ForwardContext
 def store(context: ForwardContext, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
     """Write this step's rows to their blocks. latent: [1, 1, num_tokens, rank]; shared_key: [1, 1, num_tokens, width].
 
-    Returns one row of each: as little as the model's expansion to keys and values takes. What it makes is not read.
+    Returns one row of each. The model expands what it gets to keys and values that nobody reads, so it gets little.
     """
     pool = context.attention_pool()
     rows = torch.cat([latent, shared_key], -1)[0].transpose(0, 1)

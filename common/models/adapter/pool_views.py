@@ -1,4 +1,4 @@
-"""What of the pools each layer of a model reads and writes."""
+"""The part of the pools that each layer of a model reads and writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AttentionPool:
 
     Attributes:
         key: [num_blocks, block_size, num_kv_heads, head_size]; value: [.., head_size_v].
-        group_id: whose block tables lead there.
+        group_id: the attention group whose block tables index it.
         window: tokens that a query sees, 0 for all.
         is_latent: keys are latent rows, from which values are made too (MLA).
     """
@@ -37,8 +37,8 @@ class AttentionPool:
 
 @dataclass(frozen=True, slots=True)
 class PoolViews:
-    """All layers' views, looked up once per model instead of once per layer and step. ``windows``: of each attention
-    group in order."""
+    """All layers' views, looked up once per model instead of once per layer and step. ``windows``: the window of each
+    attention group, in order."""
 
     attention: dict[int, AttentionPool]
     state: dict[int, dict[str, Tensor]]

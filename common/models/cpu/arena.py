@@ -29,20 +29,21 @@ class Place:
 
 
 class Arena:
-    """Memory of all programs of one model, of which one runs at a time. Reserved, and resident as far as it is used."""
+    """Memory of all programs of one model, which share it because one of them runs at a time. The address space is
+    reserved; only pages that were used are resident."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._num_bytes = num_bytes
         self._begin: int = self._bytes.data_ptr()
-        self._taken: list[tuple[int, int, StorageWeakRef]] = []  # begin, end, who: in order
+        self._taken: list[tuple[int, int, StorageWeakRef]] = []  # begin, end and the storage that has it, ascending
 
     def holds(self, x: Tensor) -> bool:
         return 0 <= int(x.untyped_storage().data_ptr()) - self._begin < self._num_bytes
 
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A tensor in memory that no living one has; None: there is no room."""
+        """A tensor in memory that no living tensor has; None: there is no room."""
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
         if span == 0:
             return torch.empty_strided(shape, stride, dtype=dtype)
@@ -60,7 +61,7 @@ class Arena:
 
     def view(self, place: Place) -> Tensor:
         """The tensor that was at ``place``, again."""
-        if 0 in place.shape:  # was at no address
+        if 0 in place.shape:  # an empty tensor has no address
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
         offset = (place.address - self._begin) // place.dtype.itemsize
         return self._bytes.view(place.dtype).as_strided(place.shape, place.stride, offset)

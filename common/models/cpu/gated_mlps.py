@@ -1,8 +1,8 @@
-"""Puts one compiled call between the matrix products of gated MLPs, ``down(silu(gate(x)) * up(x))``: what lies between
-them is as wide as a model gets, and torch passes over it twice (8 % of a prefill, lfm2 M).
+"""Puts one compiled call between the matrix products of gated MLPs, ``down(silu(gate(x)) * up(x))``: tensors there are
+the widest of a model, and torch passes over them twice (8 % of a prefill, lfm2 M).
 
-A module is replaced when its layers have known names and its own code gives the same numbers as ours: another
-activation, a factor or the halves in the other order do not.
+A module is replaced when its layers have known names and its own code gives the same numbers as ours: a module with
+another activation, a factor or the halves in the other order does not.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from common.ops.step.packed import PackedStep
 
 
 class Program:
-    """A recorded forward. ``inputs`` are filled in before, ``output`` is read after :meth:`run`; both are places in the
-    arena, which the next program may use otherwise."""
+    """A recorded forward. Write ``inputs``, call :meth:`run`, read ``output``: all are places in the arena, which the
+    next program may overwrite."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Program:
         self._kept = (ops, kept)
 
     def run(self, steps: Sequence[PackedStep]) -> None:
-        """``steps``: of each attention group."""
+        """``steps``: the step of each attention group."""
         for own, step in zip(self._steps, steps, strict=True):
             own[:] = step.header  # in place: the calls have its address
         for stage in self._stages:

@@ -50,7 +50,7 @@ _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 class _KernelCall:
     function: Any
     words: array[int]
-    group: int  # whose step; -1: none
+    group: int  # attention group whose step it reads; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _TorchCall:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    results: tuple[Place, ...] | None  # None: it writes where its arguments say
+    results: tuple[Place, ...] | None  # None: it writes to one of its arguments
 
 
 class Recorder(TorchDispatchMode):
@@ -73,8 +73,8 @@ class Recorder(TorchDispatchMode):
         steps: Sequence[PackedStep],
         constants: dict[Any, Any],
     ) -> None:
-        """``pools``: memory that changes from step to step outside of the arena. ``steps``: of each attention group.
-        ``constants``: what earlier recordings of the model have computed from its weights, added to."""
+        """``pools``: memory outside of the arena that changes from step to step. ``steps``: the step of each attention
+        group. ``constants``: results that earlier recordings of the model computed from its weights; added to."""
         super().__init__()
         self._ops, self._arena = ops, arena
         self._step_addresses = [step.address for step in steps]
@@ -134,8 +134,8 @@ class Recorder(TorchDispatchMode):
         return moved
 
     def _constant(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What depends on weights alone: once per model. Two calls in one forward have a result each: one of them may
-        be written to."""
+        """The result of an operation that depends on weights alone, computed once per model. Equal calls in one forward
+        have a result each, because one of the results may be written to."""
         leaves = [
             (x.data_ptr(), x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
             for x in tree_flatten((args, kwargs))[0]
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def finish(self, output: Tensor) -> Program | None:
-        """The program, if there is one; ``output`` is what of the forward's result is wanted."""
+        """The program, or None if the forward cannot be repeated; ``output``: the part of its result that is wanted."""
         if not self._arena.holds(output):
             self.refuse("the output does not depend on the inputs")
         if self.reason:
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
         writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         if writes != [0] or not self._arena.holds(args[0]):
             self.refuse(f"{func} writes to memory that is not the step's own")
-            self._constants.clear()  # it may have been one of these
+            self._constants.clear()  # what was written to may be one of them
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         name = func._schema.name

@@ -75,7 +75,7 @@ class Replay:
         inputs: tuple[Tensor, ...],
         group_metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
-        """What is returned is the caller's own."""
+        """The result of ``call`` on ``inputs``, recorded or replayed; its memory is the caller's own."""
         num_rows = inputs[0].shape[0]
         key = (name, num_rows, torch.get_num_threads())
         if num_rows > MAX_ROWS:
@@ -100,7 +100,7 @@ class Replay:
         inputs: tuple[Tensor, ...],
         group_metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
-        self._programs[key] = None  # a recording that raised is not tried again
+        self._programs[key] = None  # stays so if the recording raises: it is not tried again
         steps = [metadata.packed for metadata in group_metadata]
         recorder = Recorder(self._ops, self._arena, inputs, self._pools, steps, self._constants)
         try:

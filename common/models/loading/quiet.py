@@ -1,5 +1,5 @@
-"""transformers talks on its own: progress bars on stderr, and a warning for every kernel package that is not installed,
-although the engine does not use those kernels. Here it is asked to be still for the length of a block."""
+"""Silences transformers for the length of a block: otherwise it writes progress bars to stderr, and a warning for every
+kernel package that is not installed, although the engine does not use those kernels."""
 
 from __future__ import annotations
 

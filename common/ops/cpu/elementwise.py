@@ -1,4 +1,4 @@
-"""Element by element operations as compiled kernels, and runs of kernel calls: what a replayed step is made of."""
+"""Element by element operations as a compiled kernel, and runs of kernel calls: replayed steps consist of both."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class ElementwiseOps:
     def words(
         self, kind: Elementwise, out: Tensor, a: Tensor, b: Tensor | float = 0.0
     ) -> tuple[list[int], tuple[Any, ...]] | None:
-        """The kernel's arguments for ``out = kind(a, b)``, and what they have addresses of; None: not in a form that
-        the kernel knows. ``a`` and ``b`` are broadcast to the shape of ``out``."""
+        """The kernel's arguments for ``out = kind(a, b)``, and the objects whose addresses they hold; None: the kernel
+        cannot compute it. ``a`` and ``b`` are broadcast to the shape of ``out``."""
         tensors = [x for x in (out, a, b) if isinstance(x, Tensor)]
         if any(x.dtype not in DTYPES or x.device.type != "cpu" for x in tensors):
             return None

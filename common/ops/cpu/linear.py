@@ -23,10 +23,10 @@ from common.ops.cpu.launch import DTYPES, find_kernel, launch, refuse_replay
 class PackedWeight:
     """One matrix [out_features, in_features] or ``num_groups`` of them, in the order in which the kernel reads it.
 
-    ``words``: int32, flat; what is in it belongs to the machine's vector width and never leaves the process. It begins
-    behind a few words of the same memory, which kernels may read.
-    ``books``: int32 [num_groups, words of a book], how each matrix is written; None: all of them plain. ``nbytes``: of
-    ``words``, in use.
+    ``words``: int32, flat; their order depends on the machine's vector width, so they never leave the process. Kernels
+    may read a few words before them, which are part of the same memory.
+    ``books``: int32 [num_groups, words of a book], the code of each compact matrix; None: all of them are plain.
+    ``nbytes``: bytes of ``words`` in use.
     """
 
     words: Tensor
@@ -61,7 +61,7 @@ class LinearOps:
 
     def pack(self, weight: Tensor, words: Tensor, *, is_compact: bool = False) -> PackedWeight:
         """Copy ``weight`` [(groups,) out, in] to ``words``, int32 [num_words(weight)]. ``is_compact``: in 12 bits where
-        that can be and loses nothing; what is left of ``words`` is not touched."""
+        the machine has kernels for it and nothing is lost; the rest of ``words`` is not touched then."""
         if words.dtype != torch.int32 or words.numel() != self.num_words(weight) or not words.is_contiguous():
             raise RuntimeError(f"pack: {words.dtype} {tuple(words.shape)} does not fit {tuple(weight.shape)}")
         words, weight = words[self._lead_words :], weight.detach().contiguous()
@@ -107,7 +107,7 @@ class LinearOps:
         flat = indices.flatten().contiguous()
         if weight.num_groups != 1 or flat.dtype != torch.int64:
             raise RuntimeError(f"packed rows: {flat.dtype} indices into {weight.num_groups} matrices")
-        # The tensor's memory itself: while a step is recorded, its values must not be asked for.
+        # Read from the tensor's memory: asking torch for values would make a recording fail.
         ids = (ctypes.c_int64 * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else ()
         if flat.numel() and not 0 <= min(ids) <= max(ids) < weight.out_features:
             raise IndexError(f"packed rows: an index is outside [0, {weight.out_features})")
@@ -141,9 +141,9 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def large_pages(num_words: int) -> Tensor:
-    """int32 [num_words] of zeros in pages of 2 MB where the system has them: without, a processor spends as long on
-    page tables as on the weights (read bandwidth 18 GB/s against 31, Zen 4 under KVM)."""
-    # Private: shared memory has no large pages unless the system is told so.
+    """int32 [num_words] of zeros, in pages of 2 MB where the system has them: with small pages a processor spends as
+    long on page tables as on the weights (read bandwidth 18 GB/s against 31, Zen 4 under KVM)."""
+    # Private, because shared memory has no large pages unless the system is configured for it.
     memory = mmap.mmap(-1, max(4 * num_words, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -73,6 +73,7 @@ def chunk_size(longest_run: int, limit: int) -> int:
 
 
 def cut_into_chunks(spans: Sequence[Span], size: int, device: torch.device) -> SpanChunks:
+    """``spans`` in chunks of ``size`` rows, in order."""
     rows: list[Tensor] = []
     lengths: list[int] = []
     walk: list[ChunkStep] = []

@@ -92,8 +92,8 @@ def build_paged(
     writes = torch.cat([decode_writes, *span_writes], 1)
     in_packed_order = bool((writes[0] == torch.arange(writes.shape[1])).all()) and writes.shape[1] == begins[-1]
 
-    # A decode row reads the blocks [first, last] of its table, of which ``num_keys`` places are keys or before its
-    # window.
+    # A decode row reads the blocks [first, last] of its table. Their first ``num_keys`` places are keys, or lie before
+    # its window.
     positions = torch.tensor([segments[i].start for i in decode], dtype=torch.long)
     lasts = positions // block_size
     earliest = (positions - window + 1).clamp_(min=0) if window else torch.zeros_like(positions)

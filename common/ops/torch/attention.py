@@ -1,7 +1,7 @@
 """Paged attention on block views of the arena: ``K [num_blocks, block_size, num_kv_heads, head_size]`` and the same
 for V.
 
-Three shapes of work in one call: first chunks (causal, keys straight from the packed rows), continuation chunks (keys
+One call does three kinds of work: first chunks (causal, keys straight from the packed rows), continuation chunks (keys
 gathered through the block table, masked) and decode rows (one batched product over all of them).
 """
 
@@ -68,7 +68,8 @@ def _decode(query: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: PagedMetada
     # [num_kv_heads, num_decode, blocks, block_size, head_size] -> [num_kv_heads * num_decode, keys, head_size]
     k = k_pool.permute(2, 0, 1, 3)[:, metadata.decode_tables].reshape(num_kv_heads * num_rows, -1, head_size)
     v = v_pool.permute(2, 0, 1, 3)[:, metadata.decode_tables]
-    # A weight of 0 does not silence what a former owner left in the last block if that is infinite or no number.
+    # Places beyond the row's own position hold what a former owner of the block left: infinite or NaN, it would pass
+    # through a weight of 0, so it is set to 0.
     every = torch.arange(num_rows, device=v.device)
     v[:, every, metadata.decode_last] = v[:, every, metadata.decode_last].masked_fill(metadata.decode_stale, 0.0)
     v = v.reshape(num_kv_heads * num_rows, -1, v_pool.shape[-1])
