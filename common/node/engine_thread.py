@@ -1,4 +1,4 @@
-"""The bridge between asyncio and the engine: one thread runs the engine, everything else talks to it through commands.
+"""Asyncio on one side, the engine on the other: one thread runs the engine, all others reach it through commands.
 
 1 a coroutine submits a request (a command in the queue), 2 the thread runs commands between steps, then one step, 3 the
 step's outputs are handed to the event loop in one call, 4 the coroutine reads them from its own queue. Leaves by:

@@ -24,7 +24,7 @@ from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.rendezvous import RendezvousTable
 from common.node.metrics import cache_samples
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ReadablePrefix
 from common.node.pull.metrics import failure_label, record_pull

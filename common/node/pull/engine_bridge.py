@@ -15,7 +15,7 @@ from typing import Protocol
 
 from common.errors import TransferError
 from common.kv_cache.sharing.remote_prefix import PullPlan
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.manifest_stream import ReadablePrefix
 from common.node.pull.pull_task import FinishedPull, PullTask, RemotePrefix
 from common.transfer.codes import TransferCode

@@ -22,7 +22,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
 from common.models.loading.loader import LoadedModel
 from common.node.engine_thread import EngineThread
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.manifest_stream import (
     OWN_ABORT_WAIT_S,
     ROW_PARAM,

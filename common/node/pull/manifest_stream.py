@@ -21,7 +21,7 @@ import torch
 from common.errors import InvalidRequestError, PrefillLegFailedError, TandemError, TransferError
 from common.models.loading.loader import LoadedModel
 from common.node.digests import PrefixDigests
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.remote_leases import RemoteLeases
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
 from common.wire.pull import MAX_WAIT_SECONDS, RendezvousQuery, read_answer

@@ -21,7 +21,7 @@ from common.errors import PrefillLegAbortedError, TandemError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.sharing.remote_prefix import PullPlan
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.manifest_stream import OWN_ABORT_WAIT_S, ManifestStream, ReadablePrefix
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.codes import TransferCode

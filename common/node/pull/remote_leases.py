@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import TransferError
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE
 
 logger = logging.getLogger(__name__)

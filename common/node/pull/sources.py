@@ -20,7 +20,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
 from common.models.loading.loader import LoadedModel
 from common.node.engine_thread import EngineThread
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.manifest_stream import FixedManifestStream, ReadablePrefix
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.remote_leases import RemoteLeases

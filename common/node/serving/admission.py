@@ -1,4 +1,4 @@
-"""Which requests a node takes in, and how many wait.
+"""Which requests a node admits, and how many wait.
 
 A request waits for the engine, or before that for the first part of a prompt that a peer computes. A node that drains
 takes nothing new, and at its deadline cuts off the waits for peers that are left.

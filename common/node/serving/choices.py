@@ -80,7 +80,7 @@ class Choice:
         return self._stream.num_tokens
 
     def add(self, output: RequestOutput) -> ChoiceDelta:
-        """Takes in one output; after a stop string matched, ``finish_reason`` is set whatever the engine says."""
+        """Adds one output; after a stop string matched, ``finish_reason`` is set whatever the engine says."""
         ended_by_token = output.finish_reason is FinishReason.STOP and bool(output.token_ids)
         delta = self._stream.add(output.token_ids, hide_last=ended_by_token)
         text, token_ids = delta.text, list(output.token_ids[: delta.num_tokens_consumed])
@@ -119,7 +119,7 @@ class Choice:
         )
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Takes in what the client got from another node, so that the next text continues it exactly.
+        """Adds what the client got from another node, so that the next text continues it exactly.
 
         Raises:
             InvalidRequestError: a stop string is in it: the answer has ended.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from common.node.peers.peers import PeerDirectory
+from common.node.peers.directory import PeerDirectory
 from common.node.pull.remote_leases import RemoteLeases
 from common.transfer.puller import Puller
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub

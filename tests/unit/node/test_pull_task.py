@@ -62,7 +62,7 @@ class ScriptedStream(ManifestStream):
         self.is_closed = True
 
 
-class Talk:
+class PullRig:
     """One pull under test."""
 
     def __init__(self, reader: Reader, served: Served, *, plan: PullPlan = PLAN, timeout_s: float = WAIT_S) -> None:
@@ -116,19 +116,19 @@ class Talk:
         return self.reader.memory.read(SLOTS, 3) == self.holder.memory.read(SLOTS, 1)
 
 
-StartTalk = Callable[..., Talk]
+StartPull = Callable[..., PullRig]
 
 
 @pytest_asyncio.fixture
-async def talk(reader: Reader, served: Served) -> AsyncIterator[StartTalk]:
-    talks: list[Talk] = []
+async def start_pull(reader: Reader, served: Served) -> AsyncIterator[StartPull]:
+    rigs: list[PullRig] = []
 
-    def start(**options: Any) -> Talk:
-        talks.append(Talk(reader, served, **options))
-        return talks[-1]
+    def start(**options: Any) -> PullRig:
+        rigs.append(PullRig(reader, served, **options))
+        return rigs[-1]
 
     yield start
-    for each in talks:
+    for each in rigs:
         each.task.cancel()
 
 
@@ -136,8 +136,10 @@ def thaw(holder: PeerHolder) -> None:
     holder.hub.thaw(holder.backend.name)
 
 
-async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next_is_known(talk: StartTalk) -> None:
-    it = talk()
+async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next_is_known(
+    start_pull: StartPull,
+) -> None:
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.manifests.give(it.holder.prefix(16))
@@ -156,8 +158,8 @@ async def test_parts_when_they_come_one_by_one_then_each_is_read_before_the_next
     assert [prefix.is_final for prefix in it.checked] == [True]
 
 
-async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: StartTalk) -> None:
-    it = talk(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_local_tokens=4 * BLOCK_SIZE))
+async def test_blocks_that_are_here_already_when_pulled_are_not_read(start_pull: StartPull) -> None:
+    it = start_pull(plan=PullPlan(NUM_TOKENS, (((3, 23), (5, 25)),), slot_id=0, num_local_tokens=4 * BLOCK_SIZE))
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.num_blocks, result.num_states) == (2, 0)
@@ -165,8 +167,10 @@ async def test_blocks_that_are_here_already_when_pulled_are_not_read(talk: Start
     assert not it.has_state()
 
 
-async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_reads_nothing(talk: StartTalk) -> None:
-    it = talk(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_local_tokens=NUM_TOKENS))
+async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_reads_nothing(
+    start_pull: StartPull,
+) -> None:
+    it = start_pull(plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_local_tokens=NUM_TOKENS))
     it.manifests.give(it.holder.prefix(20))
     await it.until(lambda: it.manifests.asked_after)
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
@@ -174,8 +178,8 @@ async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_re
     assert (result.ok, result.num_bytes, result.num_descriptors, result.output_row) == (True, 0, 0, "row")
 
 
-async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk) -> None:
-    it = talk()
+async def test_part_when_its_memory_was_reused_then_all_is_stale(start_pull: StartPull) -> None:
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.memory.set_generation("block_generations", 4, 4711)
@@ -185,8 +189,8 @@ async def test_part_when_its_memory_was_reused_then_all_is_stale(talk: StartTalk
     assert result.num_bytes == 0
 
 
-async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(talk: StartTalk) -> None:
-    it = talk()
+async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(start_pull: StartPull) -> None:
+    it = start_pull()
     prefix = it.holder.prefix(NUM_TOKENS, is_final=True)
     swapped = prefix.block_ids[0][1::-1] + prefix.block_ids[0][2:]
     values = tuple(1000 + each for each in swapped)
@@ -199,8 +203,10 @@ async def test_part_when_its_blocks_hold_another_prompt_then_is_wrong_content(ta
 
 
 @pytest.mark.parametrize("num_early", [0, 2])
-async def test_manifests_when_they_fail_then_the_pull_fails_with_their_reason(talk: StartTalk, num_early: int) -> None:
-    it = talk()
+async def test_manifests_when_they_fail_then_the_pull_fails_with_their_reason(
+    start_pull: StartPull, num_early: int
+) -> None:
+    it = start_pull()
     if num_early:
         it.manifests.give(it.holder.prefix(num_early * BLOCK_SIZE))
         await it.until(lambda: it.has_read(num_early))
@@ -212,10 +218,10 @@ async def test_manifests_when_they_fail_then_the_pull_fails_with_their_reason(ta
 
 @pytest.mark.parametrize(("is_cancelled", "reason"), [(True, "cancelled"), (False, "leg_aborted")])
 async def test_leg_when_its_caller_leaves_then_our_own_end_is_waited_for_a_moment(
-    talk: StartTalk, is_cancelled: bool, reason: str
+    start_pull: StartPull, is_cancelled: bool, reason: str
 ) -> None:
     """A client that leaves ends both legs: what the prefill node says of it first is no failed transfer."""
-    it = talk()
+    it = start_pull()
     it.manifests.fail(PrefillLegAbortedError("its caller went away"))
     await asyncio.sleep(0.05)
     assert not it.task.done()
@@ -225,14 +231,14 @@ async def test_leg_when_its_caller_leaves_then_our_own_end_is_waited_for_a_momen
     assert (result.ok, result.terminal, result.reason) == (False, True, reason)
 
 
-async def test_manifests_when_none_comes_for_the_timeout_then_deadline(talk: StartTalk) -> None:
-    it = talk(timeout_s=0.05)
+async def test_manifests_when_none_comes_for_the_timeout_then_deadline(start_pull: StartPull) -> None:
+    it = start_pull(timeout_s=0.05)
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DEADLINE)
 
 
-async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(talk: StartTalk) -> None:
-    it = talk(timeout_s=0.5)
+async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(start_pull: StartPull) -> None:
+    it = start_pull(timeout_s=0.5)
     for num_tokens in (4, 8, 12, 16):
         await asyncio.sleep(0.2)
         it.manifests.give(it.holder.prefix(num_tokens))
@@ -243,11 +249,11 @@ async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(talk
 
 @pytest.mark.parametrize("is_only_state", [False, True])
 async def test_timeout_when_the_holder_computes_what_is_here_already_then_counts_from_its_last_progress(
-    talk: StartTalk, is_only_state: bool
+    start_pull: StartPull, is_only_state: bool
 ) -> None:
     """Its blocks outlived its state here: nothing is to be read for long, and the holder is at work all the time."""
     pairs = () if is_only_state else ((5, 25),)
-    it = talk(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=0.5)
+    it = start_pull(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=0.5)
     for num_tokens in (4, 8, 12, 16):
         await asyncio.sleep(0.2)
         it.manifests.give(it.holder.prefix(num_tokens))
@@ -271,16 +277,16 @@ async def test_prefix_when_given_up_before_its_pull_then_its_holder_is_told_from
     assert stream.is_closed
 
 
-async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(talk: StartTalk) -> None:
-    it = talk()
+async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(start_pull: StartPull) -> None:
+    it = start_pull()
     it.check_error = TransferError("block 2 has another digest", code=PullReason.DIGEST_MISMATCH)
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.DIGEST_MISMATCH)
 
 
-async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(talk: StartTalk) -> None:
-    it = talk()
+async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(start_pull: StartPull) -> None:
+    it = start_pull()
     await it.until(lambda: it.manifests.asked_after)
     it.pull.cancel()
     result = await it.result()
@@ -288,9 +294,9 @@ async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(talk: StartTal
 
 
 async def test_cancel_when_a_part_is_in_flight_then_ends_when_its_destination_is_safe(
-    talk: StartTalk, served: Served
+    start_pull: StartPull, served: Served
 ) -> None:
-    it = talk()
+    it = start_pull()
     it.holder.hub.freeze(it.holder.backend.name)
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.reader.puller.num_active)
@@ -304,9 +310,9 @@ async def test_cancel_when_a_part_is_in_flight_then_ends_when_its_destination_is
 
 
 async def test_peer_when_lost_between_parts_then_ends_at_once_and_nothing_is_in_quarantine(
-    talk: StartTalk,
+    start_pull: StartPull,
 ) -> None:
-    it = talk()
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.is_over = True  # its liveness stream ends
@@ -315,9 +321,9 @@ async def test_peer_when_lost_between_parts_then_ends_at_once_and_nothing_is_in_
 
 
 async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_only_when_it_is_safe(
-    talk: StartTalk,
+    start_pull: StartPull,
 ) -> None:
-    it = talk()
+    it = start_pull()
     it.holder.hub.freeze(it.holder.backend.name)
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.reader.puller.num_active)
@@ -334,8 +340,10 @@ async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_o
     assert it.num_terminal == 1
 
 
-async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(talk: StartTalk) -> None:
-    it = talk()
+async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(
+    start_pull: StartPull,
+) -> None:
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.backend.recreate()
@@ -347,9 +355,9 @@ async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new
 
 
 async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fails(
-    talk: StartTalk, served: Served
+    start_pull: StartPull, served: Served
 ) -> None:
-    it = talk()
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     it.holder.backend.close()
@@ -360,8 +368,8 @@ async def test_part_when_the_holder_is_gone_then_one_handshake_is_tried_and_fail
     assert result.reason in (TransferCode.CLOSED, TransferCode.TRANSFER_FAILED, "peer_unreachable")
 
 
-async def test_epoch_when_it_changes_between_parts_then_nothing_of_the_new_life_is_read(talk: StartTalk) -> None:
-    it = talk()
+async def test_epoch_when_it_changes_between_parts_then_nothing_of_the_new_life_is_read(start_pull: StartPull) -> None:
+    it = start_pull()
     it.manifests.give(it.holder.prefix(8))
     await it.until(lambda: it.has_read(2))
     prefix = it.holder.prefix(NUM_TOKENS, is_final=True)

@@ -1,4 +1,4 @@
-"""Whom a node talks to: its peers, and nobody else whatever a request says."""
+"""Which addresses a node calls: those of its peers and no other, whatever a request says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidRequestError, TransferError
-from common.node.peers import peers as peers_module
-from common.node.peers.peers import PeerDirectory
+from common.node.peers import directory as directory_module
+from common.node.peers.directory import PeerDirectory
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.service import free_port
 
@@ -84,7 +84,7 @@ async def test_meet_when_many_wait_for_a_silent_peer_then_all_give_up_with_the_f
 ) -> None:
     """One handshake at a time, and not one after the other for each who waits: the tenth would wait ten times as
     long."""
-    monkeypatch.setattr(peers_module, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(directory_module, "HANDSHAKE_TIMEOUT_S", 0.2)
     tried: list[asyncio.StreamWriter] = []
 
     async def say_nothing(_: asyncio.StreamReader, writing: asyncio.StreamWriter) -> None:
