@@ -42,15 +42,15 @@ class Bucket:
     def __init__(self, per_minute: int | None, now_s: float) -> None:
         self._size = per_minute
         self._left = float(per_minute or 0)
-        self._seen_s = now_s
+        self._refilled_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Seconds until ``amount`` is there; 0: now. Takes nothing."""
         if self._size is None:
             return 0.0
         rate = self._size / 60
-        self._left = min(float(self._size), self._left + (now_s - self._seen_s) * rate)
-        self._seen_s = now_s
+        self._left = min(float(self._size), self._left + (now_s - self._refilled_s) * rate)
+        self._refilled_s = now_s
         return max(0.0, (amount - self._left) / rate)
 
     def take(self, amount: float) -> None:

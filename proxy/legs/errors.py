@@ -18,7 +18,7 @@ class LegFailedError(NodeUnavailableError):
     """The node refused the connection, broke it, or answered what cannot be used.
 
     ``reason``: refused, broken, garbage, status, busy (full or draining), transfer: a metric's label. ``answer``: what
-    the node said, for the client when nobody else can be asked.
+    the node said, for the client when no other node can be tried.
     """
 
     def __init__(self, message: str, *, reason: str = "broken", answer: RelayedAnswer | None = None) -> None:

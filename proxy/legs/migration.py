@@ -2,7 +2,7 @@
 
 Life cycle: 1 ``begin`` per leg, 2 ``feed`` takes the node's bytes apart into events, takes out what they say about the
 tokens that they carry (``common.wire.resume``) and gives back what is the client's, 3 the last chunk of the choice is
-held until the [DONE] is here: it must not be told twice, 4 a leg that ends before leaves ``resume``: what the next one
+held until the [DONE] is here: it must not be sent twice, 4 a leg that ends before leaves ``resume``: what the next one
 has to go on from. Costs only streams of proxies with ``--migration-limit``.
 """
 

@@ -61,7 +61,7 @@ class Run:
     avoided: Avoided = field(default_factory=Avoided)
 
     def progress_on(self, node: Node) -> StreamProgress | None:
-        """As ``progress``, if ``node`` can tell it; its leg begins."""
+        """As ``progress``, if ``node`` reports it; its leg begins."""
         if self.progress is None or not node.info.resume:
             return None
         self.progress.begin(node)

@@ -31,7 +31,7 @@ MIN_SHARE_LEFT = 0.25
 @dataclass(frozen=True, slots=True)
 class Measured:
     """seconds = ``fixed_s`` + ``unit_s`` * units, as a node found. ``trust``, 0 to 1: few observations, or old ones,
-    are mixed with what other nodes found, so that a node that looked slow once is tried again."""
+    are mixed with what other nodes found, so that a node that was slow once is tried again."""
 
     fixed_s: float
     unit_s: float

@@ -33,7 +33,7 @@ MODEL_HOLD_S = 10.0
 of another model in."""
 SILENT_PAUSE_S = 0.05
 """Seconds between two probes of a silent node on which requests wait."""
-FAREWELL_S = 5.0
+CLOSE_DELAY_S = 5.0
 """Seconds for which a removed node's connections stay open: leases that are released in the background need them."""
 
 
@@ -274,9 +274,9 @@ class NodePool:
         node.poll_now.set()  # its poller sees that it is gone, and ends
         self._tell_all_gone(node)
         self._leaving.add(node)
-        self._start_task(self._say_farewell(node), f"farewell {node.url}")
+        self._start_task(self._close_client_later(node), f"close {node.url}")
 
-    async def _say_farewell(self, node: Node) -> None:
-        await asyncio.sleep(FAREWELL_S)
+    async def _close_client_later(self, node: Node) -> None:
+        await asyncio.sleep(CLOSE_DELAY_S)
         self._leaving.discard(node)
         await node.client.close()

@@ -39,9 +39,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``prefill`` is empty for a local placement. ``sources``: whom those who compute may ask. ``ttft_s``: the
+    """``prefill`` is empty for a local placement. ``sources``: from whom those who compute may pull. ``ttft_s``: the
     estimate. ``charges``: the work that it means, by node. ``known_tokens``: of each prompt that was weighed, those
-    that whoever computes it has, will have or is told to ask for."""
+    that whoever computes it has, will have or is told to pull."""
 
     decode: Node
     prefill: Sequence[Node]

@@ -19,7 +19,7 @@ from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 MIN_GAIN_TOKENS = 32
 """Tokens that a pull must save to be worth its lease: two blocks, below which nodes do not pull
 (``common.node.pull.sources``)."""
-ASK_S = 0.003
+FIND_S = 0.003
 """Seconds that it takes a node to find a prefix at another node and to get a lease on it."""
 HANDOFF_S = 0.005
 """Seconds that a second leg adds: its HTTP, the rendezvous, and the wait for the decode node's running step."""
@@ -40,8 +40,8 @@ has (see ``Estimator.apart_price_s``)."""
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL, with what will be there when a node has done what it
-    is doing; ``holders``: nodes that can be asked for a part of it now, and how many tokens that is, the deepest state
-    first. ``deepest``: state that anybody has."""
+    is doing; ``holders``: nodes from which a part of it can be pulled now, and how many tokens that is, the deepest
+    state first. ``deepest``: tokens before the deepest state that any node has or will have."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
@@ -56,7 +56,7 @@ class Prompt:
         nodes: Iterable[Node],
         expected: Mapping[str, int] = NOTHING_EXPECTED,
     ) -> Prompt:
-        """``nodes``: all that can be asked. ``expected``: tokens that a node is computing now, by URL."""
+        """``nodes``: all that may be pulled from. ``expected``: tokens that a node is computing now, by URL."""
         known = [
             (node, have.state_tokens)
             for node in nodes
@@ -73,7 +73,7 @@ class Prompt:
         return self.coverage.get(node.url, NO_COVERAGE)
 
     def sources(self, reader: Node) -> list[tuple[Node, int]]:
-        """Whom ``reader`` would ask, best first: who has more than it has, and how much."""
+        """From whom ``reader`` would pull, best first: who has more than it has, and how much."""
         least = self.on(reader).state_tokens + MIN_GAIN_TOKENS
         return [held for held in self.holders if held[1] >= least and held[0] is not reader][:MAX_SOURCES]
 
@@ -138,7 +138,7 @@ class Estimator:
             num_left = num_tokens - depth
             num_pulled = max(0, depth - attention_tokens)
             compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
-            seconds = ASK_S + rates.state_s + num_pulled * rates.kv_s + compute_s
+            seconds = FIND_S + rates.state_s + num_pulled * rates.kv_s + compute_s
             waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * again_s
             if seconds + waste_s < best.seconds + best.waste_s:
                 best = Fill(seconds, compute_s, num_left, source, waste_s)

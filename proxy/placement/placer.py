@@ -103,8 +103,8 @@ class Placer:
             began = ()
         keys = self._keys(request)
         nodes = [*decode, *prefill]
-        askable = nodes if self._config.prefix_sources else ()
-        prompts = [self._prompt(each, askable) for each in keys]
+        pullable = nodes if self._config.prefix_sources else ()
+        prompts = [self._prompt(each, pullable) for each in keys]
         if request.is_local:
             # Computed without a lookup, whoever has it.
             prompts = [Prompt(each.num_tokens, {}) for each in prompts]
@@ -201,11 +201,11 @@ class Placer:
             for keys, prompt in zip(known, request.prompts, strict=True)
         ]
 
-    def _prompt(self, keys: PromptKeys | TextKeys, askable: Sequence[Node]) -> Prompt:
+    def _prompt(self, keys: PromptKeys | TextKeys, pullable: Sequence[Node]) -> Prompt:
         if isinstance(keys, TextKeys):
-            return Prompt.of(keys.num_tokens, self._history.lookup(keys), askable)
+            return Prompt.of(keys.num_tokens, self._history.lookup(keys), pullable)
         coverage = self._index.lookup(keys)
-        return Prompt.of(keys.num_tokens, coverage, askable, self._in_progress.lookup(keys, coverage))
+        return Prompt.of(keys.num_tokens, coverage, pullable, self._in_progress.lookup(keys, coverage))
 
     def _claims(self, placement: Placement, keys: Sequence[PromptKeys | TextKeys], choice: Choice) -> list[Claim]:
         """Of the prompts that are computed, on whoever computes each."""
@@ -224,7 +224,7 @@ class Placer:
     def _sources(
         self, request: PlacementRequest, choice: Choice, prompts: Sequence[Prompt], decode: Sequence[Node]
     ) -> list[dict[str, Any]]:
-        """Whom those who compute the prompts may ask for what they lack: whom the estimate names. A policy that knows
+        """From whom those who compute the prompts may pull what they lack: whom the estimate names. A policy that knows
         nothing names the node that is to generate, then one more of its kind: a miss costs little."""
         if not self._config.prefix_sources:
             return []

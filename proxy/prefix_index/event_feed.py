@@ -1,9 +1,10 @@
 """Follows what the nodes' caches hold, one task per node, into the prefix index.
 
 1 a node comes up: its first answer is a snapshot, 2 long polls bring what came after it, 3 an answer that is a snapshot
-again (events were missed, or the node lives anew) replaces everything known of it, 4 a node that is silent is asked
-again, later and later; what it had is kept for a while, because most silences are short, and then forgotten, 5 so it is
-when the pool says that the node is gone. Nodes without the route are left alone until their next life.
+again (events were missed, or the node has restarted) replaces everything known of it, 4 a silent node gets further
+requests, at growing intervals; what it had is kept for a while, because most silences are short, and then forgotten,
+5 when the pool says that a node is gone, it is forgotten at once. A node without the route is left alone until it has
+restarted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ANEW: Mapping[str, str] = {}
 
 
 class NoFeedError(Exception):
-    """The node does not tell what it has."""
+    """The node sends no events."""
 
 
 class EventFeeds:

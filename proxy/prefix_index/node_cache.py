@@ -153,7 +153,7 @@ class NodeCache:
 
 class _Windows:
     """Whether the sliding-window groups have what going on at a place reads: of models that have such groups. Runs are
-    counted when first asked."""
+    counted when they are first needed."""
 
     def __init__(
         self, windows: Sequence[tuple[int, int]], blocks: dict[bytes, int], truncated: Sequence[bytes], block_size: int

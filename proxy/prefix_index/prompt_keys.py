@@ -1,5 +1,5 @@
 """One prompt's names in the nodes' caches: the key chain of ``common.kv_cache.keys``, computed from the proxy's own
-tokens with the root that a node told it.
+tokens with the root that a node gave it.
 """
 
 from __future__ import annotations
