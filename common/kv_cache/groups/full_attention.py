@@ -26,10 +26,6 @@ class FullAttentionManager(SingleTypeManager):
         self._marked: set[int] = set()
 
     @property
-    def is_downward_closed(self) -> bool:
-        return True
-
-    @property
     def num_marked(self) -> int:
         return len(self._marked)
 

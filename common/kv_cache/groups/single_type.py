@@ -53,11 +53,6 @@ class SingleTypeManager(ABC):
         """A copy of what is published."""
         return GroupEntries(self.group.label, self._by_key.copy(), self._parent_key[:], self._position[:])
 
-    @property
-    @abstractmethod
-    def is_downward_closed(self) -> bool:
-        """Whether a hit at one boundary is a hit at every boundary below it."""
-
     @abstractmethod
     def first_needed(self, position: int) -> int:
         """Index of the first block that computing the token after ``position`` tokens reads."""

@@ -12,10 +12,6 @@ from common.kv_cache.keys import PrefixKeys
 
 
 class SlidingWindowManager(SingleTypeManager):
-    @property
-    def is_downward_closed(self) -> bool:
-        return False
-
     def first_needed(self, position: int) -> int:
         return max(0, position - self.group.window + 1) // self.block_size
 

@@ -130,7 +130,7 @@ class PrefixLookup:
             else:
                 indices = range(num_blocks)
                 tables.append(tuple(group.get(keys.boundary_key(i + 1)) if i >= first else 0 for i in indices))
-        runs = [table for table, group in zip(tables, self._groups, strict=True) if group.is_downward_closed]
+        runs = [tables[group.group.group_id] for group in self._full_groups]
         num_run = min(map(len, runs), default=0)
         num_attention = num_run * keys.block_size
         if num_tail and checkpoint is not None and checkpoint.tail_block_ids and num_run == num_blocks:
