@@ -43,10 +43,5 @@ class Checkpoint:
     history: tuple[int, int] = (0, 0)
 
     @property
-    def tail_block_id(self) -> int:
-        """The tail's block in the first attention group; 0 on a boundary."""
-        return self.tail_block_ids[0] if self.tail_block_ids else 0
-
-    @property
     def is_pinned(self) -> bool:
         return self.num_pins > 0 or self.num_leases > 0

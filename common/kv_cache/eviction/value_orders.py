@@ -176,7 +176,7 @@ class BlockOrder(EvictionOrder):
             return 0
         if record.block_id and self._tree.num_followers[record.block_id]:
             return 0
-        target = checkpoint.tail_block_id or record.block_id
+        target = checkpoint.tail_block_ids[0] if checkpoint.tail_block_ids else record.block_id
         return target if target in self._leading else 0
 
     def _branch_value(self, record: Record) -> float:

@@ -112,8 +112,8 @@ class ValuePolicy(EvictionPolicy):
         record.checkpoint = checkpoint
         record.block_id = block_id
         self._resident[record.key] = record
-        if checkpoint.tail_block_id:
-            self.tree.add_tail(checkpoint.tail_block_id, record)
+        for tail_id in checkpoint.tail_block_ids[:1]:  # in the pool ``blocks``: the tree knows no other
+            self.tree.add_tail(tail_id, record)
         if block_id:
             leading, before = self.tree.hang(block_id, record)
             self._blocks.mark_leading(leading)
@@ -127,10 +127,10 @@ class ValuePolicy(EvictionPolicy):
         block_id, record.block_id = record.block_id, 0
         record.checkpoint = None
         record.version += 1
-        if checkpoint.tail_block_id:
-            self.tree.remove_tail(checkpoint.tail_block_id, record)
-            if not self.tree.leads_to_checkpoint(checkpoint.tail_block_id):
-                self._blocks.mark_dead_ends((checkpoint.tail_block_id,))
+        for tail_id in checkpoint.tail_block_ids[:1]:
+            self.tree.remove_tail(tail_id, record)
+            if not self.tree.leads_to_checkpoint(tail_id):
+                self._blocks.mark_dead_ends((tail_id,))
         if block_id:
             self._mark_dead_ends(*self.tree.unhang(block_id, record))
             self._appraise(block_id)
