@@ -115,7 +115,7 @@ class KVCacheManager:
         if not coordinator.can_allocate(sequences.missing_blocks(allocation, num_covered), int(self.config.has_state)):
             sequences.remove(allocation)
             return False
-        coordinator.policy.admitted(keys, allocation.num_prompt_tokens, hit.tables[0] if hit.tables else (), checkpoint)
+        coordinator.policy.admitted(keys, allocation.num_prompt_tokens)
         coordinator.lookup.remember(keys, allocation.num_prompt_tokens)
         sequences.grow(allocation, num_covered)
         if checkpoint is not None and checkpoint.tail_block_ids:

@@ -63,10 +63,8 @@ class EvictionPolicy:
         """The order of one pool; called once for each."""
         return LruOrder()
 
-    def admitted(
-        self, keys: PrefixKeys, num_tokens: int, block_ids: Sequence[int], checkpoint: Checkpoint | None
-    ) -> None:
-        """A request of ``num_tokens`` uses these cached blocks and this checkpoint; it has allocated nothing yet."""
+    def admitted(self, keys: PrefixKeys, num_tokens: int) -> None:
+        """A prompt of ``num_tokens`` was admitted: what it found is in use, and it has allocated nothing yet."""
 
     def blocks_stored(self, pool_name: str, parent_id: int, block_ids: Sequence[int]) -> None:
         """Consecutive blocks of one table were published; the first follows ``parent_id`` (0: none)."""

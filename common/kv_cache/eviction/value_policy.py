@@ -74,9 +74,7 @@ class ValuePolicy(EvictionPolicy):
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def admitted(
-        self, keys: PrefixKeys, num_tokens: int, block_ids: Sequence[int], checkpoint: Checkpoint | None
-    ) -> None:
+    def admitted(self, keys: PrefixKeys, num_tokens: int) -> None:
         self._now += 1
         if self._now % AGEING_INTERVAL == 0:
             self._age()

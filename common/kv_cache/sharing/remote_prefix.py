@@ -74,7 +74,7 @@ class RemotePrefixes:
         if not coordinator.can_allocate([len(indices) for indices in missing], int(self._config.has_state)):
             sequences.remove(allocation)
             return None
-        coordinator.policy.admitted(keys, num_tokens, hit.tables[0] if hit.tables else (), checkpoint)
+        coordinator.policy.admitted(keys, num_tokens)
         coordinator.lookup.remember(keys, num_tokens)
         for group, table, indices in zip(coordinator.groups, allocation.tables, missing, strict=True):
             table.num_published = indices[0] if indices else num_blocks
