@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ def test_trace_when_a_request_is_prefilled_remotely_then_phases_are_siblings_in_
         assert decode_leg.attributes["tandem.output_tokens"] == NUM_OUTPUT_TOKENS
         assert decode_leg.attributes["tandem.transferred_bytes"] > 0
         shares.append(sum(span.seconds for span in phases) / request.seconds)
-    assert statistics.median(shares) == pytest.approx(1.0, abs=0.05), shares
+    check_adds_up(shares)
 
 
 def test_trace_when_the_decode_node_has_the_prompt_then_nothing_was_pulled_and_phases_add_up(
@@ -120,7 +119,13 @@ def test_trace_when_the_decode_node_has_the_prompt_then_nothing_was_pulled_and_p
         assert [span.name for span in phases] == ["queue", "first_token", "decode"]
         [request] = [span for span in spans if span.service == "tandem-proxy"]
         shares.append(sum(span.seconds for span in phases) / request.seconds)
-    assert statistics.median(shares) == pytest.approx(1.0, abs=0.05), shares
+    check_adds_up(shares)
+
+
+def check_adds_up(shares: list[float]) -> None:
+    """Phases leave out the moments in which a process waits for a core of a busy machine: of several requests one has
+    next to none. A phase that is missing or counted twice shows in all of them."""
+    assert max(shares) == pytest.approx(1.0, abs=0.05), shares
 
 
 def test_json_logs_when_a_traced_request_is_refused_then_its_lines_carry_its_ids(traced: TracedService) -> None:
