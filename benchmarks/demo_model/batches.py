@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import torch
@@ -10,11 +11,14 @@ import torch
 from benchmarks.demo_model import exercises
 from benchmarks.demo_model.corpus import Item
 from benchmarks.demo_model.exercises import Context
+from benchmarks.demo_model.phrasings import THINGS
 from benchmarks.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
 from benchmarks.demo_model.words import PLACES, SETTINGS
 
 _CHARS_PER_TOKEN = 3
 _SHORT = 100
+_OTHER_PLACES = 4
+"""Of the documentation's words, beside the 24 places: one in seven of a sequence's places."""
 
 
 class SequenceSource:
@@ -31,6 +35,7 @@ class SequenceSource:
         self._texts = [encoder.text(item.text) for item in training]
         self._stream: list[int] = []
         self._text = "\n\n".join(item.text for item in training)
+        self._vocabulary = sorted(set(re.findall(r"(?<= )[a-z]{4,9}(?= )", self._text)))
         self._weights = Weights()
         self._kinds = (
             (exercises.recall, 0.62),
@@ -60,7 +65,9 @@ class SequenceSource:
                     self._stream += [*self._texts[index], END_ID]
             row, self._stream = self._stream[:length], self._stream[length:]
             return row, [1.0] * length
-        places, keys = (self._rng.sample(names, len(names)) for names in (PLACES, SETTINGS))
+        # Some places are any word, so that a user's need be none of ours.
+        named = {*PLACES, *self._rng.sample(self._vocabulary, min(_OTHER_PLACES, len(self._vocabulary)))}
+        places, keys = (self._rng.sample(sorted(names), len(names)) for names in (named, {*SETTINGS, *THINGS}))
         ids: list[int] = [END_ID]
         weights: list[float] = [0.0]
         while len(ids) < length:
@@ -75,7 +82,7 @@ class SequenceSource:
         # A long conversation or several short ones; a short one that overhangs the end is cut off there.
         tokens = room if self._rng.random() < 0.5 else self._rng.randint(0, room)
         while True:
-            context = Context(self._rng, self._filler, max(0, tokens - 8), list(places), list(keys))
+            context = Context(self._rng, self._filler, max(0, tokens - 8), list(places), list(keys), self._vocabulary)
             ids, weights = self._encoder.turns(make(context), self._weights)
             if len(ids) <= room or tokens < _SHORT:
                 places[:], keys[:] = context.places, context.keys

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,28 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo_model.corpus import Item, documentation
-from benchmarks.demo_model.exercises import ANSWER
+from benchmarks.demo_model.phrasings import (
+    ANSWER,
+    ASKED,
+    ASKED_OF_A_PLACE,
+    NEVER_TRAINED,
+    THINGS,
+    TOLD,
+    TOLD_OF_A_PLACE,
+    WORD_FIRST,
+)
 from benchmarks.demo_model.tokens import END_ID, Encoder
-from benchmarks.demo_model.words import PLACES, draw_pair
+from benchmarks.demo_model.words import PLACES, draw_pair, draw_told
 from common.demo_model import FOLDER
 from common.models.loading.quiet import quiet_transformers
 
 DISTANCES = (100, 500, 1000, 2000)
 NUM_PLACES = 4
+QUESTIONS = (*ASKED_OF_A_PLACE[:3], *NEVER_TRAINED)
+"""Three phrasings of the training, the first of them the usual one, and two that it never saw."""
+PHRASED_DISTANCE = 600
+"""Tokens between what is told and the question, where phrasings are compared."""
+PLACE_FIRST = tuple(told for told in TOLD_OF_A_PLACE if told not in WORD_FIRST)
 _WINDOW = 1024
 SAMPLE_PROMPTS = (
     "Return a new list containing",
@@ -53,7 +67,7 @@ class RecallItem:
 
 
 def recall_items(encoder: Encoder, text: str, distance: int, count: int, seed: int) -> list[RecallItem]:
-    """Exercises of code words and question with ``distance`` tokens of ``text`` in between.
+    """Exercises of code words and question, in their usual phrasing, with ``distance`` tokens of ``text`` in between.
 
     The words are pairs that training never saw; one of :data:`NUM_PLACES` is asked for, so guessing among those in
     view is right once in four.
@@ -62,12 +76,39 @@ def recall_items(encoder: Encoder, text: str, distance: int, count: int, seed: i
     items = []
     for _ in range(count):
         words = {place: draw_pair(rng, held_out=True) for place in rng.sample(PLACES, NUM_PLACES)}
-        asked = rng.choice(list(words))
-        facts = " ".join(f"The code word of the {place} is {word}." for place, word in words.items())
-        filler = _cut(encoder, text, distance, rng)
-        content = f"{facts}\n\n{filler}\n\nWhat is the code word of the {asked}?"
-        items.append(RecallItem([{"role": "user", "content": content}], ANSWER.format(words[asked]), words[asked]))
+        facts = [(TOLD_OF_A_PLACE[0], place, word) for place, word in words.items()]
+        items.append(_recall_item(rng, THINGS[0], facts, _cut(encoder, text, distance, rng), QUESTIONS[0]))
     return items
+
+
+def phrased_items(
+    encoder: Encoder,
+    text: str,
+    count: int,
+    question: str,
+    told: Sequence[str] = PLACE_FIRST,
+    num_places: int = NUM_PLACES,
+) -> list[RecallItem]:
+    """The same at :data:`PHRASED_DISTANCE`, asked by ``question`` and told in any of ``told``: the thing has any of its
+    names, and words may be single ones."""
+    rng = random.Random(f"{question} {told} {num_places}")
+    items = []
+    for _ in range(count):
+        words = {place: draw_told(rng, held_out=True) for place in rng.sample(PLACES, num_places)}
+        facts = [(rng.choice(told), place, word) for place, word in words.items()]
+        filler = _cut(encoder, text, PHRASED_DISTANCE, rng)
+        items.append(_recall_item(rng, rng.choice(THINGS), facts, filler, question))
+    return items
+
+
+def _recall_item(
+    rng: random.Random, thing: str, facts: Sequence[tuple[str, str, str]], filler: str, question: str
+) -> RecallItem:
+    """One of ``facts`` (template, place, word) is asked for."""
+    told = " ".join(template.format(thing=thing, place=place, word=word) for template, place, word in facts)
+    _, place, word = rng.choice(facts)
+    content = f"{told}\n\n{filler}\n\n{question.format(thing=thing, place=place)}"
+    return RecallItem([{"role": "user", "content": content}], ANSWER.format(thing=thing, word=word), word)
 
 
 def _cut(encoder: Encoder, text: str, num_tokens: int, rng: random.Random) -> str:
@@ -122,23 +163,43 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--items", type=int, default=50, help="recall exercises per distance")
+    parser.add_argument(
+        "--items",
+        type=int,
+        default=50,
+        help="per distance and question; a fifth of it per way to tell",
+    )
     arguments = parser.parse_args(argv)
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, arguments.dtype)).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
     encoder, items = Encoder(tokenizer), documentation()
     text = held_out_text(items)
+
+    def phrased(count: int, question: str, told: Sequence[str] = PLACE_FIRST, num_places: int = NUM_PLACES) -> float:
+        exercises = phrased_items(encoder, text, count, question, told, num_places)
+        return recall_rate(model, tokenizer, exercises)
+
+    _print({"asked": {question: phrased(arguments.items, question) for question in QUESTIONS}})
     recall = {
         str(distance): recall_rate(model, tokenizer, recall_items(encoder, text, distance, arguments.items, distance))
         for distance in DISTANCES
     }
+    _print({"recall": recall})
     score = score_text(model, encoder, items)
-    print(json.dumps({"recall": recall, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}))
+    _print({"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte})
+    few = math.ceil(arguments.items / 5)
+    _print({"told": {template: phrased(few, QUESTIONS[0], [template]) for template in TOLD_OF_A_PLACE}})
+    alone = {template: phrased(few, QUESTIONS[0], [template], 1) for template in WORD_FIRST}
+    _print({"told_alone": alone | {template: phrased(few, ASKED[1], [template], 1) for template in TOLD}})
     for prompt in SAMPLE_PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt)])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)
-        print(json.dumps({"prompt": prompt, "continuation": tokenizer.decode(output[0, ids.shape[1] :])}))
+        _print({"prompt": prompt, "continuation": tokenizer.decode(output[0, ids.shape[1] :])})
+
+
+def _print(figures: Mapping[str, object]) -> None:
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

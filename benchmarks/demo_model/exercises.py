@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.demo_model import phrasings
 from benchmarks.demo_model.corpus import Item
 from benchmarks.demo_model.tokens import FILLER_MARK, Turn
-from benchmarks.demo_model.words import ADJECTIVES, NOUNS, PLACES, draw_pair, draw_value, is_held_out
+from benchmarks.demo_model.words import ADJECTIVES, NOUNS, PLACES, draw_value, draw_word, is_held_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Context:
         filler: about so many tokens of documentation text, between two :data:`FILLER_MARK`.
         tokens: about how long the conversation may become.
         places, keys: not yet used in this sequence: a place asked for has one code word only. Drawn ones are removed.
+        vocabulary: words of the documentation, some of which are told and asked for.
     """
 
     rng: random.Random
@@ -27,53 +29,83 @@ class Context:
     tokens: int
     places: list[str]
     keys: list[str]
+    vocabulary: Sequence[str]
 
 
 Exercise = Callable[[Context], list[Turn]]
 
-ANSWER = "The code word is {}."
-"""Names no place: which word is asked for must be remembered from the question."""
 _ACKNOWLEDGED = "Noted."
 
 
 def recall(context: Context) -> list[Turn]:
-    """Code words of some places, filler, then questions about them."""
+    """Words told, for places or for themselves, filler, then questions about them."""
     rng, filler, tokens = context.rng, context.filler, context.tokens
-    count = min(len(context.places), rng.choice((1, 2, 3, 4, 4, 5, 6)))
-    places = [context.places.pop() for _ in range(count)]
-    if not places:
+    told, asked = _of_places(context) if rng.random() < 0.75 else _of_themselves(context)
+    if not told:
         return []
-    words = {place: draw_pair(rng, held_out=False) if rng.random() < 0.6 else draw_value(rng) for place in places}
-    facts = [f"The code word of the {place} is {word}." for place, word in words.items()]
-    asked = rng.sample(places, rng.randint(1, count))
-    if rng.random() < 0.15 and len(context.places) + count == len(PLACES):  # the plain form: one word, no place
-        word = next(iter(words.values()))
-        facts, asked, words = [f"The code word is {word}."], [""], {"": word}
-    room = max(0, tokens - 12 * len(facts) - 24 * len(asked))
+    room = max(0, tokens - 12 * len(told) - 24 * len(asked))
     turns: list[Turn] = []
     layout = rng.random()
     if layout < 0.6:  # everything, then the first question, in one message
         if rng.random() < 0.5:
-            told, read = " ".join(facts), filler(room)
+            opening, read = " ".join(told), filler(room)
         else:
-            told, read = _spread(rng, facts, filler, room // 2), filler(room // 2)
-        turns.append(("user", f"{told}\n\n{read}\n\n{_question(asked[0])}"))
-        turns.append(("assistant", ANSWER.format(words[asked[0]])))
-        asked = asked[1:]
-    elif layout < 0.8:  # told, acknowledged, read something, asked
-        turns += [("user", " ".join(facts)), ("assistant", _ACKNOWLEDGED)]
-        turns += [("user", filler(room)), ("assistant", _ACKNOWLEDGED)]
-    else:  # told in the system message, one by one
-        turns.append(("system", " ".join(facts)))
+            opening, read = _spread(rng, told, filler, room // 2), filler(room // 2)
+        question, answer = asked.pop(0)
+        turns += [("user", f"{opening}\n\n{read}\n\n{question}"), ("assistant", answer)]
+    elif layout < 0.8:  # told, acknowledged, sometimes read something, asked
+        turns += [("user", " ".join(told)), ("assistant", _ACKNOWLEDGED)]
+        if rng.random() < 0.7:
+            turns += [("user", filler(room)), ("assistant", _ACKNOWLEDGED)]
+    elif layout < 0.9:  # told one by one
+        for each in told:
+            turns += [("user", each), ("assistant", _ACKNOWLEDGED)]
+        if rng.random() < 0.7:
+            turns += [("user", filler(room)), ("assistant", _ACKNOWLEDGED)]
+    else:  # told in the system message
+        turns.append(("system", " ".join(told)))
         for _ in range(2):
             turns += [("user", filler(room // 2)), ("assistant", _ACKNOWLEDGED)]
-    for place in asked:
-        turns += [("user", _question(place)), ("assistant", ANSWER.format(words[place]))]
+    for question, answer in asked:
+        turns += [("user", question), ("assistant", answer)]
     return turns
 
 
-def _question(place: str) -> str:
-    return f"What is the code word of the {place}?" if place else "What is the code word?"
+def _of_places(context: Context) -> tuple[list[str], list[Turn]]:
+    """What is told of some places; questions about some of them, and their answers."""
+    rng = context.rng
+    count = min(len(context.places), rng.choice((1, 2, 3, 4, 4, 5, 6)))
+    places = [context.places.pop() for _ in range(count)]
+    if not places:
+        return [], []
+    one_thing = phrasings.usually_first(rng, phrasings.THINGS, 0.5)
+    one_template = phrasings.usually_first(rng, phrasings.TOLD_OF_A_PLACE, 0.3)
+    is_mixed, has_many_things = rng.random() < 0.4, rng.random() < 0.2
+    told, asked = [], []
+    for place in places:
+        thing = rng.choice(phrasings.THINGS) if has_many_things else one_thing
+        template = rng.choice(phrasings.TOLD_OF_A_PLACE) if is_mixed else one_template
+        word = draw_word(rng, context.vocabulary)
+        told.append(template.format(thing=thing, place=place, word=word))
+        thing = rng.choice(phrasings.THINGS) if rng.random() < 0.08 else thing  # by another name
+        asked.append((phrasings.ask(rng, thing, place), phrasings.ANSWER.format(thing=thing, word=word)))
+    return told, rng.sample(asked, rng.randint(1, count))
+
+
+def _of_themselves(context: Context) -> tuple[list[str], list[Turn]]:
+    """The same of things that belong to no place: one, or a few with different names."""
+    rng = context.rng
+    if phrasings.THINGS[0] in context.keys and rng.random() < 0.3:
+        context.keys.remove(phrasings.THINGS[0])
+        context.keys.append(phrasings.THINGS[0])
+    things = [context.keys.pop() for _ in range(min(len(context.keys), rng.choice((1, 1, 1, 2, 3))))]
+    told, asked = [], []
+    for thing in things:
+        word = draw_word(rng, context.vocabulary)
+        template = phrasings.usually_first(rng, phrasings.TOLD, 0.3)
+        told.append(template.format(thing=thing, word=word))
+        asked.append((phrasings.ask(rng, thing, ""), phrasings.ANSWER.format(thing=thing, word=word)))
+    return told, rng.sample(asked, rng.randint(1, len(asked))) if asked else []
 
 
 def _spread(rng: random.Random, facts: list[str], filler: Callable[[int], str], tokens: int) -> str:

@@ -17,12 +17,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from benchmarks.demo_model.architecture import TRAINING_CHUNK, build_config, training_loss
 from benchmarks.demo_model.batches import SequenceSource
@@ -38,23 +40,25 @@ BATCH_TOKENS = 4096
 WARM_UP_STEPS = 40
 DECAY_SHARE = 0.3
 """Of the steps: the learning rates fall in a straight line over the last ones."""
+START_RATE_SCALE = 0.5
+"""Of the learning rates, where training goes on from trained weights."""
 GRADIENT_NORM = 1.0
 SAVE_EVERY_S = 300.0
 REPORT_STEPS = 20
 
 # Up to which share of the run: sequence lengths and their odds, and the share of plain text.
 CURRICULUM: Sequence[tuple[float, dict[int, float], float]] = (
-    (0.35, {256: 1.0}, 0.40),
-    (0.65, {256: 0.3, 512: 0.7}, 0.45),
-    (0.85, {256: 0.2, 512: 0.3, 1024: 0.5}, 0.50),
-    (1.00, {512: 0.4, 1024: 0.3, 2688: 0.3}, 0.50),
+    (0.35, {256: 1.0}, 0.30),
+    (0.65, {256: 0.3, 512: 0.7}, 0.35),
+    (0.85, {256: 0.2, 512: 0.3, 1024: 0.5}, 0.40),
+    (1.00, {512: 0.4, 1024: 0.3, 2688: 0.3}, 0.40),
 )
 
 
 class Training:
     """One run, from its seed or from a saved state."""
 
-    def __init__(self, out: Path, seed: int, batch_tokens: int) -> None:
+    def __init__(self, out: Path, seed: int, batch_tokens: int, start: Path | None = None) -> None:
         self._out = out
         self._batch_tokens = batch_tokens
         self._state_path = out / "training_state.pt"
@@ -62,9 +66,13 @@ class Training:
         self.provenance = _provenance(items, seed, batch_tokens)
         self.tokenizer = train_tokenizer(item.text for item in items if not item.is_held_out)
         self.model = build_model(build_config(len(self.tokenizer), special_ids()), seed)
+        if start is not None:
+            self.model.load_state_dict(load_file(start / "model.safetensors"))
+            self.provenance["started_from_sha256"] = sha256((start / "model.safetensors").read_bytes()).hexdigest()
         self._source = SequenceSource(items, Encoder(self.tokenizer), seed)
         self._optimizers = build_optimizers(self.model)
-        self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
+        rate_scale = 1.0 if start is None else START_RATE_SCALE
+        self._rates = [rate_scale * optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
         self._rng = random.Random(seed)
         self.step = self.tokens = 0
 
@@ -140,7 +148,7 @@ def _provenance(items: Sequence[Item], seed: int, batch_tokens: int) -> dict[str
 def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    training = Training(arguments.out, arguments.seed, arguments.batch_tokens)
+    training = Training(arguments.out, arguments.seed, arguments.batch_tokens, arguments.start)
     if arguments.resume:
         training.resume()
     is_stopped: list[int] = []
@@ -174,6 +182,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, required=True, help="of the whole run, those before --resume included")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the training state")
+    parser.add_argument("--start", type=Path, help="folder of a checkpoint whose weights to begin with")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
     parser.add_argument("--report-steps", type=int, default=REPORT_STEPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 
 PLACES = tuple(
     "harbour mill castle garden library station market bridge tower cellar kitchen school chapel farm forest island "
@@ -43,6 +44,25 @@ def draw_pair(rng: random.Random, held_out: bool) -> str:
         pair = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
         if is_held_out(pair) == held_out:
             return pair
+
+
+def draw_told(rng: random.Random, held_out: bool) -> str:
+    """A pair or, as often, a single word: what the evaluation tells."""
+    while True:
+        word = draw_pair(rng, held_out) if rng.random() < 0.5 else rng.choice(ADJECTIVES + NOUNS)
+        if is_held_out(word) == held_out:
+            return word
+
+
+def draw_word(rng: random.Random, vocabulary: Sequence[str]) -> str:
+    """What a training exercise tells: two words, one, one of the documentation, or another value; not held out."""
+    while True:
+        kind = rng.random()
+        if kind < 0.7:
+            return draw_told(rng, held_out=False)
+        word = rng.choice(vocabulary) if kind < 0.85 else draw_value(rng)
+        if not is_held_out(word):
+            return word
 
 
 def draw_value(rng: random.Random) -> str:

@@ -17,9 +17,10 @@ from benchmarks.demo_model.architecture import build_config, training_logits
 from benchmarks.demo_model.batches import SequenceSource
 from benchmarks.demo_model.corpus import Item, documentation
 from benchmarks.demo_model.evaluate import held_out_text, recall_items, recall_rate, score_text
+from benchmarks.demo_model.phrasings import NEVER_TRAINED
 from benchmarks.demo_model.starting_weights import build_model
 from benchmarks.demo_model.tokens import END_ID, FILLER_MARK, Encoder, Weights
-from benchmarks.demo_model.words import draw_pair, is_held_out
+from benchmarks.demo_model.words import draw_told, is_held_out
 from common.demo_model import FOLDER
 from common.models.loading.loader import load_model
 from common.models.synthetic import ROLES, missing, special_ids
@@ -63,7 +64,7 @@ def test_training_forward_when_compared_with_stock_then_gives_the_same_logits() 
     assert float(expected.std()) > 0.1
 
 
-def test_training_sequences_hold_no_held_out_word_and_no_held_out_text(tokenizer: Any) -> None:
+def test_training_sequences_hold_no_held_out_word_question_or_text(tokenizer: Any) -> None:
     training = [
         Item(f"module.f{i}", f"Function number {i}.\n\nReturn what was given to it as {i}.") for i in range(400)
     ]
@@ -74,14 +75,15 @@ def test_training_sequences_hold_no_held_out_word_and_no_held_out_text(tokenizer
     assert (weights > 1).any()
     rows = [tokenizer.decode(row) for row in tokens]
     assert not any(FILLER_MARK in row for row in rows)
-    told = [word for row in rows for word in re.findall(r"The code word(?: of the \w+)? is ([\w ]+)\.", row)]
-    assert len(told) > 200
+    told = [word for row in rows for word in re.findall(r"[Tt]he [a-z ]+ is ([\w ]+)\.", row)]
+    assert len(told) > 400
     assert not any(is_held_out(word) for word in told)
     assert not any(
         f"Return what was given to it as {text[16:].split('.')[0]}." in row for row in rows for text in texts
     )
+    assert not any(question.partition("{")[0] in row for row in rows for question in NEVER_TRAINED)
     rng = random.Random(5)
-    assert all(is_held_out(draw_pair(rng, held_out=True)) for _ in range(20))
+    assert all(is_held_out(draw_told(rng, held_out=True)) for _ in range(20))
 
 
 def test_encoder_when_it_renders_turns_then_gives_what_the_chat_template_gives(tokenizer: Any) -> None:
