@@ -22,7 +22,7 @@ from tests.support.reference import random_tokens
 from tests.support.service import Node, Service, wait_ready
 
 NUM_STREAMS = 20
-NUM_TOKENS = 400
+NUM_TOKENS = 1000
 MAX_PAUSE_S = 20.0
 """Of a stream that moves: a frozen node is given up after 5 s, and the machine may be busy."""
 KINDS: Sequence[dict[str, Any]] = (
