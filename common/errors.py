@@ -173,6 +173,10 @@ class NodeUnavailableError(TandemError):
     code = "no_node"
 
 
+class EngineDeadError(NodeUnavailableError):
+    """The engine of this node cannot go on; the process ends, and another one takes its place."""
+
+
 class DrainingError(NodeUnavailableError):
     """The process finishes what it has and takes nothing new; another process, or its successor, will take it."""
 
