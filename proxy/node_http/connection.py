@@ -34,6 +34,7 @@ class NodeConnection(asyncio.Protocol):
         self._error: NodeClientError | None = None
         self._is_paused = False
         self._is_complete = True
+        self._ends_with_connection = False
         self._may_be_reused = True
         self.deadline = Deadline(self.fail)
 
@@ -68,8 +69,10 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether its answer is here to the end, and the node takes another request."""
-        return self._is_complete and self._may_be_reused and self._error is None and not self._transport.is_closing()
+        """Whether its answer was read to the end, and the node takes another request. With part of an answer unread,
+        nothing more may be taken from the node (``PAUSE_BYTES``)."""
+        is_read = self._is_complete and not self._pieces
+        return is_read and self._may_be_reused and self._error is None and not self._transport.is_closing()
 
     def fail(self, error: NodeClientError) -> None:
         """Nothing more is waited for: ``error`` is raised instead. The first one counts."""
@@ -103,7 +106,7 @@ class NodeConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.deadline.close()
         self._on_lost(self)
-        if not self._is_complete and exc is None and self._ends_with_connection:
+        if exc is None and self._error is None and self._ends_with_connection:
             self._is_complete = True
         self.fail(NodeBrokenError(str(exc) if exc is not None else "the node closed the connection"))
 

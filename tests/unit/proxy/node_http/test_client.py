@@ -1,99 +1,33 @@
-"""The client to nodes: which connections it uses, how each failure is called, and that no way out leaves one open."""
+"""The client to nodes: what it makes of answers, how each failure is called, and that no way out leaves a file open."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
-from proxy.node_http import client as node_client
-from proxy.node_http import connections as node_connections
-from proxy.node_http.client import NodeClient, NodeStream
+from proxy.node_http.client import NodeClient
 from proxy.node_http.errors import NodeBrokenError, NodeRefusedError, NodeTimeoutError
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Scenario = Callable[[], Awaitable[None]]
-LONG_S = 20.0
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-LARGE_BODY = b"x" * 8 * 2**20  # more than a socket's buffers hold
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
-    """Runs a scenario on a loop of the given kind: the proxy's is uvloop's, where that is installed."""
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-
-    def run_one(scenario: Scenario) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(scenario())
-
-    return run_one
-
-
-@contextlib.asynccontextmanager
-async def node(handle: Handler) -> AsyncIterator[str]:
-    """A server with ``handle`` for each connection; its URL."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await handle(reader, writer)
-        writer.transport.abort()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-
-
-@contextlib.asynccontextmanager
-async def client_of(url: str, connect_timeout_s: float = LONG_S) -> AsyncIterator[NodeClient]:
-    client = NodeClient(url, connect_timeout_s=connect_timeout_s)
-    try:
-        yield client
-    finally:
-        await client.close()
-        await asyncio.sleep(0.01)  # transports close in the loop's next turns
-
-
-@contextlib.contextmanager
-def frozen_node(backlog: int = 1024) -> Iterator[str]:
-    """What a stopped process is to others: the system accepts for it, up to ``backlog``, and nobody reads."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(backlog)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def full_node() -> Iterator[str]:
-    """A frozen node that accepts no more: connections to it stay half made."""
-    with frozen_node(0) as url, contextlib.ExitStack() as stack:
-        port = int(url.rpartition(":")[2])
-        for _ in range(4):
-            sock = stack.enter_context(socket.socket())
-            sock.setblocking(False)
-            sock.connect_ex(("127.0.0.1", port))
-        yield url
-
-
-async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode()
-    length = next((int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length:")), 0)
-    return head, await reader.readexactly(length)
-
-
-async def answer_each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while True:
-        await read_request(reader)
-        writer.write(OK)
+from tests.unit.proxy.node_http.rig import (
+    LARGE_BODY,
+    LONG_S,
+    OK,
+    STREAM_HEAD,
+    Scenario,
+    answer_each,
+    client_of,
+    frozen_node,
+    full_node,
+    node,
+    read_request,
+    stream_of,
+    streaming,
+)
 
 
 def num_sockets() -> int:
@@ -169,29 +103,6 @@ def test_timeout_when_node_is_frozen_then_is_named_and_no_file_is_left(run: Call
                 assert await settled_sockets(before) <= before
 
     run(scenario)
-
-
-def test_connection_when_answers_are_read_then_is_used_again(run: Callable[[Scenario], None]) -> None:
-    connections, heads = [], []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(1)
-        while True:
-            heads.append((await read_request(reader))[0])
-            writer.write(OK)
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            for _ in range(3):
-                answer = await client.request("GET", "/ready", headers={"X-A": "b"}, timeout_s=LONG_S)
-                assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"ok", "2")
-            async with client.stream("POST", "/v1/completions", content=b"{}", timeout_s=LONG_S) as stream:
-                assert await stream.read() == b"ok"
-
-    run(scenario)
-    assert len(connections) == 1
-    names = [line.partition(":")[0].lower() for line in heads[0].splitlines()[1:] if line]
-    assert sorted(names) == ["accept-encoding", "host", "user-agent", "x-a"]
 
 
 def test_connections_when_hundreds_are_needed_then_none_waits() -> None:
@@ -321,45 +232,6 @@ def test_answer_when_it_never_comes_to_an_end_then_broken(answer: bytes) -> None
     asyncio.run(scenario())
 
 
-def test_connection_when_the_node_says_more_than_was_asked_for_then_is_not_used_again() -> None:
-    connections = []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(1)
-        await read_request(reader)
-        writer.write(OK + OK.replace(b"ok", b"no"))
-        await reader.read()
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            for _ in range(2):
-                assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
-
-    asyncio.run(scenario())
-    assert len(connections) == 2
-
-
-def test_connection_when_idle_for_long_then_is_closed(
-    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_connections, "KEEP_ALIVE_S", 0.05)
-
-    async def scenario() -> None:
-        gone = asyncio.Event()
-
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await read_request(reader)
-            writer.write(OK)
-            await reader.read()
-            gone.set()
-
-        async with node(handle) as url, client_of(url) as client:
-            await client.request("GET", "/", timeout_s=LONG_S)
-            await asyncio.wait_for(gone.wait(), LONG_S)
-
-    run(scenario)
-
-
 def test_request_when_the_client_is_closed_then_broken() -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -372,6 +244,26 @@ def test_request_when_the_client_is_closed_then_broken() -> None:
             for work in (waiting, client.request("GET", "/", timeout_s=LONG_S)):
                 with pytest.raises(NodeBrokenError, match="the client is closed"):
                     await work
+
+    asyncio.run(scenario())
+
+
+def test_stream_when_the_client_is_closed_then_what_came_is_not_taken_for_the_whole() -> None:
+    """Its end would be that of the connection: who closed that must be told apart."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\npart")
+        await reader.read()
+
+    async def scenario() -> None:
+        async with node(handle) as url, client_of(url) as client, client.stream("GET", "/", timeout_s=LONG_S) as stream:
+            chunks = stream.chunks(LONG_S)
+            assert await anext(chunks) == b"part"
+            await client.close()
+            await asyncio.sleep(0.05)
+            with pytest.raises(NodeBrokenError, match="the client is closed"):
+                await anext(chunks)
 
     asyncio.run(scenario())
 
@@ -419,97 +311,6 @@ def test_answer_when_too_large_then_broken() -> None:
                 await client.request("POST", "/", timeout_s=LONG_S, max_bytes=1)
 
     asyncio.run(scenario())
-
-
-def closing_node(num_answers: int, tail: bytes = b"") -> tuple[Handler, list[int]]:
-    """Each connection answers ``num_answers`` requests and is closed when the next one comes, with ``tail`` as all that
-    is said to it. The list has the number of each connection that got a request."""
-    connections = iter(range(1000))
-    got: list[int] = []
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = next(connections)
-        for _ in range(num_answers):
-            await read_request(reader)
-            got.append(number)
-            writer.write(OK)
-        await reader.readuntil(b"\r\n")
-        got.append(number)
-        writer.write(tail)
-        await writer.drain()
-
-    return handle, got
-
-
-def test_post_when_the_node_closes_the_idle_connection_then_is_sent_on_a_new_one(
-    run: Callable[[Scenario], None],
-) -> None:
-    handle, got = closing_node(1)
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            for _ in range(3):
-                assert (await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)).status == 200
-            async with client.stream("POST", "/", content=LARGE_BODY, timeout_s=LONG_S) as stream:
-                assert await stream.read() == b"ok"
-
-    run(scenario)
-    assert got == [0, 0, 1, 1, 2, 2, 3]
-
-
-def test_post_when_several_idle_connections_are_closed_then_none_of_them_is_taken_again() -> None:
-    handle, got = closing_node(1)
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            post = lambda: client.request("POST", "/", content=b"{}", timeout_s=LONG_S)  # noqa: E731
-            await asyncio.gather(*(post() for _ in range(4)))
-            assert (await post()).status == 200
-
-    asyncio.run(scenario())
-    assert len(got) == 4 + 2
-
-
-def test_post_when_part_of_an_answer_came_then_is_not_sent_again() -> None:
-    handle, got = closing_node(1, tail=b"HTTP/1.1 200 OK\r\nContent-Le")
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
-            with pytest.raises(NodeBrokenError):
-                await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
-
-    asyncio.run(scenario())
-    assert got == [0, 0]
-
-
-def test_post_when_the_node_had_it_for_long_then_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_client, "STALE_S", 0.0)
-    handle, got = closing_node(1)
-
-    async def scenario() -> None:
-        async with node(handle) as url, client_of(url) as client:
-            await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
-            with pytest.raises(NodeBrokenError):
-                await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
-
-    asyncio.run(scenario())
-    assert got == [0, 0]
-
-
-@contextlib.asynccontextmanager
-async def streaming(handle: Handler, timeout_s: float) -> AsyncIterator[NodeStream]:
-    """A node's answer to a POST."""
-    async with node(handle) as url, client_of(url) as client, client.stream("POST", "/", timeout_s=timeout_s) as stream:
-        yield stream
-
-
-async def stream_of(writer: asyncio.StreamWriter, chunks: list[bytes], pause_s: float) -> None:
-    writer.write(STREAM_HEAD)
-    for chunk in chunks:
-        writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
-        await writer.drain()
-        await asyncio.sleep(pause_s)
 
 
 def test_chunks_when_they_come_then_are_passed_on_at_once(run: Callable[[Scenario], None]) -> None:
