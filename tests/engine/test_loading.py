@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from pathlib import Path
 
@@ -158,6 +160,53 @@ def test_fingerprint_when_weights_dtype_config_or_revision_differ_then_differs(c
     path.write_bytes(data)
     seen.add(fingerprint())
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("keeps_change_time", [True, False])
+@pytest.mark.parametrize(("start", "num_changed"), [(20, 1), (9 << 20, 64 << 10)], ids=["header", "matrix"])
+def test_fingerprint_when_weights_are_replaced_with_size_and_time_kept_then_differs(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, num_changed: int, keeps_change_time: bool
+) -> None:
+    """With the time of change as any file system keeps it, and on one that does not: then the sample tells."""
+    real_stat = Path.stat
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = real_stat(path, follow_symlinks=follow_symlinks)
+        return os.stat_result(found, {"st_mtime_ns": found.st_mtime_ns, "st_ctime_ns": 0})
+
+    if not keeps_change_time:
+        monkeypatch.setattr(Path, "stat", stat)
+    path = copied / "model.safetensors"
+    header = {"w": {"dtype": "U8", "shape": [16 << 20], "data_offsets": [0, 16 << 20]}}
+    text = json.dumps(header).encode()
+    data = bytearray(len(text).to_bytes(8, "little") + text + random.Random(5).randbytes(16 << 20))
+    path.write_bytes(data)
+    times = (real_stat(path).st_atime_ns, real_stat(path).st_mtime_ns)
+
+    def fingerprint() -> str:
+        return model_fingerprint(copied, read_config(copied), dtype="float32", revision=None, cache_dir=tmp_path / "c")
+
+    first = fingerprint()
+    assert fingerprint() == first
+    for index in range(start, start + num_changed):
+        data[index] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=times)
+    assert fingerprint() != first
+
+
+def test_fingerprint_when_one_byte_that_no_sample_has_is_replaced_with_size_and_time_kept_then_differs(
+    copied: Path, tmp_path: Path
+) -> None:
+    path = copied / "model.safetensors"
+    data = bytearray(random.Random(6).randbytes(32 << 20))
+    found = set()
+    for _ in range(2):
+        path.write_bytes(data)
+        os.utime(path, ns=(1, 1))
+        found.add(model_fingerprint(copied, read_config(copied), dtype="x", revision=None, cache_dir=tmp_path / "c"))
+        data[-1] ^= 1
+    assert len(found) == 2
 
 
 def test_fingerprint_when_the_same_files_lie_elsewhere_then_is_the_same(copied: Path, tmp_path: Path) -> None:
