@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,12 @@ from common.config.node import NodeConfig
 from common.config.proxy import ProxyConfig
 from common.errors import TandemError
 from common.metrics.table import METRICS, PREFIX
+from common.wire.routes import DRAIN_ROUTE, INTERNAL_PREFIX
+from proxy.app import create_app
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PRODUCT = [path for part in ("common", "proxy", "prefill_node", "decode_node") for path in (ROOT / part).rglob("*.py")]
 NOT_METRICS = {"tandem_sources", "tandem_prompt", "tandem_node", "tandem_rendezvous", "tandem_lease_id"}
 # Of `tandem simulate`, of tests/run.sh, and of other programs.
 OTHER_FLAGS = {"--trace", "--limit", "--model-config", "--json", "--all", "--cache", "--help", "--version"}
@@ -69,3 +74,53 @@ def test_troubleshooting_when_read_then_has_every_error_that_a_client_can_get() 
     kinds = [each for each in below(TandemError) if each.__module__ == "common.errors"]
     missing = {each.code for each in kinds if f"`{each.code}`" not in text}
     assert missing <= {"bad_config", "aborted"}  # at a start; nobody is there to read it
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """What a module's code defines, imports, uses, or has as a text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                yield name
+            case ast.alias(name=name):
+                yield name.rpartition(".")[2]
+
+
+def dangling(quoted: set[str], known: set[str]) -> set[str]:
+    """Of what code quotes as ``so``: classes that no code knows, and modules of ours or names in them that are gone."""
+    gone = set()
+    for name in quoted:
+        first, last = name.partition(".")[0], name.rpartition(".")[2]
+        if re.fullmatch(r"(?:[A-Z][a-z0-9]+){2,}", first) and first not in known:
+            gone.add(name)
+        if first in ("common", "proxy"):
+            path = ROOT / name.replace(".", "/")
+            if not (path.is_dir() or path.with_suffix(".py").exists()):
+                module = path.parent.with_suffix(".py")
+                if not module.exists() or last not in names_in(module):
+                    gone.add(name)
+    return gone
+
+
+def test_comments_and_docstrings_when_they_name_a_class_or_a_module_then_that_exists() -> None:
+    known = {name for path in PRODUCT for name in names_in(path)}
+    quoted = {name for path in PRODUCT for name in re.findall(r"``([A-Za-z_][\w.]*)(?:\(\))?``", path.read_text())}
+    assert len(quoted) > 500
+    assert dangling(quoted, known) == set()
+    gone = {"LogContextMiddleware", "common.no.such_module", "common.wire.manifest.NoSuchName"}
+    assert dangling({*gone, "Gate", "GateMiddleware", "common.wire.manifest.Manifest"}, known) == gone
+
+
+def test_routes_for_operators_when_read_in_the_guide_then_each_is_there_with_its_method() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    app = create_app(ProxyConfig(decode=("http://127.0.0.1:1",)))
+    paths = {
+        (method, path)
+        for route in app.routes
+        if (path := getattr(route, "path", "")).startswith(INTERNAL_PREFIX)
+        for method in getattr(route, "methods", ())
+    }
+    assert ("DELETE", DRAIN_ROUTE) in paths
+    assert {f"{method} {path}" for method, path in paths if f"`{method} {path}`" not in text} == set()

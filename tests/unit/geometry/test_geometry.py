@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
 from common.geometry.refused import REFUSED_FAMILIES
-from common.kv_cache.spec import GroupKind, ModelGeometry
+from common.kv_cache.spec import GroupKind, ModelGeometry, StateLayerSpec
 
 ATTENTION = {GroupKind.FULL_ATTENTION: "A", GroupKind.SLIDING_WINDOW: "W", GroupKind.MLA: "L"}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
@@ -100,7 +101,10 @@ def shapes(geometry: ModelGeometry) -> dict[str, tuple[tuple[int, ...], str]]:
 def test_layers_when_config_is_of_a_supported_family_then_each_is_recognised(
     config: dict[str, Any], expected: str
 ) -> None:
-    assert kinds(model_geometry(config, "bfloat16")) == expected
+    geometry = model_geometry(config, "bfloat16")
+    assert kinds(geometry) == expected
+    documented = re.findall(r"[a-z0-9_]+", (StateLayerSpec.__doc__ or "").partition("``mixer`` is")[2])
+    assert {layer.mixer for layer in geometry.state_layers} <= set(documented)
 
 
 def test_shapes_when_mixer_is_mamba2_then_conv_in_model_dtype_and_recurrent_in_float32() -> None:
