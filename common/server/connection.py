@@ -4,6 +4,10 @@ A request's head is bounded in bytes, in headers and in time, and the number of 
 an error body of this project (431, 408, 503), after which the connection is closed; bytes that are not HTTP get a 400
 in the same way. httptools keeps unfinished headers without a bound of its own, so the bytes are counted as they come.
 A client that closes only its sending side counts as gone: its request is aborted.
+
+Whenever no request is worked on, something ends the connection: before the first byte and once anything has come, be it
+blank lines or the rest of a body that nobody wants, a head has to be complete in ``HEAD_TIMEOUT_S``; between requests
+uvicorn waits for a first byte (``timeout_keep_alive``). While a request is worked on, its body has the gate's deadline.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ MAX_HEAD_BYTES = 64 * 2**10
 MAX_HEADERS = 128
 """Headers of one request."""
 HEAD_TIMEOUT_S = 20.0
-"""Seconds from a request's first byte, or from the connection, to the end of its headers."""
+"""Seconds from a request's first byte, or from the connection, to the end of its headers; of one that comes before the
+last one is answered, from that answer."""
+LINGER_S = 5.0
+"""Seconds that a client has, when its connection is closed here, to read what was written to it."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -38,16 +45,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._max_connections = max_connections
         self._is_refused = False
-        self._is_in_head = True
+        self._is_in_head = self._is_in_body = False
         self._num_head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             self._refuse(TooManyConnectionsError(f"{self._max_connections} connections are open, which is the limit"))
             return
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
+        self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -56,7 +63,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        was_in_head = self._is_in_head
+        was_in_head = self._is_in_head or self.cycle is None
+        if not self._is_working:
+            self._expect_head()
         super().data_received(data)
         if was_in_head and self._is_in_head and not self._is_refused:
             self._num_head_bytes += len(data)
@@ -67,16 +76,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._stop_timer()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse(_too_large())
         if not self._is_refused:
+            self._stop_timer()
+            self._is_in_body = True
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -84,35 +92,61 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_body = False
         if not self._is_refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_head and not self._is_working:
+            self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequestError("what came is no HTTP request", code="invalid_http"))
 
+    @property
+    def _is_working(self) -> bool:
+        """Whether a request waits for its answer or is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        if self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_slow_head)
+
     def _on_slow_head(self) -> None:
-        self._head_timer = None
-        if self._num_head_bytes:
+        self._timer = None
+        if self._is_in_head:
             self._refuse(HeadTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
-        elif self.cycle is None:  # no request has come yet
-            self.transport.close()
+        else:
+            self._close()
 
     def _refuse(self, error: TandemError) -> None:
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
-        self._stop_timer()
         content = json.dumps(error_body(error)).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content)
-        is_answering = self.cycle is not None and not self.cycle.response_complete and self.cycle.response_started
-        if not is_answering:  # nothing may be written into another request's answer
+        if self._may_answer:
             self.transport.write(STATUS_LINE[error.status] + head + content)
+        self._close()
+
+    def _close(self) -> None:
+        self._stop_timer()
         self.transport.close()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether what is written now is the answer to what came last; not a part of another request's, nor taken for
+        it."""
+        if self._is_in_body:
+            return not self.pipeline and not self.cycle.response_started
+        return not self._is_working
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def _too_large() -> HeadTooLargeError:

@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
 class AppServer:
     """One running app. ``stop`` closes its listener and connections; it may be called twice."""
 
-    def __init__(self, app: Starlette, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, app: Starlette, port: int = 0, host: str = "127.0.0.1", *, keep_alive_s: int = 5) -> None:
         self.app = app
         self.host = host
         config = uvicorn.Config(
@@ -42,6 +42,7 @@ class AppServer:
             access_log=False,
             ws="none",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=keep_alive_s,
         )
         self._server = _Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
