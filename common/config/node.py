@@ -59,6 +59,12 @@ class NodeConfig(ProcessConfig):
     max_num_seqs: int = int_flag(64, "sequences computed at once", 1, 65_536)
     max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
+    engine_hang_seconds: float = seconds_flag(
+        300.0,
+        "a step that takes longer has hung (a device that does not answer): clients get an error, and the process ends "
+        "with status 3",
+        5.0,
+    )
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
     kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")

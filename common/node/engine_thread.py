@@ -4,6 +4,9 @@
 step's outputs are handed to the event loop in one call, 4 the coroutine reads them from its own queue. Leaves by:
 finished, error, or abort when the coroutine goes away (always sent, whatever ended it). Commands take effect between
 steps only, so nothing that a running step uses is freed under it.
+
+The engine contains what is wrong with a request; what escapes it ends the thread. Then everybody who waits gets a typed
+error, and so does everybody who comes later; ``death`` says why, and whoever owns the node ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, TypeVar
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.errors import NodeUnavailableError, TandemError
+from common.errors import EngineDeadError, NodeUnavailableError, TandemError
 from common.request import Request
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ T = TypeVar("T")
 
 MAX_IDLE_WAIT_S = 1.0
 """The longest time that the idle thread sleeps before it checks lease deadlines again."""
+
+STOPPED = "the engine of this node has stopped"
 
 
 class EngineThread:
@@ -38,7 +43,13 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
+        self._is_over = False  # event loop only: nobody is answered any more
+        self.death: str | None = None
+        """Why the thread ended, or was given up, without ``close``."""
+        self.num_turns = 0
+        """Grows with each step, and at least every ``MAX_IDLE_WAIT_S``: one that stands still is in a long step."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -48,6 +59,11 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def give_up(self, reason: str) -> None:
+        """The thread hangs: as if it had ended. Event loop only."""
+        self.death = self.death or reason
+        self._end()
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._closing = True
@@ -63,8 +79,7 @@ class EngineThread:
     async def call(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
         """Runs ``function`` between two steps and returns its result; raises what it raised, NodeUnavailableError when
         the engine has stopped, or TimeoutError."""
-        if not self._thread.is_alive():
-            raise NodeUnavailableError("the engine of this node has stopped")
+        self._check_serving()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> None:
@@ -72,18 +87,24 @@ class EngineThread:
                 return
             try:
                 future.set_result(function())
-            except Exception as exc:  # noqa: BLE001  # handed to the caller, whatever it is
+            except Exception as exc:  # handed to the caller, whatever it is
                 future.set_exception(exc)
+                if isinstance(exc, EngineDeadError):
+                    raise
 
         self.post(command)
-        # Not wait_for: before Python 3.12 it may swallow a cancellation, and a request whose client has left runs on.
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.wrap_future(future)
+        self._calls.add(future)
+        try:
+            # Not wait_for: before Python 3.12 it may swallow a cancellation, and a request whose client has left runs
+            # on.
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of all forks until each has finished. Raises the sequence's error. Aborts on the way out."""
-        if not self._thread.is_alive():
-            raise NodeUnavailableError("the engine of this node has stopped")
+        self._check_serving()
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         if request.request_id in self._outputs:
             raise AssertionError(f"request id {request.request_id} is in use")
@@ -123,20 +144,41 @@ class EngineThread:
         """Ends one continuation early (a stop string matched); what it computed stays cached."""
         self.post(lambda: self._core.finish(request_id, index))
 
+    def _check_serving(self) -> None:
+        if self._is_over:
+            raise NodeUnavailableError(STOPPED)
+
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
+                self.num_turns += 1
                 try:
                     outputs = self._core.step()
+                except EngineDeadError:
+                    raise
                 except Exception:
                     logger.exception("engine step failed")
                     outputs = self._core.fail_running(TandemError("the engine failed on this request"))
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
             self._drain(wait_s=0.0)
+        except BaseException as exc:  # whatever it is: the thread is gone, and somebody has to know
+            logger.critical("the engine cannot go on", exc_info=True)
+            self.death = (
+                exc.message if isinstance(exc, EngineDeadError) else f"the engine stopped: {type(exc).__name__}"
+            )
         finally:
-            self._loop.call_soon_threadsafe(self._fail_all)
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        """Fails everybody who waits, and everybody who will come."""
+        self._is_over = True
+        error = NodeUnavailableError(STOPPED)
+        self.interrupt_all(error)
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(error)
 
     def _idle_wait_s(self) -> float:
         deadline = self._core.next_deadline_s()
@@ -167,13 +209,10 @@ class EngineThread:
     def _run_command(command: Callable[[], object]) -> None:
         try:
             command()
+        except EngineDeadError:
+            raise
         except Exception:  # one caller's command must not end the engine for all
             logger.exception("engine command failed")
-
-    def _fail_all(self) -> None:
-        error = NodeUnavailableError("the engine of this node has stopped")
-        for request_id, waiting in self._outputs.items():
-            waiting.put_nowait(RequestOutput(request_id, 0, [], error=error))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

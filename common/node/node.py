@@ -3,6 +3,9 @@
 Life: 1 made, with the transport up and the node's memory registered, 2 ``start`` on the event loop (engine thread
 running), 3 serving, 4 ``close`` in reverse order: engine first, so that nothing starts a read, then puller, then
 backend, which ends every read that is still in flight.
+
+A node whose engine or puller has died, or whose engine hangs, leaves 3 by itself: clients and peers get typed errors,
+and the process ends with a status that says so, for whoever started it to start another one.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 2.0
 """How long the cache's numbers may take; they come between two steps, and a longer step leaves the last ones."""
+
+WATCH_S = 0.1
+"""Seconds between two looks at whether the engine and the puller live."""
 
 FORGETTABLE = ("failed", "timed_out", "peer_lost")
 """Labels of failed pulls after which the peer has to shake hands again before anything else is read from it."""
@@ -101,6 +107,7 @@ class Node:
         self.core.pull_with(self.bridge)
         self.pull_times = LinearCost()
         self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
+        self._watching: asyncio.Task[None] | None = None
         self._cache_stats = model.manager.stats()
         self.metrics.set_source(self._samples)
 
@@ -109,9 +116,12 @@ class Node:
         self.remote_leases.start()
         self._quarantine_keeper.start()
         self.engine.start()
+        self._watching = asyncio.create_task(self._watch(), name="watch")
         logger.info("node ready role=%s name=%s engine_id=%s", self.role.value, self.name, self.engine_id)
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._quarantine_keeper.close()
         await asyncio.to_thread(self.engine.close)
         await self.bridge.close()
@@ -121,10 +131,25 @@ class Node:
         await asyncio.to_thread(self.backend.close)
         await asyncio.to_thread(self.tracer.close)
 
-    def not_ready_reason(self) -> str | None:
-        if not self.engine.is_alive:
-            return "the engine stopped"
+    @property
+    def death(self) -> str | None:
+        """Why this node will never serve again; None: it is well."""
+        if self.engine.death is not None:
+            return self.engine.death
         return None if self._puller.is_alive else "the transfer layer stopped"
+
+    async def _watch(self) -> None:
+        """Ends the process when what cannot be replaced in it has died. An engine hangs when it has not taken a turn
+        for as long as this task has: a process that was frozen, or whose event loop was busy, has not seen it."""
+        seen_turns, still_s = 0, 0.0
+        while self.death is None:
+            await asyncio.sleep(WATCH_S)
+            still_s = still_s + WATCH_S if self.engine.num_turns == seen_turns else 0.0
+            seen_turns = self.engine.num_turns
+            if still_s >= self.config.engine_hang_seconds:
+                self.engine.give_up(f"a step takes longer than --engine-hang-seconds {still_s:g}")
+        logger.critical("node dead name=%s: %s", self.name, self.death)
+        self.drain.fail(NodeUnavailableError(f"{self.name} ends: {self.death}"))
 
     # --- what draining needs
 
@@ -191,6 +216,7 @@ class Node:
         )
 
     async def refresh_stats(self) -> None:
-        """Brings the cache's numbers up to date between two steps; keeps the last ones when a step takes too long."""
-        with contextlib.suppress(TimeoutError):
+        """Brings the cache's numbers up to date between two steps; keeps the last ones when a step takes too long, or
+        there will be none any more."""
+        with contextlib.suppress(TimeoutError, NodeUnavailableError):
             self._cache_stats = await self._read_stats()

@@ -4,6 +4,7 @@ Life: 1 serving, 2 draining, from a signal or ``POST /internal/v1/drain`` on: ``
 work is refused with a 503 that says so, so that a proxy sends it elsewhere, 3 idle: no request is open and nothing is
 held for others (a prefill node's leases); or the deadline has passed: what is left is cut off with a typed error. Then
 ``common.server.serve`` ends the process, if a signal came. Without one ``DELETE /internal/v1/drain`` leads back to 1.
+From 1 or 2 also: failed (``fail``): what is open ends with a typed error, peers hear of it, and the process ends.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Drain:
         who: the process in messages.
         timeout_s: longest time from the beginning to the end.
         count_held: counts what is held for others besides open requests; called at each check.
-        cut_off: called once at the deadline with the error that open requests end with.
+        cut_off: called at the deadline, and when the process fails, with the error that open requests end with.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Drain:
         self._all_closed = asyncio.Event()
         self.stopped = asyncio.Event()
         """Set when the process is about to end: answers without an end have to find one."""
+        self.failed = asyncio.Event()
+        """Set by ``fail``."""
 
     @property
     def is_draining(self) -> bool:
@@ -74,6 +77,17 @@ class Drain:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self._timeout_s
             logger.info("draining reason=%s open=%d timeout_s=%.1f", reason, self.num_open, self._timeout_s)
+
+    def fail(self, error: NodeUnavailableError) -> None:
+        """The process cannot go on: it takes nothing new, what is open ends with ``error``, whoever watches it learns
+        that it is gone, and ``common.server.serve`` ends it with a status that says so. The first call counts."""
+        if self.failed.is_set():
+            return
+        self.begin(error.message, is_end=True)
+        self.stopped.set()
+        self.failed.set()
+        if self._cut_off is not None:
+            self._cut_off(error)
 
     def undo(self, reason: str) -> None:
         """Serve again. Nothing happens to a process that does not drain.
@@ -126,8 +140,12 @@ class Drain:
             return
         message = f"{self._who} ends: draining took longer than --drain-timeout-seconds {self._timeout_s:g}"
         self._cut_off(NodeUnavailableError(message, code="shutting_down"))
+        await self.wait_cut()
+
+    async def wait_cut(self) -> None:
+        """Until what was cut off has told its clients, ``CUT_GRACE_S`` at most."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CUT_GRACE_S):
+            async with asyncio.timeout(CUT_GRACE_S if self.num_open else 0):
                 await self._all_closed.wait()
 
 

@@ -3,8 +3,9 @@
 Life cycle: 1 ``bind_socket`` takes the port before anything slow happens, so a port in use is a ``ConfigError`` and not
 a surprise after the model was loaded, 2 ``run_app`` serves until SIGTERM or SIGINT, 3 the app drains
 (``common.server.drain``, which bounds the time), 4 connections get ``GRACE_S`` to end, 5 the app's lifespan closes, 6
-the process ends without the interpreter's own clean-up. A second signal ends it at once, from wherever it is. Handlers
-are installed explicitly: a process that a script started in the background inherits SIGINT as ignored and must stop all
+the process ends without the interpreter's own clean-up. A second signal ends it at once, from wherever it is. An app
+whose drain says that it failed leaves by 4 as well, with ``FAILED_STATUS``, and within ``FAILED_END_S``. Handlers are
+installed explicitly: a process that a script started in the background inherits SIGINT as ignored and must stop all
 the same.
 """
 
@@ -20,6 +21,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -42,11 +44,16 @@ GRACE_S = 1
 """Seconds that connections get after the drain."""
 FORCED_STATUS = 1
 """Exit status after a second signal."""
+FAILED_STATUS = 3
+"""Exit status of a process that could not go on: neither a signal (0) nor a start that cannot work (1, 2)."""
+FAILED_END_S = 10.0
+"""Seconds that a failed process gets to close what it has. What failed may be what closing waits for (a device, the
+transport), and another process waits for its port."""
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server that drains on the first signal, ends normally then instead of raising the signal again (being
-    stopped is success), and ends the process on the second."""
+    stopped is success), and ends the process on the second. It ends too when the drain says that the app failed."""
 
     def __init__(self, config: uvicorn.Config, drain: Drain | None) -> None:
         super().__init__(config)
@@ -54,10 +61,25 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_signals = 0
         self._ending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.last_resort: threading.Timer | None = None
+        """Ends the process if it has not ended by itself; there is one once the app failed."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self._drain is not None:
+            self._watching = asyncio.create_task(self._end_when_failed(self._drain), name="end-when-failed")
+
+    async def _end_when_failed(self, drain: Drain) -> None:
+        await drain.failed.wait()
+        logger.critical("ending with status %d, within %.0f s", FAILED_STATUS, FAILED_END_S)
+        # A thread: nothing that closing waits for, on the event loop or off it, may keep the process.
+        self.last_resort = threading.Timer(FAILED_END_S, os._exit, (FAILED_STATUS,))
+        self.last_resort.daemon = True
+        self.last_resort.start()
+        await drain.wait_cut()
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
@@ -169,7 +191,8 @@ def run_app(
     tls: Tls | None = None,
     max_connections: int | None = None,
 ) -> int:
-    """Serve ``app`` on a bound socket until a signal; returns the process's exit status. Main thread only.
+    """Serve ``app`` on a bound socket until a signal, or until it fails; returns the process's exit status. Main thread
+    only.
 
     ``max_connections``: further ones are refused with 503.
 
@@ -203,6 +226,9 @@ def run_app(
         raise startable.error from None
     finally:
         sock.close()
+    if server.last_resort is not None:
+        server.last_resort.cancel()
+        return FAILED_STATUS
     return 0 if server.started else 1
 
 

@@ -26,16 +26,17 @@ def add_probe_routes(app: FastAPI, node: Node) -> None:
     """``/health``, ``/ready``, ``/metrics``, ``/version``."""
 
     @app.get(HEALTH_ROUTE)
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> JSONResponse:
+        if node.death is not None:
+            return JSONResponse({"status": "dead", "reason": node.death}, status_code=503)
+        return JSONResponse({"status": "ok"})
 
     @app.get(READY_ROUTE)
     async def ready() -> JSONResponse:
+        if node.death is not None:
+            return JSONResponse({"status": "not ready", "reason": node.death}, status_code=503)
         if node.drain.is_draining:
             return JSONResponse({"status": drain.STATUS, "reason": drain.STATUS}, status_code=503)
-        reason = node.not_ready_reason()
-        if reason is not None:
-            return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ready"})
 
     @app.get(METRICS_ROUTE)

@@ -24,6 +24,7 @@ from common.config.command_line import parse_config
 from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
 from common.server.gate import OPEN_PATHS
+from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE, READY_ROUTE
 from proxy.app import create_app
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,6 +35,8 @@ CUSTOM = {"PodMonitor"}  # of the Prometheus operator; no schema of Kubernetes' 
 DEFAULT_PORTS = {"prefill": 8100, "decode": 8200}
 YAMLLINT = ("yamllint", "--strict", "--config-file", str(DEPLOY / ".yamllint.yaml"))
 Document = dict[str, Any]
+# A node whose engine has died says so at the one that its container is restarted for.
+PROBES = {"startupProbe": HEALTH_ROUTE, "readinessProbe": READY_ROUTE, "livenessProbe": HEALTH_ROUTE}
 
 
 def run_tool(*command: str, text: str | None = None, cwd: Path = ROOT) -> str:
@@ -147,13 +150,13 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
         config = configs[role] = config_of(role, environment_of(workload, documents(folder)))
         assert config.host == "0.0.0.0"
         assert container["ports"] == [{"name": "http", "containerPort": config.port}]
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[probe]["httpGet"]["port"] == "http"
-            assert container[probe]["httpGet"]["path"] in OPEN_PATHS, probe
+        for probe, path in PROBES.items():
+            assert container[probe]["httpGet"] == {"path": path, "port": "http"}
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         for file in filter(None, (config.cluster_key_file, config.api_key_file)):
             assert any(file.startswith(mount + "/") for mount in mounts), file
         pod = pod_of(workload)
+        assert pod.get("restartPolicy", "Always") == "Always"  # a process that has ended by itself is started again
         wait_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         if isinstance(config, NodeConfig):
             # A prefill node waits for its leases when it is asked to end.
@@ -172,7 +175,7 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
 def test_probe_paths_when_compared_with_the_app_then_are_its_routes() -> None:
     app = create_app(ProxyConfig(decode=("http://127.0.0.1:1",)))
     routes = {getattr(route, "path", None) for route in app.routes}
-    assert {"/health", "/ready", "/metrics"} <= routes & OPEN_PATHS
+    assert {HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE} <= routes & OPEN_PATHS
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
@@ -194,6 +197,7 @@ def test_compose_when_its_environment_is_read_then_configures_processes_that_fin
         assert peer.peers == urls
     assert {each.cluster_key_file for each in (proxy, prefill, decode)} == {"/run/secrets/cluster_key"}
     for name in ("proxy", "prefill" + suffix, "decode" + suffix):
+        assert services[name]["restart"] == "unless-stopped"
         grace = re.fullmatch(r"(?:(\d+)m)?(?:(\d+)s)?", services[name]["stop_grace_period"])
         assert grace is not None
         assert int(grace[1] or 0) * 60 + int(grace[2] or 0) > prefill.kv_lease_seconds

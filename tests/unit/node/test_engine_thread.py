@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.config.node import NodeConfig
-from common.errors import InvalidRequestError, NodeUnavailableError, TandemError
+from common.errors import EngineDeadError, InvalidRequestError, NodeUnavailableError, TandemError
 from common.node.engine_thread import EngineThread
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
@@ -147,6 +148,72 @@ async def test_step_when_it_raises_fails_the_running_requests_only(engine: Engin
             await token_ids(engine, request("fails"))
         assert len(await token_ids(engine, request("works"))) == 20
     await wait_idle(engine, model)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("place", ["step", "has_work", "next_deadline_s"])
+async def test_thread_when_the_engine_dies_then_all_who_wait_and_all_who_come_are_told(
+    model: NodeModel, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    core = create_core(NodeConfig(model="-"), model)
+    thread = EngineThread(core)
+    thread.start()
+    is_dying, is_dead = threading.Event(), threading.Event()
+
+    def die() -> None:
+        is_dying.set()
+        is_dead.wait(DEADLINE_S)  # until there are callers whose commands will never run
+        raise EngineDeadError("the device is gone")
+
+    waiting: list[asyncio.Task[Any]] = [asyncio.create_task(token_ids(thread, request("r", num_tokens=100_000)))]
+    async with asyncio.timeout(DEADLINE_S):
+        while not (await thread.call(model.manager.stats)).num_sequences:
+            await asyncio.sleep(0.01)
+        if place == "next_deadline_s":  # asked for when there is nothing to do
+            await thread.call(lambda: core.abort("r"))
+        monkeypatch.setattr(core, place, die)
+        await asyncio.to_thread(is_dying.wait, DEADLINE_S)
+        waiting.append(asyncio.create_task(thread.call(model.manager.stats)))
+        await asyncio.sleep(0)
+        is_dead.set()
+        for each in waiting:
+            with pytest.raises(NodeUnavailableError):
+                await each
+        for late in (token_ids(thread, request("late")), thread.call(model.manager.stats)):
+            with pytest.raises(NodeUnavailableError):
+                await late
+    assert thread.death == "the device is gone"
+    await asyncio.to_thread(thread.close)
+    if place != "next_deadline_s":
+        model.manager.free("r#0", donate=False)
+
+
+@pytest.mark.asyncio
+async def test_thread_when_the_engine_hangs_and_is_given_up_then_all_are_told_although_it_runs(
+    model: NodeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = create_core(NodeConfig(model="-"), model)
+    thread = EngineThread(core)
+    goes_on = threading.Event()
+    step = core.step
+
+    def hang() -> Any:
+        goes_on.wait(DEADLINE_S)
+        return step()
+
+    monkeypatch.setattr(core, "step", hang)
+    thread.start()
+    async with asyncio.timeout(DEADLINE_S):
+        waiting = asyncio.create_task(thread.call(model.manager.stats))
+        await asyncio.sleep(0)
+        thread.give_up("it hangs")
+        for each in (waiting, token_ids(thread, request("late"))):
+            with pytest.raises(NodeUnavailableError):
+                await each
+    assert thread.is_alive
+    assert thread.death == "it hangs"
+    goes_on.set()
+    await asyncio.to_thread(thread.close)
 
 
 @pytest.mark.asyncio

@@ -93,3 +93,22 @@ def test_drain_when_a_signal_came_then_it_cannot_be_undone() -> None:
     with pytest.raises(EndingError, match="node was told to end"):
         drain.undo("an operator")
     assert drain.is_draining
+
+
+def test_drain_when_the_process_fails_then_what_is_open_is_cut_off_and_peers_hear_of_it_at_once() -> None:
+    async def scenario() -> None:
+        errors: list[NodeUnavailableError] = []
+        drain = Drain("node", 20.0, cut_off=errors.append)
+        drain.begin("an operator")
+        error = NodeUnavailableError("node ends: the engine stopped")
+        for each in (error, NodeUnavailableError("and again")):
+            drain.fail(each)
+        assert errors == [error]
+        assert drain.failed.is_set()
+        assert drain.stopped.is_set()
+        with pytest.raises(DrainingError):
+            drain.check_admission()
+        with pytest.raises(EndingError):
+            drain.undo("an operator")
+
+    asyncio.run(scenario())

@@ -19,9 +19,9 @@ import pytest
 from starlette.applications import Starlette
 
 from common.errors import ConfigError
-from common.server.serve import Tls, bind_socket, raise_file_limit, run_app
+from common.server.serve import FAILED_STATUS, Tls, bind_socket, raise_file_limit, run_app
 from tests.support.http_server import wait_for
-from tests.support.service import Process, free_port
+from tests.support.service import ROOT, Process, child_environment, free_port
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,40 @@ def test_app_when_its_start_fails_then_an_error_of_ours_is_raised_and_any_other_
     assert (caught.value is error) == is_ours
     assert ("Traceback" in caplog.text) == (not is_ours)
     assert ("a mistake of ours" in caplog.text) == (not is_ours)
+
+
+FAILING = """
+import asyncio, contextlib, sys, time
+from starlette.applications import Starlette
+from common.errors import NodeUnavailableError
+from common.server import serve
+from common.server.drain import Drain
+
+serve.FAILED_END_S = 1.0
+drain = Drain("node", 20.0, cut_off=lambda error: print("cut off:", error.message, flush=True))
+
+@contextlib.asynccontextmanager
+async def lifespan(_):
+    asyncio.get_running_loop().call_later(0.2, drain.fail, NodeUnavailableError("the engine stopped"))
+    yield
+    print("closing", flush=True)
+    if sys.argv[1] == "blocks":
+        time.sleep(600)
+    elif sys.argv[1] == "waits":
+        await asyncio.to_thread(time.sleep, 600)
+
+app = Starlette(lifespan=lifespan)
+app.state.drain = drain
+serve.end_process(serve.run_app(app, serve.bind_socket("127.0.0.1", 0)))
+"""
+
+
+@pytest.mark.parametrize("closing", ["ends", "blocks", "waits"])
+def test_app_when_it_fails_then_the_process_ends_with_a_status_of_its_own_even_if_closing_hangs(closing: str) -> None:
+    argv = [sys.executable, "-c", FAILING, closing]
+    result = subprocess.run(argv, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == FAILED_STATUS, result.stderr
+    assert result.stdout.splitlines() == ["cut off: the engine stopped", "closing"]
 
 
 def test_file_limit_when_the_system_allows_more_then_is_raised(file_limit: int) -> None:
