@@ -37,10 +37,22 @@ FINAL_STEP_SIZE = StepSize()
 """For a ``dt`` that is the step size already."""
 
 
+ACTIVATIONS = ("sigmoid", "silu", "softplus")
+"""The functions of :meth:`Ops.activation`, named as in torch."""
+
+
 class Ops(ABC):
     """One backend. Stateless but for what it was built with."""
 
     name: str
+
+    @abstractmethod
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        """One of :data:`ACTIVATIONS` of every element, in x's shape and dtype.
+
+        A result depends on its element alone, not on its place: torch's own functions take other instructions for the
+        last elements of a tensor on a CPU, so that a row's gates would depend on how many rows are in the step.
+        """
 
     @abstractmethod
     def conv1d(

@@ -1,4 +1,5 @@
-"""Leads transformers' model code to our ops: one attention function, five module-level functions, three forwards.
+"""Leads transformers' model code to our ops: one attention function, five module-level functions, three forwards, and
+torch's activations (``gates.py``).
 
 Mixers keep their own forward (projections, norms, gates). They are handed an ``EngineCache``, which has no state to
 give, so they take their many-tokens branch for any number of rows; the functions which that branch calls are
@@ -15,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from common.errors import ConfigError
 from common.geometry.families import CONV, GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Family
 from common.kv_cache.spec import ModelGeometry
-from common.models.adapter import mla
+from common.models.adapter import gates, mla
 from common.models.adapter.forward_context import get_forward_context
 from common.models.adapter.lightning_attention import lightning_forward
 from common.models.adapter.short_conv import short_conv_forward
@@ -32,7 +32,7 @@ from common.ops.interface import StepSize
 _ATTENTION_NAME = "tandem_paged"
 """Under which transformers calls :func:`_attention`. No mask function has this name, so no mask is ever built."""
 _STOCK = "__tandem_stock__"
-"""Attribute of a replaced function: the one of transformers that it stands for."""
+"""Attribute of a replaced function: the one of transformers or torch that it stands for."""
 _NO_STATE = torch.empty(0)
 """Handed back as the state after a rule: some mixers convert it before they give it to the cache, which ignores it."""
 
@@ -133,7 +133,7 @@ def _mamba1(stock: Callable[..., Any]) -> Callable[..., Any]:
         pool = context.state_pool("recurrent").flatten(1, -2)[:, begin : context.num_scanned]
         out = context.ops.mamba1(x, dt[0].T, A, b, c, kwargs.get("D"), context.metadata, pool, step_size=size).T[None]
         if (gate := kwargs.get("z")) is not None:
-            out = out * F.silu(gate)
+            out = out * context.ops.activation("silu", gate)
         return (out, out.new_empty(0)) if kwargs.get("return_last_state") else out  # zamba stacks the heads' states
 
     return scan
@@ -200,22 +200,24 @@ def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
                 param="--model",
             )
         _replace_functions(type(mixers[0]), family.functions)
+    for owner, name in gates.PLACES:
+        _replace(owner, name, functools.partial(gates.gate, name))
     AttentionInterface.register(_ATTENTION_NAME, _attention)
     model.set_attn_implementation(_ATTENTION_NAME)
 
 
 def _replace_functions(mixer_class: Any, names: tuple[str, ...]) -> None:
-    """Replace the functions in the mixer's module (or its forward), once per process; without a forward context they
-    stay what they were."""
-    module = sys.modules[mixer_class.__module__]
+    """Replace the functions in the mixer's module, or its forward."""
     for name in names:
-        current = getattr(module, name)
-        if not hasattr(current, _STOCK):
-            wrapped = _WRAPPERS[name](current)
-            setattr(wrapped, _STOCK, current)
-            setattr(module, name, wrapped)
-    forward = mixer_class.forward
-    if mixer_class.__name__ in _FORWARDS and not hasattr(forward, _STOCK):
-        replaced = _FORWARDS[mixer_class.__name__](forward)
-        setattr(replaced, _STOCK, forward)
-        mixer_class.forward = replaced
+        _replace(sys.modules[mixer_class.__module__], name, _WRAPPERS[name])
+    if mixer_class.__name__ in _FORWARDS:
+        _replace(mixer_class, "forward", _FORWARDS[mixer_class.__name__])
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Once per process; without a forward context the function stays what it was."""
+    stock = getattr(owner, name)
+    if not hasattr(stock, _STOCK):
+        wrapped = wrap(stock)
+        setattr(wrapped, _STOCK, stock)
+        setattr(owner, name, wrapped)

@@ -17,7 +17,7 @@ class FusedSilu(nn.Module):
         self._ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ops.silu(x)
+        return self._ops.activation("silu", x)
 
 
 def fuse_activations(model: nn.Module, ops: ElementwiseOps) -> None:

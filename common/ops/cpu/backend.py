@@ -40,6 +40,9 @@ class CppOps(Ops):
     def _call(self, name: str, words: list[int], metadata: AttentionMetadata, *kept: object) -> None:
         launch(self._functions[name], words, metadata.packed.address, kept)
 
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        return self.elementwise.activation(name, x)
+
     def conv1d(
         self,
         x: Tensor,

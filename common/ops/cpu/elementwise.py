@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import enum
 from array import array
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ _DIMS = 4
 
 class Elementwise(enum.IntEnum):
     """What is computed, in float32 and rounded once to the dtype of the output: the same numbers as torch's, but for
-    SILU, which is within four units in the last place of float32. SILU_MUL: silu(a) * b."""
+    SILU, SIGMOID and SOFTPLUS, which are within four units in the last place of float32. SILU_MUL: silu(a) * b. An
+    element of the result depends on its own operands alone, wherever in a tensor they are."""
 
     COPY = 0
     ADD = 1
@@ -28,6 +31,19 @@ class Elementwise(enum.IntEnum):
     NEG = 4
     SILU = 5
     SILU_MUL = 6
+    SIGMOID = 7
+    SOFTPLUS = 8
+
+
+_TORCH: Mapping[Elementwise, Callable[..., Tensor]] = MappingProxyType(
+    {
+        Elementwise.SILU: F.silu,
+        Elementwise.SIGMOID: torch.sigmoid,
+        Elementwise.SOFTPLUS: F.softplus,
+        Elementwise.SILU_MUL: lambda gate, up: F.silu(gate) * up,
+    }
+)
+"""What computes dtypes that no kernel is for (float64 in a test)."""
 
 
 class ElementwiseOps:
@@ -39,21 +55,19 @@ class ElementwiseOps:
         self._replay = library.tandem_replay
         self._replay.argtypes, self._replay.restype = (ctypes.c_void_p, ctypes.c_int64), None
 
-    def silu(self, x: Tensor) -> Tensor:
-        """x * sigmoid(x), in x's dtype."""
-        out = torch.empty(x.shape, dtype=x.dtype)
-        call = self.words(Elementwise.SILU, out, x)
-        if call is None:
-            return F.silu(x)
-        launch(self.function, call[0], kept=call[1])
-        return out
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        """As :meth:`common.ops.interface.Ops.activation`."""
+        return self._activate(Elementwise[name.upper()], x)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, of one shape and dtype. The product is rounded once; torch rounds the SiLU as well."""
-        out = torch.empty(gate.shape, dtype=gate.dtype)
-        call = self.words(Elementwise.SILU_MUL, out, gate, up)
+        return self._activate(Elementwise.SILU_MUL, gate, up)
+
+    def _activate(self, kind: Elementwise, *operands: Tensor) -> Tensor:
+        out = torch.empty(operands[0].shape, dtype=operands[0].dtype)
+        call = self.words(kind, out, *operands) or self.words(kind, out, *(x.contiguous() for x in operands))
         if call is None:
-            return F.silu(gate) * up
+            return _TORCH[kind](*operands)
         launch(self.function, call[0], kept=call[1])
         return out
 

@@ -6,11 +6,11 @@ all spans, only the walk from chunk to chunk is sequential. A save cuts the scan
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.ops.interface import FINAL_STEP_SIZE, Ops, StepSize
 from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.torch.activation import activation
 from common.ops.torch.attention import paged_attention, write_kv
 from common.ops.torch.conv import conv1d_varlen
 from common.ops.torch.delta import delta_varlen
@@ -21,6 +21,9 @@ class TorchOps(Ops):
     """The functions beside this module as a backend."""
 
     name = "torch"
+
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        return activation(name, x)
 
     def conv1d(
         self,
@@ -35,7 +38,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         before, behind = gates or (None, None)
         out = conv1d_varlen(x if before is None else x * before, weight, bias, metadata.state, pool)
-        out = F.silu(out) if silu else out
+        out = activation("silu", out) if silu else out
         return out if behind is None else out * behind
 
     def mamba2(
@@ -114,7 +117,7 @@ def _final(dt: Tensor, step_size: StepSize) -> Tensor:
     if step_size.bias is not None:
         dt = dt + step_size.bias.float()
     if step_size.softplus:
-        dt = F.softplus(dt)
+        dt = activation("softplus", dt)
     if (step_size.low, step_size.high) != (FINAL_STEP_SIZE.low, FINAL_STEP_SIZE.high):
         dt = dt.clamp(step_size.low, step_size.high)
     return dt

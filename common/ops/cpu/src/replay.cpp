@@ -1,5 +1,6 @@
 // Kernel calls in a row without anything between them, and the element by element operations that are left between
-// kernels: sums, products, copies, each rounded as torch rounds it.
+// kernels: sums, products, copies, each rounded as torch rounds it, and functions of one element, which depend on that
+// element alone (torch computes the last ones of a tensor with other instructions than the rest).
 #include "step.h"
 
 namespace tandem {
@@ -11,7 +12,8 @@ struct Call {
     const int64_t* step;
 };
 
-enum Kind : int64_t { kCopy = 0, kAdd = 1, kSub = 2, kMul = 3, kNeg = 4, kSilu = 5, kSiluMul = 6 };
+enum Kind : int64_t { kCopy = 0, kAdd = 1, kSub = 2, kMul = 3, kNeg = 4, kSilu = 5, kSiluMul = 6,
+                      kSigmoid = 7, kSoftplus = 8 };
 
 constexpr int kDims = 4;  // dimensions of a tensor, at most (_DIMS in elementwise.py)
 
@@ -37,6 +39,8 @@ inline vf compute(vf a, vf b) {
         case kNeg: return -a;
         case kSilu: return silu(a);
         case kSiluMul: return silu(a) * b;
+        case kSigmoid: return sigmoid(a);
+        case kSoftplus: return softplus(a);
         default: return a;
     }
 }
@@ -84,8 +88,9 @@ void tandem_replay(const Call* calls, int64_t count) {
 }
 
 void tandem_elementwise(const Elementwise* args, const int64_t*) {
-    constexpr decltype(&run_row<kCopy>) all[] = {run_row<kCopy>, run_row<kAdd>,  run_row<kSub>,    run_row<kMul>,
-                                                 run_row<kNeg>,  run_row<kSilu>, run_row<kSiluMul>};
+    constexpr decltype(&run_row<kCopy>) all[] = {run_row<kCopy>, run_row<kAdd>,  run_row<kSub>,
+                                                 run_row<kMul>,  run_row<kNeg>,  run_row<kSilu>,
+                                                 run_row<kSiluMul>, run_row<kSigmoid>, run_row<kSoftplus>};
     const Elementwise& e = *args;
     const auto run = all[e.kind];
     const int64_t rows = e.shape[0] * e.shape[1] * e.shape[2];

@@ -246,10 +246,11 @@ inline vf softplus(vf x) {
     return select(x > splat(20.0f), x, select(lost, e, l));
 }
 
-// 1 / (1 + e^-x) within 3 units in the last place.
+// 1 / (1 + e^-x) within 3 units in the last place for |x| <= 87, beyond that as at 87; NaN stays NaN.
 inline vf sigmoid(vf x) {
 #if defined(__AVX512F__)  // half the instructions of the general form, and no division
-    const __m512 y = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(87.0f)), _mm512_set1_ps(-87.0f));
+    // The limits come first: of a NaN and a number these give the second.
+    const __m512 y = _mm512_max_ps(_mm512_set1_ps(-87.0f), _mm512_min_ps(_mm512_set1_ps(87.0f), x));
     const vf n = rounded(y * splat(-1.44269504088896341f));
     const vf r = fma(y, splat(-1.925963033500e-8f), fma(y, splat(-1.44269502162933350f), -n));
     const vf e = scaled(exp2_part(r), n) + splat(1.0f), guess = _mm512_rcp14_ps(e);
