@@ -139,6 +139,12 @@ class RequestAbortedError(TandemError):
     code = "aborted"
 
 
+class ClientStalledError(RequestAbortedError):
+    """The caller stood still: it did not read its answer, and was disconnected."""
+
+    code = "client_stalled"
+
+
 class TransferError(TandemError):
     """Blocks or states could not be moved, or did not hold the prompt that the manifest names."""
 

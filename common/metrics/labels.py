@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.metrics.outcomes import Outcome
+
 
 @dataclass(frozen=True, slots=True)
 class LabelValues:
@@ -33,11 +35,14 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         ("requests_total",),
         "outcome",
         {
-            "stop": "answered to its end; on nodes: the model or a stop string ended it",
-            "length": "on nodes: `max_tokens` ended it",
-            "abort": "the client left",
-            "rejected": "refused before work began: malformed, too long, turned away",
-            "error": "failed, and not by the client's fault",
+            Outcome.STOP: "answered to its end; the model or a stop string ended it",
+            Outcome.LENGTH: "answered to its end; `max_tokens` ended one of its choices",
+            Outcome.ABORT: "the client left",
+            Outcome.STALL: "the client stood still and was disconnected",
+            Outcome.REJECTED: "refused by the client's own fault: malformed, too long, beyond its key's limits",
+            Outcome.DEADLINE: "the deadline that the client gave passed, or would have",
+            Outcome.CAPACITY: "turned away for want of room: a full queue, too long a wait, a drain",
+            Outcome.ERROR: "failed, and not by the client's fault: alerts ask for this one alone",
         },
     ),
     LabelValues(

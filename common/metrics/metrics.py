@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.metrics.outcomes import Outcome
 from common.metrics.plain_histogram import PlainHistogram
 from common.metrics.table import METRICS, METRICS_BY_NAME, PREFIX, Kind, MetricSpec, Role
 
@@ -107,8 +108,8 @@ class Metrics:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def request_finished(self, route: str, outcome: str, e2e_s: float) -> None:
-        """One request ended. ``outcome``: stop, length, abort, error, rejected."""
+    def request_finished(self, route: str, outcome: Outcome, e2e_s: float) -> None:
+        """One request ended."""
         self.inc("requests_total", route=route, outcome=outcome)
         self.observe("request_e2e_seconds", e2e_s)
 

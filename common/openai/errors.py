@@ -18,8 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from common.errors import (
+    AuthenticationError,
     DrainingError,
     InvalidRequestError,
+    ModelNotFoundError,
+    PermissionDeniedError,
     PrefillLegRejectedError,
     QueueFullError,
     RequestAbortedError,
@@ -38,12 +41,36 @@ _HTTP_KINDS: Mapping[int, tuple[str, str]] = {
     405: ("invalid_request_error", "method_not_allowed"),
 }
 
+# Type -> status of errors that come without one.
+_STATUSES: Mapping[str, int] = {
+    kind.type: kind.status
+    for kind in (InvalidRequestError, AuthenticationError, PermissionDeniedError, ModelNotFoundError, QueueFullError)
+}
+
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON body of ``error``; one that is not ours says nothing about itself."""
     if isinstance(error, TandemError):
         return _body(error.message, error.type, error.param, error.code)
     return _body(INTERNAL_MESSAGE, TandemError.type, None, TandemError.code)
+
+
+def read_error(body: object, status: int | None = None) -> TandemError:
+    """The error that ``error_body`` made ``body`` of, or another server one of the same shape. ``status``: its
+    answer's; None: it came as an event, which has none.
+
+    Raises:
+        ValueError: ``body`` is of another shape.
+    """
+    value = body.get("error") if isinstance(body, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(value.get("message"), str):
+        raise ValueError("not an error with a message")
+    error = TandemError(value["message"])
+    for name in ("type", "code", "param"):
+        if isinstance(value.get(name), str):
+            setattr(error, name, value[name])
+    error.status = _STATUSES.get(error.type, TandemError.status) if status is None else status
+    return error
 
 
 def error_response(error: Exception) -> Response:

@@ -35,7 +35,7 @@ MAX_BEFORE_S = 3600.0
 EXPORT_TIMEOUT_S = 5.0
 """Seconds for the collector to take one batch."""
 FAILED_OUTCOMES = frozenset({"error"})
-"""Outcomes of requests whose span has the status error."""
+"""Outcomes of requests (``common.metrics.outcomes``) whose span has the status error."""
 
 _MEMBER = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})")
 

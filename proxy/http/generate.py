@@ -18,7 +18,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.errors import RequestDeadlineError, RequestDroppedError, TandemError
+from common.errors import RequestDeadlineError, TandemError
+from common.metrics.outcomes import outcome_of
 from common.openai.errors import error_response
 from common.openai.prompt_ids import PROMPT_IDS_KEY
 from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
@@ -35,10 +36,10 @@ from proxy.admission.queue import AdmissionQueue, AdmissionRequest
 from proxy.admission.request_cost import read_admission_request
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.client_stream import ClientStream, RelayResponse
-from proxy.legs.errors import RelayedAnswer
+from proxy.legs.errors import LegFailedError, RelayedAnswer
 from proxy.legs.job import Job
 from proxy.legs.orchestrator import Orchestrator
-from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
+from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
 from proxy.placement.request import PlacementHeader, session_from_header
@@ -134,47 +135,24 @@ class GenerateService:
         route: str,
         client: ClientStream,
     ) -> None:
-        try:
-            with (
-                self._metrics.track(route, job.arrival_s, job.span) as record,
-                self._follow(job, route, client, record),
-            ):
-                # The outcome until another one is known: a cancelled request runs no further line of this function.
-                record.outcome = "abort"
-                try:
-                    async with self._admission.admitted(admission_request), self._bounded(admission_request):
-                        self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
-                        await self._run_admitted(job, request, client, record)
-                except RequestDroppedError:
-                    record.outcome = "rejected"
-                    raise
-                except Exception:
-                    record.outcome = "error"
-                    raise
-        except TandemError as exc:
-            await self._fail(job, client, exc)
-        except Exception as exc:
-            # Answered here and not by the app's error handlers: those only know whole answers, this may be a stream.
-            logger.exception("unexpected error request_id=%s route=%s", job.request_id, route)
-            await self._fail(job, client, exc)
+        with self._metrics.track(route, job.arrival_s, client.record, job.span), self._follow(job, route, client):
+            try:
+                async with self._admission.admitted(admission_request), self._bounded(admission_request):
+                    self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
+                    await self._run_admitted(job, request, client)
+            except RelayedAnswer as exc:
+                await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
+            except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
+                await self._fail(job, client, exc)
 
-    def _follow(
-        self, job: Job, route: str, client: ClientStream, record: RequestRecord
-    ) -> contextlib.AbstractContextManager[None]:
+    def _follow(self, job: Job, route: str, client: ClientStream) -> contextlib.AbstractContextManager[None]:
         about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
-        return self._recent.follow(client.entry, about, record)
+        return self._recent.follow(client.entry, about, client.record)
 
-    async def _run_admitted(
-        self, job: Job, request: GenerationRequest, client: ClientStream, record: RequestRecord
-    ) -> None:
-        try:
-            done = await self._tokenizer.tokenise(request, job.body, job.prompts)
-            job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
-            await self._orchestrator.run(job, client)
-            record.outcome = _outcome_of(client.status)
-        except RelayedAnswer as exc:
-            record.outcome = "rejected"
-            await client.send_whole(exc.status, exc.headers, exc.body)
+    async def _run_admitted(self, job: Job, request: GenerationRequest, client: ClientStream) -> None:
+        done = await self._tokenizer.tokenise(request, job.body, job.prompts)
+        job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
+        await self._orchestrator.run(job, client)
 
     @contextlib.asynccontextmanager
     async def _bounded(self, admission_request: AdmissionRequest) -> AsyncIterator[None]:
@@ -201,6 +179,12 @@ class GenerateService:
             ) from exc
 
     async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
+        if client.is_finished:
+            logger.info("request failed after its answer request_id=%s: %s", job.request_id, error)
+            return
+        client.record.outcome = outcome_of(error)
+        if not isinstance(error, TandemError):
+            logger.error("unexpected error request_id=%s", job.request_id, exc_info=error)
         status = error.status if isinstance(error, TandemError) else TandemError.status
         logger.log(
             logging.WARNING if status >= 500 else logging.INFO,
@@ -211,20 +195,13 @@ class GenerateService:
             error,
         )
         if client.is_started:
-            # The chunk before may have ended inside an event: an empty line ends it.
-            await client.send_chunk(b"\n\n" + sse_error(error))
-            await client.finish()
+            if not (isinstance(error, LegFailedError) and error.is_told):
+                await client.send_chunk(sse_error(error))
+            await client.finish(client.record.outcome)
             return
         answer = error_response(error)
         headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
-        await client.send_whole(answer.status_code, headers, bytes(answer.body))
-
-
-def _outcome_of(status: int | None) -> str:
-    """Of an answer that was passed on: what a node refuses is nobody's failure."""
-    if status == 200:
-        return "stop"
-    return "rejected" if status is not None and 400 <= status < 500 else "error"
+        await client.send_whole(answer.status_code, headers, bytes(answer.body), client.record.outcome)
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

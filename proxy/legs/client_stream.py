@@ -15,7 +15,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from common.metrics.outcomes import Outcome
 from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
+from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
 
 logger = logging.getLogger(__name__)
@@ -38,13 +40,14 @@ _DROPPED_HEADERS = frozenset(
 
 class ClientStream:
     """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
-    answer begins, and again when it goes on from another node."""
+    answer begins, and again when it goes on from another node. ``record`` gets the outcome with the last byte."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
         self.status: int | None = None
         self.entry = RecentRequest()
+        self.record = RequestRecord()
         self.is_finished = False
         self.on_start: Callable[[int], None] | None = None
 
@@ -52,10 +55,10 @@ class ClientStream:
     def is_started(self) -> bool:
         return self.status is not None
 
-    async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes, outcome: Outcome) -> None:
         self.entry.answered(status, headers)
         await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
-        await self._body(body, more=False)
+        await self._finish(body, outcome)
 
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
         self.entry.answered(status, headers)
@@ -67,10 +70,10 @@ class ClientStream:
             self.on_start(self.status)
 
     async def send_chunk(self, chunk: bytes) -> None:
-        await self._body(chunk, more=True)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def finish(self) -> None:
-        await self._body(b"", more=False)
+    async def finish(self, outcome: Outcome) -> None:
+        await self._finish(b"", outcome)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None
@@ -82,9 +85,11 @@ class ClientStream:
         raw.append((b"x-request-id", self._request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
-    async def _body(self, body: bytes, *, more: bool) -> None:
-        self.is_finished = not more
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+    async def _finish(self, body: bytes, outcome: Outcome) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        # Only now: until the client has taken what was sent before, it may still leave.
+        self.is_finished = True
+        self.record.outcome = outcome
 
 
 class RelayResponse(Response):

@@ -24,8 +24,8 @@ from proxy.legs.decode_leg import DecodeLegs
 from proxy.legs.errors import LegFailedError, PrefillBusyError, RelayedAnswer
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseReleaser
-from proxy.legs.migration import StreamProgress
 from proxy.legs.protocol import call, check_draining, check_prefilled
+from proxy.legs.stream_progress import StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node
 from proxy.placement.request import Placement
@@ -54,13 +54,13 @@ class ConcurrentLegs:
         headers: Mapping[str, str],
         decode_headers: Mapping[str, str],
         client: ClientStream,
-        progress: StreamProgress | None = None,
+        progress: StreamProgress,
     ) -> None:
-        """Answer ``job`` on ``client``. ``headers`` are the prefill legs'; ``progress``: what the client has of a
-        stream that may go on elsewhere.
+        """Answer ``job`` on ``client``. ``headers`` are the prefill legs'; ``progress``: what the client has of the
+        stream.
 
         Raises:
-            RelayedAnswer: a prefill node refuses its leg, before the first byte.
+            RelayedAnswer: a node refuses its leg, before the first byte.
             NodeDrainingError: one of the nodes drains; before the first byte.
             LegFailedError: the decode leg broke; TransferFailedError when it says 502; PrefillBusyError.
             DeadlineExceededError: a leg was silent for too long.
@@ -68,7 +68,7 @@ class ConcurrentLegs:
         names = [secrets.token_hex(16) for _ in placement.prefill]
         params = [self._rendezvous(node, name) for node, name in zip(placement.prefill, names, strict=True)]
         handoff = params[0] if len(params) == 1 else params
-        content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress is not None)
+        content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress.may_go_on)
         with self._releaser.guard() as leases:
             for node, name in zip(placement.prefill, names, strict=True):
                 leases.hold(node, name)

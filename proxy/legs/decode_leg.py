@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from typing import NoReturn
 
 from common.errors import DeadlineExceededError, QueueFullError, TransferError
+from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.wire.headers import PREFILL_NODE_HEADER
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.errors import LegFailedError, RelayedAnswer, TransferFailedError
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
-from proxy.legs.migration import DONE, END_OF_EVENT, ERROR, StreamProgress
 from proxy.legs.protocol import check_draining, judge, open_decode_leg, status_reason
+from proxy.legs.stream_progress import StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
+from proxy.node_http.errors import NodeClientError
 from proxy.nodes.breaker import Leg
 from proxy.nodes.node import Node
 
-END_OF_STREAM = DONE + END_OF_EVENT
+END_S = 1.0
+"""Seconds from a stream's last event to the end of its connection's answer, which needs none."""
 
 
 class DecodeLegs:
@@ -41,12 +47,13 @@ class DecodeLegs:
         headers: Mapping[str, str],
         client: ClientStream,
         leases: LeaseGuard,
-        progress: StreamProgress | None = None,
+        progress: StreamProgress,
     ) -> None:
         """Send the leg and pass its answer on; from the first good status on, until it fails, the node owns the
-        request's leases. With ``progress`` the client may have part of the stream already.
+        request's leases. ``progress``: what the client has of the stream already.
 
         Raises:
+            RelayedAnswer: a refusal that is the client's to hear.
             TransferFailedError: the node says 502 before the first byte.
             NodeDrainingError: it drains; before the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
@@ -68,12 +75,11 @@ class DecodeLegs:
         answer: NodeStream,
         leg: Leg,
         client: ClientStream,
-        progress: StreamProgress | None,
+        progress: StreamProgress,
     ) -> None:
         if answer.status != 200:
             judge(leg, answer.status)
-            await self._pass_refusal(node, answer, client)
-            return
+            await self._refuse(node, answer, client)
         is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
         if is_stream is not job.is_stream:
             raise LegFailedError(f"decode node {node.name} answers what was not asked for", reason="garbage")
@@ -81,12 +87,13 @@ class DecodeLegs:
             await self._pass_stream(node, job, answer, leg, client, progress)
         else:
             body = await answer.read()
-            _check_json(node, body)
+            outcome = _outcome_of_whole(node, body)
             leg.succeed()
-            await client.send_whole(answer.status, answer.headers, body)
+            await client.send_whole(answer.status, answer.headers, body, outcome)
 
     @staticmethod
-    async def _pass_refusal(node: Node, answer: NodeStream, client: ClientStream) -> None:
+    async def _refuse(node: Node, answer: NodeStream, client: ClientStream) -> NoReturn:
+        """Raises what a status other than 200 means."""
         relayed = RelayedAnswer(answer.status, answer.headers, await answer.read())
         check_draining(node, answer.status, relayed.body)
         if answer.status == TransferError.status:
@@ -95,23 +102,19 @@ class DecodeLegs:
         if client.is_started or not is_ours:
             message = f"decode node {node.name} answers {answer.status}"
             raise LegFailedError(message, reason=status_reason(answer.status), answer=relayed)
-        await client.send_whole(relayed.status, relayed.headers, relayed.body)
+        raise relayed
 
     async def _pass_stream(
-        self,
-        node: Node,
-        job: Job,
-        answer: NodeStream,
-        leg: Leg,
-        client: ClientStream,
-        progress: StreamProgress | None,
+        self, node: Node, job: Job, answer: NodeStream, leg: Leg, client: ClientStream, progress: StreamProgress
     ) -> None:
-        end, has_error, has_passed = b"", False, False
+        has_begun = has_passed = False
         gaps = TokenGaps(self._metrics.observe_token_gap, num_choices=job.num_choices)
-        async for chunk in answer.chunks(self._idle_s):
-            if not end:
+        chunks = answer.chunks(self._idle_s)
+        async for chunk in chunks:
+            if not has_begun:
                 leg.begin_answer()
-            data = chunk if progress is None else progress.feed(chunk)
+                has_begun = True
+            data = progress.feed(chunk)
             if data:
                 if not client.is_started:
                     self._metrics.observe_ttft(time.monotonic() - job.arrival_s)
@@ -121,27 +124,34 @@ class DecodeLegs:
                 has_passed = True
                 await client.send_chunk(data)
                 gaps.passed(data)
-            if progress is not None and progress.failure is not None:
-                leg.fail("error event")
+            if progress.failure is not None:
+                judge(leg, progress.failure.status)
                 raise progress.failure
-            seen = end + chunk  # what is looked for may have come in two pieces
-            end = seen[-len(END_OF_STREAM) :]
-            has_error = has_error or ERROR in seen
-        if not client.is_started:
-            raise LegFailedError(f"decode node {node.name} ended its stream without a byte")
-        is_complete = end == END_OF_STREAM or has_error if progress is None else progress.is_complete
-        if not is_complete:
-            raise LegFailedError(f"decode node {node.name} ended its stream early")
-        if has_error:
-            leg.fail("error event")
-        leg.succeed()
-        await client.finish()
+            if progress.is_complete:
+                leg.succeed()
+                await client.finish(progress.outcome)
+                await _read_end(chunks)
+                return
+        end = "early" if client.is_started else "without a byte"
+        raise LegFailedError(f"decode node {node.name} ended its stream {end}")
 
 
-def _check_json(node: Node, body: bytes) -> None:
+async def _read_end(chunks: AsyncIterator[bytes]) -> None:
+    """To the end of an answer of which the client has all, so that the connection can be used again. One that breaks,
+    lingers or goes on instead is closed."""
+    with contextlib.suppress(NodeClientError, TimeoutError):
+        async with asyncio.timeout(END_S):
+            await anext(chunks, None)
+
+
+def _outcome_of_whole(node: Node, body: bytes) -> Outcome:
+    """Raises LegFailedError for what is no JSON object."""
     try:
-        is_object = isinstance(json.loads(body), dict)
+        answer = json.loads(body)
     except ValueError:
-        is_object = False
-    if not is_object:
+        answer = None
+    if not isinstance(answer, dict):
         raise LegFailedError(f"decode node {node.name} answers what is no JSON object", reason="garbage")
+    choices = answer.get("choices")
+    choices = choices if isinstance(choices, list) else ()
+    return outcome_of_answer(each.get("finish_reason") for each in choices if isinstance(each, dict))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-from common.errors import NodeUnavailableError
+from common.errors import NodeUnavailableError, TandemError
+from common.openai.errors import read_error
 from proxy.nodes.node import Node
 
 
@@ -13,17 +15,29 @@ class RelayedAnswer(Exception):  # noqa: N818 - not an error of ours: a node's o
         super().__init__(f"status {status}")
         self.status, self.headers, self.body = status, headers, body
 
+    @property
+    def error(self) -> TandemError:
+        """What it says, as the node raised it."""
+        try:
+            return read_error(json.loads(self.body), self.status)
+        except ValueError:
+            error = TandemError(str(self))
+            error.status = self.status
+            return error
+
 
 class LegFailedError(NodeUnavailableError):
     """The node refused the connection, broke it, or answered what cannot be used.
 
     ``reason``: refused, broken, garbage, status, busy (full or draining), transfer: a metric's label. ``answer``: what
-    the node said, for the client when no other node can be tried.
+    the node said, for the client when no other node can be tried. ``is_told``: the client has it already, as an event.
     """
 
-    def __init__(self, message: str, *, reason: str = "broken", answer: RelayedAnswer | None = None) -> None:
+    def __init__(
+        self, message: str, *, reason: str = "broken", answer: RelayedAnswer | None = None, is_told: bool = False
+    ) -> None:
         super().__init__(message)
-        self.reason, self.answer = reason, answer
+        self.reason, self.answer, self.is_told = reason, answer, is_told
 
 
 class NodeDrainingError(LegFailedError):

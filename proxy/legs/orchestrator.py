@@ -6,9 +6,9 @@ legs at once, if all of them can follow a prompt while it is computed (``proxy.l
 other: the prefill legs together, then the decode leg with what they returned, or without when no prefill node could do
 it (the decode node then computes the prompt itself), 3 bytes pass through to the client. Until the first byte a pair
 whose decode node broke, or could not get the prompt, is replaced by another one, as far as the retry budget goes; after
-it the stream goes on elsewhere if ``--migration-limit`` allows (``proxy.legs.migration``), else there is no way back.
-Leaving early, by whatever exception, closes the legs' connections (nodes abort on that) and releases leases that no
-decode node took over.
+it the stream goes on elsewhere if ``--migration-limit`` allows (``proxy.legs.stream_progress``), else there is no way
+back. Leaving early, by whatever exception, closes the legs' connections (nodes abort on that) and releases leases that
+no decode node took over.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
@@ -36,9 +37,9 @@ from proxy.legs.errors import (
 )
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard, LeaseReleaser
-from proxy.legs.migration import StreamProgress
 from proxy.legs.retry_budget import RetryBudget
 from proxy.legs.sequential import LOCAL, MAX_PROMPTS_TOGETHER, MAX_TRIES, Handoff, SequentialPrefill
+from proxy.legs.stream_progress import ResumableProgress, StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
@@ -50,22 +51,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """One request in progress: what was ``given``, and the ``job`` that is left of it. ``progress``: None when its
+    """One request in progress: what was ``given``, and the ``job`` that is left of it. ``resumable``: None when its
     stream is not to go on elsewhere."""
 
     given: Job
     job: Job
     client: ClientStream
     queue_s: float
-    progress: StreamProgress | None
+    resumable: ResumableProgress | None
     avoided: Avoided = field(default_factory=Avoided)
 
-    def progress_on(self, node: Node) -> StreamProgress | None:
-        """As ``progress``, if ``node`` reports it; its leg begins."""
-        if self.progress is None or not node.info.resume:
-            return None
-        self.progress.begin(node)
-        return self.progress
+    def progress_on(self, node: Node) -> StreamProgress:
+        """``resumable``, if ``node`` reports what it needs; its leg begins."""
+        if self.resumable is None or not node.info.resume:
+            return StreamProgress()
+        self.resumable.begin(node)
+        return self.resumable
 
 
 class Orchestrator:
@@ -103,7 +104,7 @@ class Orchestrator:
     async def run(self, job: Job, client: ClientStream) -> None:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
         self._budget.add_request()
-        progress = StreamProgress() if self._may_migrate(job) else None
+        progress = ResumableProgress() if self._may_migrate(job) else None
         run = Run(job, job, client, time.monotonic() - job.arrival_s, progress)
         num_migrations = 0
         while True:
@@ -112,9 +113,9 @@ class Orchestrator:
                 return
             except (LegFailedError, DeadlineExceededError) as exc:
                 if not client.is_started:
-                    await self._give_up(exc, client)
-                    return
-                if progress is None:
+                    self._give_up(exc)
+                # What is the client's own fault any other node would say too.
+                if progress is None or exc.status < 500:
                     raise
                 if num_migrations == self._migration_limit or not self._move(run, progress):
                     self._metrics.inc("proxy_migrations_total", outcome="gave_up")
@@ -124,14 +125,12 @@ class Orchestrator:
                 self._metrics.inc("proxy_migrations_total", outcome="resumed")
 
     @staticmethod
-    async def _give_up(error: LegFailedError | DeadlineExceededError, client: ClientStream) -> None:
-        """The last node's own words, if they are an answer for a client; else ``error`` is raised again."""
+    def _give_up(error: LegFailedError | DeadlineExceededError) -> NoReturn:
+        """Raises the last node's own words, if they are an answer for a client; else ``error`` again."""
         answer = error.answer if isinstance(error, LegFailedError) else None
         if answer is None or not answer.headers.get("content-type", "").startswith("application/json"):
             raise error
-        if answer.status < 500:
-            raise answer
-        await client.send_whole(answer.status, answer.headers, answer.body)
+        raise answer
 
     async def _run_legs(self, run: Run) -> None:
         job = run.job
@@ -164,7 +163,7 @@ class Orchestrator:
         is_one = len(job.prompts) == 1 and job.body.get("n") in (None, 1)
         return self._migration_limit > 0 and job.is_stream and is_one and not job.is_local
 
-    def _move(self, run: Run, progress: StreamProgress) -> bool:
+    def _move(self, run: Run, progress: ResumableProgress) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
         usable = self._pool.usable(NodeRole.DECODE)
         run.avoided.decode += [node for node in usable if not node.info.resume or node is progress.node]
@@ -255,7 +254,7 @@ class Orchestrator:
             sources = placement.sources if given.params is None and placement.is_local and node.info.pull else ()
             progress = run.progress_on(node)
             content = decode_body(
-                job.body, given.params, encoder=job.encoder, sources=sources, reports_state=progress is not None
+                job.body, given.params, encoder=job.encoder, sources=sources, reports_state=progress.may_go_on
             )
             headers = self._decode_headers(run, node, given.prefill_node)
             try:

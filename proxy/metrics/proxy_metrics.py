@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.errors import TandemError
 from common.metrics.metrics import Metrics
+from common.metrics.outcomes import Outcome, outcome_of
 from common.metrics.table import Role
 from common.server.versions import build_labels
 from common.telemetry.tracing import NO_SPAN, RequestSpan
@@ -19,9 +19,10 @@ from common.telemetry.tracing import NO_SPAN, RequestSpan
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's outcome: ``stop`` (the node answered), ``rejected`` (4xx, 429), ``error`` or ``abort``."""
+    """One request's outcome: ``ABORT`` until another one is known, because a request whose client leaves is cancelled
+    wherever it is."""
 
-    outcome: str = "error"
+    outcome: Outcome = Outcome.ABORT
 
 
 class ProxyMetrics(Metrics):
@@ -32,11 +33,10 @@ class ProxyMetrics(Metrics):
         self.observe_token_gap = self.observer("request_itl_seconds")
 
     @contextlib.contextmanager
-    def track(self, route: str, arrival_s: float, span: RequestSpan = NO_SPAN) -> Iterator[RequestRecord]:
+    def track(self, route: str, arrival_s: float, record: RequestRecord, span: RequestSpan = NO_SPAN) -> Iterator[None]:
         """Count one request, from where its body was found good to its end, and end its ``span``."""
-        record = RequestRecord()
         try:
-            yield record
+            yield
         finally:
             self.request_finished(route, record.outcome, time.monotonic() - arrival_s)
             span.end(record.outcome)
@@ -46,8 +46,8 @@ class ProxyMetrics(Metrics):
         """Count a request that is refused before it was admitted."""
         try:
             yield
-        except TandemError:
-            self.request_finished(route, "rejected", time.monotonic() - arrival_s)
+        except Exception as exc:
+            self.request_finished(route, outcome_of(exc), time.monotonic() - arrival_s)
             raise
 
     def count_drop(self, reason: str) -> None:

@@ -13,6 +13,16 @@ const PHASES = {
   decode_queue: ["decode node's queue", "queue"],
   first_token: ["first token", "first_token"],
 };
+// As in docs/metrics.md; what is not here failed.
+const OUTCOMES = {
+  stop: ["done", "good"],
+  length: ["done", "good"],
+  abort: ["client left", "warn"],
+  stall: ["client stood still", "warn"],
+  rejected: ["refused", "warn"],
+  deadline: ["too late", "warn"],
+  capacity: ["no room", "warn"],
+};
 const STATES = ["used", "leased", "cached", "other", "free"];
 
 const byId = (id) => document.getElementById(id);
@@ -222,8 +232,7 @@ function where(request) {
 function outcome(request) {
   if (request.running) return ["running", "plain"];
   const status = request.status && request.status !== 200 ? " " + request.status : "";
-  const kind = { stop: "good", abort: "warn", rejected: "warn" }[request.outcome] || "bad";
-  const word = { stop: "done", abort: "client left", rejected: "refused" }[request.outcome] || request.outcome;
+  const [word, kind] = OUTCOMES[request.outcome] || [request.outcome, "bad"];
   return [word + status, kind];
 }
 

@@ -31,7 +31,7 @@ def test_status_when_requests_ran_then_says_where_and_what_was_cached_and_moved(
     second, first = status["requests"][:2]
     for shown, answer in ((first, answers[0]), (second, answers[1])):
         trace = answer.trace
-        assert (shown["outcome"], shown["status"], shown["route"]) == ("stop", 200, "completions")
+        assert (shown["outcome"], shown["status"], shown["route"]) == ("length", 200, "completions")
         for name in ("placement", "prefill_node", "decode_node", "decode_cached_tokens", "transferred_bytes"):
             assert shown[name] == trace[name], name
         for phase, seconds in shown["seconds"].items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from common.engine.outputs import PhaseSeconds, RequestOutput
 from common.metrics.metrics import Metrics
+from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.request import FinishReason
 from common.telemetry.tracing import NO_SPAN, RequestSpan
 
@@ -56,8 +58,7 @@ class RequestRecord:
         self._last_token_s[choice] = now
         self._counts["output_tokens"] += num_tokens
 
-    def close(self, outcome: str) -> None:
-        """``outcome``: stop, length, abort, error, rejected."""
+    def close(self, outcome: Outcome) -> None:
         if self._is_open:
             self._is_open = False
             now = time.monotonic()
@@ -66,8 +67,9 @@ class RequestRecord:
                 self._span.phase("decode", self._first_token_s, now, output_tokens=self._counts["output_tokens"])
             self._span.end(outcome, **self._counts)
 
-    def close_finished(self, reason: FinishReason | None) -> None:
-        self.close(reason.value if reason is not None else "error")
+    def close_finished(self, reasons: Iterable[FinishReason | None]) -> None:
+        """``reasons``: of all its choices."""
+        self.close(outcome_of_answer(Outcome.ERROR if reason is None else reason.value for reason in reasons))
 
 
 def trace_phases(span: RequestSpan, seconds: PhaseSeconds, *, start_s: float) -> None:

@@ -18,7 +18,8 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.engine.outputs import RequestOutput
-from common.errors import RequestAbortedError, TandemError
+from common.errors import TandemError
+from common.metrics.outcomes import outcome_of
 from common.node.serving.choices import ChoiceDelta
 from common.node.serving.prompt_jobs import PromptJob
 from common.node.serving.request_record import RequestRecord
@@ -115,21 +116,18 @@ class ResponseBuilder:
                 usage = self._usage() if include_usage else None
                 yield responses.sse_event(chunk(choices=[], usage=usage, trace=self._trace_block(), **self._envelope))
             yield responses.SSE_DONE
-        except (GeneratorExit, asyncio.CancelledError):
-            self._record.close("abort")
-            raise
-        except TandemError as exc:
+        except Exception as exc:
             self._record.close(outcome_of(exc))
             if not is_started:
                 raise
-            logger.warning("stream failed id=%s: %s", self._envelope["response_id"], exc.message)
+            if isinstance(exc, TandemError):
+                logger.warning("stream failed id=%s: %s", self._envelope["response_id"], exc.message)
+            else:
+                logger.exception("stream failed id=%s", self._envelope["response_id"])
             yield responses.sse_error(exc)
-        except Exception as exc:
-            self._record.close("error")
-            if not is_started:
-                raise
-            logger.exception("stream failed id=%s", self._envelope["response_id"])
-            yield responses.sse_error(exc)
+        except BaseException as exc:  # the client has left
+            self._record.close(outcome_of(exc))
+            raise
 
     def _state_line(self, delta: ChoiceDelta) -> bytes:
         """What the client knows once it has the event that follows, with the tokens that had no event of their own."""
@@ -186,7 +184,7 @@ class ResponseBuilder:
                 yield delta
                 if not unfinished:
                     break
-        self._record.close_finished(self._jobs[0].choices[0].finish_reason)
+        self._record.close_finished(choice.finish_reason for job in self._jobs for choice in job.choices)
 
     def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
         report = job.handoff_result.report
@@ -258,15 +256,6 @@ async def _merge(streams: Sequence[JobOutputs]) -> JobOutputs:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def outcome_of(exc: BaseException) -> str:
-    """How a request that ended with ``exc`` is counted."""
-    if isinstance(exc, asyncio.CancelledError | RequestAbortedError):
-        return "abort"
-    if isinstance(exc, TandemError) and exc.status < 500:
-        return "rejected"
-    return "error"
 
 
 def response_id(http: HttpRequest, request: GenerationRequest) -> str:

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TandemError
 from common.metrics.metrics import Metrics
+from common.metrics.outcomes import outcome_of
 from common.node.engine_thread import EngineThread
 from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.rendezvous import RendezvousTable, refused_rendezvous
@@ -29,7 +30,7 @@ from common.node.pull.sources import PrefixSources
 from common.node.serving.admission import Admission
 from common.node.serving.prompt_jobs import PromptJob, PromptReader, engine_request_id
 from common.node.serving.request_record import RequestRecord
-from common.node.serving.response_builder import EventStream, ResponseBuilder, outcome_of, response_id
+from common.node.serving.response_builder import EventStream, ResponseBuilder, response_id
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
@@ -157,7 +158,7 @@ class Serving:
             )
             manifest, output = await self._prefill_leg.run(engine_request)
         record.prompt_done(len(token_ids), output)
-        record.close_finished(output.finish_reason)
+        record.close_finished([output.finish_reason])
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)
         common: dict[str, Any] = {
             "response_id": response_id(http, request),

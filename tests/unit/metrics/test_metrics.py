@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics.metrics import Metrics
+from common.metrics.outcomes import Outcome
 from common.metrics.table import METRICS, PREFIX, Kind, Role
 
 # The names of the interface, as dashboards use them.
@@ -93,7 +94,7 @@ def test_source_with_a_wrong_name_or_labels_is_a_bug(bad: dict[str, dict[tuple[s
 
 def test_request_helpers_fill_histograms_and_counters() -> None:
     metrics = Metrics(Role.PROXY)
-    metrics.request_finished("chat", "stop", 2.0)
+    metrics.request_finished("chat", Outcome.STOP, 2.0)
     metrics.observe_ttft(0.004)
     metrics.observe_itl(0.006)
     metrics.observe_phase("prefill", 0.5)

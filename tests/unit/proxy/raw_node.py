@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+import time
 from typing import Any
 
 from common.openai.responses import SSE_DONE
@@ -49,10 +51,13 @@ NO_ANSWERS: dict[str, bytes] = {
 
 
 class RawNode:
-    """Ends with ``close``. ``num_legs`` counts generation requests."""
+    """Ends with ``close``. ``num_legs`` counts generation requests. ``resets``: the connection is broken, not closed,
+    after ``content``; ``lingers``: it is left as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: bytes = INFO) -> None:
         self.content = b""
+        self.resets = self.lingers = False
+        self._info = info
         self.num_legs = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -81,8 +86,14 @@ class RawNode:
             connection.settimeout(5)
             try:
                 path = self._read_request(connection)
+                is_leg = path.startswith(b"/v1/")
                 connection.sendall(self._answer(path))
-                connection.shutdown(socket.SHUT_WR)
+                if is_leg and self.resets:
+                    time.sleep(0.02)  # a reset takes what was sent and not read with it
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    return
+                if not (is_leg and self.lingers):
+                    connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
             except OSError:
                 return
@@ -91,7 +102,7 @@ class RawNode:
         if path == b"/ready":
             return answer(READY)
         if path == b"/internal/v1/info":
-            return answer(INFO)
+            return answer(self._info)
         self.num_legs += 1
         return self.content
 

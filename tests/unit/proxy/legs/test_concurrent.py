@@ -133,7 +133,8 @@ def test_prefill_leg_when_refused_then_the_client_hears_it_and_the_decode_leg_is
     [decode] = cluster.decode
     wait_for(lambda: decode.num_aborted == len(decode.received), "the decode leg, if it was sent, to be closed")
     assert sum(len(node.bodies) for node in cluster.prefill) == (2 if status == 429 else 1)
-    assert cluster.metric("tandem_requests_total", route="completions", outcome="rejected") == 1
+    outcome = "capacity" if status == 429 else "rejected"
+    assert cluster.metric("tandem_requests_total", route="completions", outcome=outcome) == 1
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])

@@ -167,9 +167,10 @@ def test_request_when_refused_or_failed_then_says_so(start_cluster: StartCluster
     wait_for(lambda: status(cluster)["running"] == 0, "the request to be gone")
     shown = [(each["outcome"], each["status"]) for each in requests(cluster)]
     assert sorted(shown, key=str) == sorted(
-        [("rejected", 400), ("error", 500), ("abort", None), ("abort", None), ("rejected", 429)], key=str
+        [("rejected", 400), ("error", 500), ("abort", None), ("abort", None), ("capacity", 429)], key=str
     )
-    assert cluster.metric("tandem_requests_total", route="completions", outcome="rejected") == 2
+    for outcome in ("rejected", "capacity"):
+        assert cluster.metric("tandem_requests_total", route="completions", outcome=outcome) == 1
 
 
 def give_up_after(url: str, seconds: float) -> None:

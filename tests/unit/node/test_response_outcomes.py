@@ -1,0 +1,118 @@
+"""How a node counts each way in which a stream ends, and what its reader gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request as HttpRequest
+
+from common.engine.outputs import RequestOutput
+from common.errors import QueueFullError, TandemError, TransferError
+from common.metrics.metrics import Metrics
+from common.metrics.table import Role
+from common.node.serving.choices import ChoiceDelta
+from common.node.serving.request_record import RequestRecord
+from common.node.serving.response_builder import ResponseBuilder
+from common.openai.protocol import parse_completion
+from common.request import FinishReason
+
+
+class FakeChoice:
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.num_completion_tokens = 0
+
+    def add(self, output: RequestOutput) -> ChoiceDelta:
+        self.finish_reason = output.finish_reason
+        return ChoiceDelta(self.index, "a", [1], None, output.finish_reason, None, False, True, [1])
+
+
+def streaming(
+    metrics: Metrics, script: Sequence[RequestOutput | BaseException], n: int = 1
+) -> AsyncGenerator[bytes, None]:
+    """The events of one prompt whose engine gives ``script``."""
+
+    async def run(request: object, job: Any) -> AsyncGenerator[tuple[Any, RequestOutput], None]:
+        for each in script:
+            if isinstance(each, BaseException):
+                raise each
+            yield job, each
+
+    scope = {"type": "http", "headers": [], "state": {"request_id": "r"}}
+    result = SimpleNamespace(report=None, ready_s=None)
+    job: Any = SimpleNamespace(
+        index=0,
+        request_id="r",
+        token_ids=[1],
+        num_resumed=0,
+        choices=[FakeChoice(index) for index in range(n)],
+        handoff_result=result,
+    )
+    request = parse_completion({"prompt": [1], "stream": True, "n": n})
+    record = RequestRecord(metrics, "completions")
+    builder = ResponseBuilder("m", run, lambda request_id, fork: None, HttpRequest(scope), request, [job], None, record)
+    return builder.events()
+
+
+def output(index: int = 0, finish_reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput("r", index, [1], finish_reason=finish_reason)
+
+
+def counted(metrics: Metrics) -> list[str]:
+    text = metrics.render()[0].decode()
+    return [line.split('outcome="')[1].split('"')[0] for line in text.splitlines() if "requests_total{" in line]
+
+
+STOP, LENGTH, ERROR = output(0, FinishReason.STOP), output(1, FinishReason.LENGTH), output(0, FinishReason.ERROR)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("script", "n", "outcome"),
+    [
+        ([output(), STOP], 1, "stop"),
+        ([output(0, FinishReason.LENGTH)], 1, "length"),
+        ([STOP, LENGTH], 2, "length"),
+        ([output(), ERROR], 1, "error"),
+        ([output(), TandemError("the engine failed on this request")], 1, "error"),
+        ([output(), TransferError("lost")], 1, "error"),
+        ([output(), RuntimeError("a bug")], 1, "error"),
+        ([output(), QueueFullError("no memory")], 1, "capacity"),
+    ],
+)
+async def test_stream_when_it_ends_then_is_counted_by_whose_fault(
+    script: list[RequestOutput | Exception], n: int, outcome: str
+) -> None:
+    metrics = Metrics(Role.DECODE)
+    events = [event async for event in streaming(metrics, script, n)]
+    assert counted(metrics) == [outcome]
+    if isinstance(script[-1], Exception):
+        assert "error" in json.loads(events[-1].removeprefix(b"data: "))
+        assert not any(b"[DONE]" in event for event in events)
+    else:
+        assert events[-1] == b"data: [DONE]\n\n"
+
+
+@pytest.mark.asyncio
+async def test_stream_when_its_reader_leaves_then_is_an_abort() -> None:
+    metrics = Metrics(Role.DECODE)
+    stream = streaming(metrics, [output(), STOP])
+    await anext(stream)
+    await stream.aclose()
+    assert counted(metrics) == ["abort"]
+
+
+@pytest.mark.asyncio
+async def test_stream_when_its_task_is_cancelled_then_is_an_abort() -> None:
+    metrics = Metrics(Role.DECODE)
+    stream = streaming(metrics, [output(), asyncio.CancelledError()])
+    await anext(stream)
+    with pytest.raises(asyncio.CancelledError):
+        await anext(stream)
+    assert counted(metrics) == ["abort"]
