@@ -3,8 +3,9 @@
 16 bytes per unit of each pool in host memory, registered with the transfer backend: [u64 generation, u64 tag]. Entry 0
 (the null entry) holds the node's random epoch and tag 0.
 
-- The *generation* is bumped when its unit is allocated for writing, before anything is written. Generations start at
-  random values, so that no two units agree by chance.
+- The *generation* is bumped when its unit is allocated for writing, before anything is written, with a fence between:
+  who reads new content and then the generation finds the new one. Generations start at random values, so that no two
+  units agree by chance.
 - The *tag* says what the unit holds: the first 8 bytes of the key of the prefix that the content ends. It is written
   when the content is final, and stays behind when the unit is allocated again (the generation covers that). A reader
   computes the tags from its own tokens, so a manifest that names the wrong unit is caught, whoever made it.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from common.fence import Fence
 from common.kv_cache.keys import KEY_BYTES
 
 TAG_BYTES = 8
@@ -31,15 +33,19 @@ def content_tag(key: bytes) -> int:
 
 
 class GenerationTables:
-    """One table per pool; they live as long as this object, their addresses never change."""
+    """One table per pool; they live as long as this object, their addresses never change. ``bump`` belongs to one
+    thread."""
 
-    def __init__(self, pool_sizes: Mapping[str, int], epoch: int | None = None) -> None:
+    def __init__(
+        self, pool_sizes: Mapping[str, int], epoch: int | None = None, *, fence: Callable[[], None] | None = None
+    ) -> None:
         self.epoch = secrets.randbits(63) | 1 if epoch is None else epoch
         self._tables = {name: _new_table(num_units, self.epoch) for name, num_units in pool_sizes.items()}
         # The same memory; items of a memoryview are three times faster than those of a ctypes array.
         words = {name: memoryview(table).cast("B").cast("Q") for name, table in self._tables.items()}
         self._counters = {name: table[::2] for name, table in words.items()}
         self._tags = {name: table[1::2] for name, table in words.items()}
+        self._fence = fence or Fence()
 
     def generation(self, pool_name: str, unit_id: int) -> int:
         return self._counters[pool_name][unit_id]
@@ -48,10 +54,12 @@ class GenerationTables:
         return self._tags[pool_name][unit_id]
 
     def bump(self, pool_name: str, unit_ids: Iterable[int]) -> None:
+        """When it returns, no reader sees what is written into the units from now on with their old generations."""
         counters = self._counters[pool_name]
         for unit_id in unit_ids:
             assert unit_id != 0, "the null entry has no generation"
             counters[unit_id] += 1
+        self._fence()
 
     def set_tags(self, pool_name: str, unit_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """The content of each unit, that of the key at the same place, is final."""

@@ -7,8 +7,10 @@ import struct
 
 import pytest
 
+from common.kv_cache.eviction.base import LruOrder
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.pools.generations import ENTRY_BYTES, GenerationTables, content_tag
+from common.kv_cache.pools.unit_pool import UnitPool
 from common.kv_cache.sharing.leases import LeasedPrefix
 from tests.unit.kv_cache.world import World, make_config
 
@@ -41,6 +43,28 @@ def test_table_when_read_as_memory_then_16_bytes_per_unit_generation_and_tag() -
     assert tables.tag("blocks", 3) == content_tag(key)  # stale: the generation says so
     with pytest.raises(AssertionError, match="null entry"):
         tables.set_tags("blocks", [0], [key])
+
+
+def test_bump_when_it_returns_then_the_new_generation_is_before_a_fence_and_what_is_written_behind_it() -> None:
+    seen: list[int] = []
+    tables = GenerationTables({"blocks": 5}, epoch=77, fence=lambda: seen.append(tables.generation("blocks", 3)))
+    old = tables.generation("blocks", 3)
+    tables.bump("blocks", [1, 3])
+    assert seen == [old + 1]
+
+
+def test_generations_when_a_pool_allocates_then_fenced_before_anybody_knows_what_to_write() -> None:
+    fences: list[tuple[int, ...]] = []
+    units = range(1, 9)
+
+    def note() -> None:
+        fences.append(tuple(tables.generation("blocks", unit) for unit in units))
+
+    tables = GenerationTables({"blocks": 9}, epoch=77, fence=note)
+    old = [tables.generation("blocks", unit) for unit in units]
+    pool = UnitPool("blocks", 9, tables, LruOrder())
+    allocated = pool.allocate(3)
+    assert fences == [tuple(value + (unit in allocated) for unit, value in zip(units, old, strict=True))]
 
 
 @pytest.mark.parametrize("caching", [True, False])
