@@ -115,12 +115,14 @@ class TransferBackend(abc.ABC):
         """Destroy the transport's agent and make a new one, under a new name, with the same regions.
 
         Reads in flight end: their handles are ``FAILED`` with code ``agent_recreated`` from here on, and when this
-        returns (or raises) their destinations are never written again. All peers have to be added again. Peers that
-        read from here get ``peer_disconnected`` and have to fetch ``metadata`` anew.
+        returns their destinations are never written again. All peers have to be added again. Peers that read from here
+        get ``peer_disconnected`` and have to fetch ``metadata`` anew.
 
         Raises:
-            TransferError: ``backend_unavailable`` or ``registration_failed``: there is no agent now; what needs one
-                raises ``backend_unavailable`` until another call succeeds.
+            TransferError: ``agent_alive``: the old agent could not be proven dead, because something holds it. No read
+                has ended by this, peers stay; call again later. ``backend_unavailable`` or ``registration_failed``:
+                every read has ended, there is no agent now; what needs one raises ``backend_unavailable`` until
+                another call succeeds.
         """
 
     @abc.abstractmethod
@@ -129,6 +131,9 @@ class TransferBackend(abc.ABC):
 
         When it returns, no destination is written any more: memory of reads that never became terminal may be reused.
         Must not run while another thread is inside a call.
+
+        Raises:
+            TransferError: ``agent_alive``, as ``recreate``; nothing is closed.
         """
 
     def _check_announcement(self, metadata: PeerMetadata) -> None:

@@ -18,6 +18,7 @@ class TransferCode:
     BACKEND_UNAVAILABLE = "backend_unavailable"
     TRANSFER_FAILED = "transfer_failed"
     HANDLE_ACTIVE = "handle_active"
+    AGENT_ALIVE = "agent_alive"
     AGENT_RECREATED = "agent_recreated"
     UNVERIFIED_PULL = "unverified_pull"
     CLOSED = "closed"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from common.errors import TransferError
 from common.transfer.backend import TransferBackend
@@ -33,12 +34,16 @@ UNTERMINATED_SLEEP_S = 0.02
 
 
 class PollLoop:
-    """``run`` on a thread of its own, once; nothing else is called from outside."""
+    """``run`` on a thread of its own, once; nothing else is called from outside. ``fence``: between the bytes of a read
+    and the generations that prove them, which a transport may copy out of the holder's memory on this processor."""
 
-    def __init__(self, backend: TransferBackend, scratch: ScratchMemory, queue: PullQueue) -> None:
+    def __init__(
+        self, backend: TransferBackend, scratch: ScratchMemory, queue: PullQueue, fence: Callable[[], None]
+    ) -> None:
         self._backend = backend
         self._scratch = scratch
         self._queue = queue
+        self._fence = fence
         self._pulls: list[Pull] = []
         self._unterminated: list[Unterminated] = []
         self._is_draining = False
@@ -67,8 +72,7 @@ class PollLoop:
             self._queue.is_closing = True
             pulls = list(self._queue.open_pulls.values())
         for pull in pulls:
-            in_flight = pull.handle is not None and pull.phase is Phase.READING
-            self._report(pull, PullStatus.FAILED, TransferCode.CLOSED, why, terminal=not in_flight)
+            self._report(pull, PullStatus.FAILED, TransferCode.CLOSED, why)
         self._pulls.clear()
         for recreation in self._queue.take_recreations():
             recreation.error = TransferError("puller is closed", code=TransferCode.CLOSED)
@@ -101,8 +105,7 @@ class PollLoop:
                 finished = self._advance(pull)
             except Exception:
                 logger.exception("pull failed pull_id=%s phase=%s", pull.job.pull_id, phase.value)
-                terminal = pull.handle is None or pull.phase is not Phase.READING
-                self._end(pull, PullStatus.FAILED, TransferCode.TRANSFER_FAILED, "internal error", terminal=terminal)
+                self._end(pull, PullStatus.FAILED, TransferCode.TRANSFER_FAILED, "internal error")
                 finished = True
             if not finished:
                 open_pulls.append(pull)
@@ -116,12 +119,13 @@ class PollLoop:
         if pull.handle is not None:
             status = self._poll(pull.handle)
             if not status.is_terminal:
-                reading = pull.phase is Phase.READING
                 # What is in flight while VERIFYING writes scratch memory only: the destination is safe already.
-                if must_end or (pull.cancelled and not reading):
-                    return self._give_up(pull, terminal=not reading)
+                if must_end or (pull.cancelled and pull.phase is not Phase.READING):
+                    return self._give_up(pull)
                 return False
             handle, pull.handle = pull.handle, None
+            if pull.phase is Phase.READING:
+                pull.phase = Phase.WAITING_FOR_SCRATCH
             self._release(handle)
             if status is ReadStatus.FAILED:
                 return self._fail(pull, handle.error or TransferError("read failed without a reason"))
@@ -129,7 +133,7 @@ class PollLoop:
                 return True
         verified = pull.phase is Phase.VERIFYING and pull.check is not None and pull.check.is_complete
         if (must_end or pull.cancelled) and not verified:
-            return self._give_up(pull, terminal=True)
+            return self._give_up(pull)
         try:
             return self._post_next(pull)
         except TransferError as exc:
@@ -143,8 +147,13 @@ class PollLoop:
             if self._is_draining:
                 return False
             if any(len(read.pairs) for read in job.reads):
-                pull.handle = self._backend.post_read(job.peer, job.reads)
+                # Before the post: whatever else it raises, something may be on its way.
                 pull.phase = Phase.READING
+                try:
+                    pull.handle = self._backend.post_read(job.peer, job.reads)
+                except TransferError:
+                    pull.phase = Phase.QUEUED
+                    raise
                 pull.num_bytes = pull.handle.num_bytes
                 pull.num_descriptors = pull.handle.num_descriptors
         if pull.check is None:
@@ -159,6 +168,7 @@ class PollLoop:
             if pull.segment is None:
                 pull.phase = Phase.WAITING_FOR_SCRATCH
                 return False
+        self._fence()
         pull.handle = self._backend.post_read(job.peer, pull.check.reads(self._scratch, pull.segment))
         pull.phase = Phase.VERIFYING
         return False
@@ -172,7 +182,7 @@ class PollLoop:
             self._end(pull, PullStatus.STALE, mismatch.reason, mismatch.message)
         return mismatch is not None
 
-    def _give_up(self, pull: Pull, *, terminal: bool) -> bool:
+    def _give_up(self, pull: Pull) -> bool:
         waited_s = time.monotonic() - pull.submitted_s
         if pull.cancelled:
             status, reason, message = PullStatus.CANCELLED, PullReason.CANCELLED, f"cancelled after {waited_s:.3f} s"
@@ -182,42 +192,41 @@ class PollLoop:
         else:
             status, reason = PullStatus.TIMED_OUT, PullReason.DEADLINE
             message = f"not finished after {waited_s:.3f} s, {pull.phase.value}"
-        self._end(pull, status, reason, message, terminal=terminal)
+        self._end(pull, status, reason, message)
         return True
 
     def _fail(self, pull: Pull, error: TransferError) -> bool:
         if pull.cancelled:
-            return self._give_up(pull, terminal=True)
+            return self._give_up(pull)
         self._end(pull, PullStatus.FAILED, error.code, error.message)
         return True
 
-    def _end(
-        self, pull: Pull, status: PullStatus, reason: str = "", message: str = "", *, terminal: bool = True
-    ) -> None:
+    def _end(self, pull: Pull, status: PullStatus, reason: str = "", message: str = "") -> None:
         """Gives back the pull's scratch, keeps polling what is in flight, reports."""
         if pull.handle is not None:
+            reading = pull.phase is Phase.READING
             self._unterminated.append(
                 Unterminated(
                     pull.job.pull_id,
                     pull.handle,
                     time.monotonic(),
-                    on_terminal=None if terminal else pull.on_terminal,
+                    on_terminal=pull.on_terminal if reading else None,
                     segment=pull.segment,
-                    holds_destination=not terminal,
+                    holds_destination=reading,
                 )
             )
             self._count_unterminated()
         elif pull.segment is not None:
             self._scratch.put_back(pull.segment)
-        self._report(pull, status, reason, message, terminal=terminal)
+        self._report(pull, status, reason, message)
 
-    def _report(self, pull: Pull, status: PullStatus, reason: str, message: str, *, terminal: bool) -> None:
+    def _report(self, pull: Pull, status: PullStatus, reason: str, message: str) -> None:
         with self._queue.condition:
             del self._queue.open_pulls[pull.job.pull_id]
         outcome = PullOutcome(
             pull_id=pull.job.pull_id,
             status=status,
-            terminal=terminal,
+            terminal=pull.phase is not Phase.READING,
             num_bytes=pull.num_bytes,
             num_descriptors=pull.num_descriptors,
             seconds=time.monotonic() - pull.submitted_s,
@@ -261,7 +270,8 @@ class PollLoop:
             self._backend.recreate()
         except TransferError as exc:
             error = exc
-        # The old agent's reads are terminal now: this finds them, their pulls end, on_terminal is called.
+        # The old agent's reads are terminal now (unless it lives on): this finds them, their pulls end, on_terminal is
+        # called.
         self._step()
         recreations = self._queue.take_recreations()
         for recreation in recreations:
@@ -273,6 +283,8 @@ class PollLoop:
         try:
             return self._backend.poll(handle)
         except TransferError as exc:
+            if exc.code != TransferCode.CLOSED:  # nothing is known of the read
+                return ReadStatus.IN_PROGRESS
             # The backend was closed under us: the agent is gone, and nothing is in flight without it.
             handle.error = exc
             return ReadStatus.FAILED

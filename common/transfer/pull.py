@@ -15,6 +15,8 @@ from common.transfer.reads import Handle
 
 
 class Phase(enum.Enum):
+    """READING: the destination may be written. In every other phase it is not."""
+
     QUEUED = "queued"
     READING = "reading"
     WAITING_FOR_SCRATCH = "waiting_for_scratch"

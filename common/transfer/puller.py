@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from common.errors import TransferError
+from common.fence import Fence
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.generation_check import ScratchMemory
@@ -28,6 +30,9 @@ from common.transfer.pull import Pull, PullQueue, Recreation
 
 THREAD_CHECK_S = 1.0
 """Seconds between two checks that the poll thread still lives, while somebody waits for a new agent."""
+
+RECREATE_S = 30.0
+"""Seconds that a new agent may take once the reads had their time. It takes 0.05 s, unless UCX waits for a peer."""
 
 
 class Puller:
@@ -39,7 +44,9 @@ class Puller:
     gets ``on_terminal`` once, later, unless the puller is closed before.
     """
 
-    def __init__(self, backend: TransferBackend, *, name: str = "puller") -> None:
+    def __init__(
+        self, backend: TransferBackend, *, name: str = "puller", fence: Callable[[], None] | None = None
+    ) -> None:
         """Register the scratch memory and start the poll thread.
 
         Raises:
@@ -48,7 +55,7 @@ class Puller:
         scratch = ScratchMemory(f"{name}_scratch")
         backend.register([scratch.region])
         self._queue = PullQueue()
-        poll_loop = PollLoop(backend, scratch, self._queue)
+        poll_loop = PollLoop(backend, scratch, self._queue, fence or Fence())
         self._thread = threading.Thread(target=poll_loop.run, name=name, daemon=True)
         self._thread.start()
 
@@ -112,8 +119,9 @@ class Puller:
         again, so most end FAILED (``unknown_peer``). Callable from any thread but the callbacks'; returns after 4.
 
         Raises:
-            TransferError: ``closed``, or as ``TransferBackend.recreate``; 4 holds in any case, but nothing can be read
-                until another call succeeds.
+            TransferError: ``closed``; as ``TransferBackend.recreate``: after ``agent_alive`` nothing of 4 has happened
+                and everything is as before, after the others 4 holds, but nothing can be read until another call
+                succeeds; ``backend_unavailable``: 3 has not returned for ``RECREATE_S``.
         """
         recreation = Recreation(time.monotonic() + timeout_s)
         with self._queue.condition:
@@ -123,6 +131,10 @@ class Puller:
         while not recreation.done.wait(THREAD_CHECK_S):
             if not self._thread.is_alive():
                 raise TransferError("the puller's thread ended", code=TransferCode.CLOSED)
+            if time.monotonic() > recreation.drain_until_s + RECREATE_S:
+                raise TransferError(
+                    f"no new transfer agent after {RECREATE_S:g} s", code=TransferCode.BACKEND_UNAVAILABLE
+                )
         if recreation.error is not None:
             raise recreation.error
 

@@ -7,11 +7,14 @@ a pipe. Both answer to the same few verbs, so that one suite says what every bac
 from __future__ import annotations
 
 import abc
+import gc
 import json
 import signal
 import subprocess
 import sys
 import time
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.reads import Handle, ReadStatus
 from common.transfer.testing.faulty import FaultyBackend
-from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
+from common.transfer.testing.inprocess import InProcessAgent, InProcessBackend, InProcessHub
 from tests.support.transfer_memory import EndpointMemory
 
 # The package without the meta package in front: importing the latter imports torch.
@@ -152,6 +155,30 @@ class Site:
         self._hub = InProcessHub()
         self._holders: list[Holder] = []
         self._backends: list[TransferBackend] = []
+        self._nixl_agents: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        self._bindings: Any = None
+
+    def agent(self, name: str) -> object | None:
+        """The transport's agent of this name (``PeerMetadata.name``); None once it has ended. Whoever keeps it keeps it
+        alive."""
+        if self.kind == "nixl":
+            return self._nixl_agents.get(name)
+        found = [each for each in gc.get_objects() if isinstance(each, InProcessAgent) and each.name == name]
+        return found[0] if found else None
+
+    def bindings(self) -> Any:
+        """NIXL's, which also write down the agents that are made with them; the module itself stays as it is."""
+        if self._bindings is None:
+            original = load_bindings(NIXL_PACKAGES)
+            self._bindings = types.ModuleType("bindings")
+            self._bindings.__dict__.update(vars(original))
+
+            def make_agent(name: str, config: object) -> object:
+                agent = self._nixl_agents[name] = original.nixlAgent(name, config)
+                return agent
+
+            self._bindings.nixlAgent = make_agent
+        return self._bindings
 
     def holder(self, *, engine_id: str = "holder", epoch: int = 77, seed: int = 2, **options: Any) -> Holder:
         fingerprint = options.pop("fingerprint", "")
@@ -170,7 +197,7 @@ class Site:
                 engine_id=engine_id,
                 epoch=memory.epoch,
                 fingerprint=fingerprint,
-                bindings=load_bindings(NIXL_PACKAGES),
+                bindings=self.bindings(),
             )
             if self.kind == "nixl"
             else InProcessBackend(self._hub, engine_id=engine_id, epoch=memory.epoch, fingerprint=fingerprint)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from common.errors import TransferError
+from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
-from common.transfer.reads import Read, ReadStatus, merge_pairs
+from common.transfer.reads import Handle, Read, ReadStatus, merge_pairs
 from common.transfer.regions import Region
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOTS, EndpointMemory
-from tests.support.transfer_sites import Site, finish
+from tests.support.transfer_sites import Holder, Site, finish
 
 
 def test_merge_pairs_when_both_sides_are_consecutive_then_one_run() -> None:
@@ -260,6 +264,130 @@ def test_recreate_when_a_read_is_in_flight_then_it_failed_and_its_destination_is
     assert memory.read(BLOCKS, 3) == witness.pattern(BLOCKS, 3)
     for unit in range(2, 64, 2):
         assert memory.read(BLOCKS, unit) == memory.pattern(1, BLOCKS, unit)
+
+
+@dataclass
+class Hung:
+    """A reader with a read that hangs, after an earlier one that failed, whose error somebody keeps."""
+
+    backend: TransferBackend
+    memory: EndpointMemory
+    holder: Holder
+    handle: Handle
+    kept: list[object]
+
+    UNITS = range(2, 64, 2)
+
+    def is_untouched(self) -> bool:
+        return all(self.memory.read(BLOCKS, unit) == self.memory.pattern(1, BLOCKS, unit) for unit in self.UNITS)
+
+    @property
+    def agent_name(self) -> str:
+        name = json.loads(self.backend.metadata())["name"]
+        assert isinstance(name, str)
+        return name
+
+
+@pytest.fixture
+def hung(freezable_site: Site, memory: EndpointMemory) -> Iterator[Hung]:
+    """The pair that a broken network makes. Nothing may depend on when garbage is collected."""
+    gc.disable()
+    holder, dying = freezable_site.holder(), freezable_site.holder(engine_id="dying", epoch=79, seed=4)
+    backend = freezable_site.backend(memory)
+    peer, lost = backend.add_peer(holder.metadata), backend.add_peer(dying.metadata)
+    for each in (peer, lost):
+        assert finish(backend, backend.post_read(each, [Read(BLOCKS, BLOCKS, [(1, 1)])])) is ReadStatus.DONE
+    dying.kill()
+    failed = backend.post_read(lost, [Read(BLOCKS, BLOCKS, [(1, 2)])])
+    assert finish(backend, failed) is ReadStatus.FAILED
+    kept: list[object] = [failed]
+    for call in (lambda: backend.post_read(lost, [Read(BLOCKS, BLOCKS, [(1, 2)])]), lambda: backend.add_peer(b"{}")):
+        with pytest.raises(TransferError) as caught:
+            call()
+        kept.append(caught.value)
+    holder.freeze()
+    handle = backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(unit, unit) for unit in Hung.UNITS])])
+    assert not backend.poll(handle).is_terminal
+    yield Hung(backend, memory, holder, handle, kept)
+    gc.enable()
+
+
+def test_recreate_when_an_earlier_error_is_kept_then_the_old_agent_is_dead_before_the_hung_read_counts_as_ended(
+    freezable_site: Site, hung: Hung
+) -> None:
+    name = hung.agent_name
+    assert freezable_site.agent(name) is not None
+    hung.backend.recreate()
+    assert freezable_site.agent(name) is None
+    assert hung.backend.poll(hung.handle) is ReadStatus.FAILED
+    assert hung.handle.error is not None
+    assert hung.handle.error.code == TransferCode.AGENT_RECREATED
+    assert len(hung.kept) == 3
+    hung.holder.thaw()
+    assert hung.is_untouched()
+
+
+def test_recreate_when_the_old_agent_is_held_then_refused_and_the_hung_read_has_not_ended(
+    freezable_site: Site, hung: Hung
+) -> None:
+    name, announced = hung.agent_name, hung.backend.metadata()
+    keeper = [freezable_site.agent(name)]
+    for call in (hung.backend.recreate, hung.backend.close):
+        with pytest.raises(TransferError, match="list") as caught:
+            call()
+        assert caught.value.code == TransferCode.AGENT_ALIVE
+        assert hung.backend.poll(hung.handle) is ReadStatus.IN_PROGRESS
+        with pytest.raises(TransferError) as caught:
+            hung.backend.release(hung.handle)
+        assert caught.value.code == TransferCode.HANDLE_ACTIVE
+    # Everything is as before: the same agent, which reads from its peers.
+    assert hung.backend.metadata() == announced
+    witness = freezable_site.holder(engine_id="witness", epoch=78, seed=3)
+    peer = hung.backend.add_peer(witness.metadata)
+    assert finish(hung.backend, hung.backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(3, 3)])])) is ReadStatus.DONE
+
+    keeper.clear()
+    hung.backend.recreate()
+    assert freezable_site.agent(name) is None
+    assert hung.backend.poll(hung.handle) is ReadStatus.FAILED
+    hung.holder.thaw()
+    assert hung.is_untouched()
+
+
+def test_recreate_when_the_old_agent_is_held_and_the_holder_wakes_then_the_read_still_ends_as_it_would(
+    freezable_site: Site, hung: Hung
+) -> None:
+    keeper = [freezable_site.agent(hung.agent_name)]
+    with pytest.raises(TransferError):
+        hung.backend.recreate()
+    hung.holder.thaw()
+    assert finish(hung.backend, hung.handle) is ReadStatus.DONE
+    assert hung.memory.read(BLOCKS, 2) == hung.holder.pattern(BLOCKS, 2)
+    keeper.clear()
+
+
+def test_recreate_when_only_garbage_holds_the_old_agent_then_it_is_collected(freezable_site: Site, hung: Hung) -> None:
+    name = hung.agent_name
+    circle: list[object] = [freezable_site.agent(name)]
+    circle.append(circle)
+    del circle
+    hung.backend.recreate()
+    assert freezable_site.agent(name) is None
+    assert hung.backend.poll(hung.handle) is ReadStatus.FAILED
+
+
+def test_add_peer_when_it_has_other_metadata_under_its_name_then_refused_while_a_read_hangs(
+    hung: Hung,
+) -> None:
+    document = json.loads(hung.holder.metadata)
+    if document["agent"]:  # a transport whose peers have metadata of its own
+        other = {**document, "agent": "aGVsbG8="}
+        with pytest.raises(TransferError, match="1 reads from it are in flight") as caught:
+            hung.backend.add_peer(json.dumps(other).encode())
+        assert caught.value.code == TransferCode.BAD_METADATA
+    assert hung.backend.poll(hung.handle) is ReadStatus.IN_PROGRESS
+    hung.holder.thaw()
+    assert finish(hung.backend, hung.handle) is ReadStatus.DONE
 
 
 def test_peer_when_it_recreated_its_agent_then_reads_fail_until_it_is_added_again(

@@ -7,6 +7,8 @@ import logging
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +17,7 @@ from common.transfer.codes import TransferCode
 from common.transfer.nixl import fresh_pages
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
-from common.transfer.reads import Read, ReadStatus
+from common.transfer.reads import Handle, Read, ReadStatus
 from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCKS, EndpointMemory
 from tests.support.transfer_sites import NIXL_PACKAGES, Site, finish
@@ -71,6 +73,76 @@ def test_recreate_when_no_agent_starts_then_everything_says_so_until_one_does(me
         assert {region["name"] for region in json.loads(backend.metadata())["regions"]} == set(memory.regions)
     finally:
         backend.close()
+
+
+class FailingAgent:
+    """NIXL's agent, whose status of a read is what a test wants."""
+
+    status: ClassVar[type[Exception] | int | None] = None
+
+    def __init__(self, name: str, config: object) -> None:
+        self._agent = load_bindings(NIXL_PACKAGES).nixlAgent(name, config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def getXferStatus(self, transfer: int) -> Any:  # noqa: N802 - NIXL's name
+        if isinstance(self.status, type):
+            raise self.status("by a test")
+        return self._agent.getXferStatus(transfer) if self.status is None else self.status
+
+
+@pytest.fixture
+def failing(memory: EndpointMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NixlBackend, Handle]]:
+    """A read from a frozen holder."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    bindings = types.ModuleType("bindings")
+    bindings.__dict__.update(vars(load_bindings(NIXL_PACKAGES)))
+    monkeypatch.setattr(bindings, "nixlAgent", FailingAgent)
+    monkeypatch.setattr(FailingAgent, "status", None)
+    site = Site("nixl")
+    holder = site.holder()
+    backend = NixlBackend(engine_id="reader", epoch=1, bindings=bindings)
+    backend.register(list(memory.regions.values()))
+    peer = backend.add_peer(holder.metadata)
+    assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 1)])])) is ReadStatus.DONE
+    holder.freeze()
+    handle = backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(2, 2)])])
+    assert backend.poll(handle) is ReadStatus.IN_PROGRESS
+    yield backend, handle
+    backend.close()
+    site.close()
+
+
+@pytest.mark.parametrize("error", ["nixlBackendError", "nixlCancelledError", "nixlUnknownError", "MemoryError", 99])
+def test_poll_when_a_read_failed_and_its_connection_did_not_then_it_goes_on_until_the_agent_is_gone(
+    failing: tuple[NixlBackend, Handle], error: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was posted before the error may still arrive."""
+    backend, handle = failing
+    nixl = load_bindings(NIXL_PACKAGES)
+    status = getattr(nixl, error, MemoryError) if isinstance(error, str) else error
+    monkeypatch.setattr(FailingAgent, "status", status)
+    for _ in range(2):
+        assert backend.poll(handle) is ReadStatus.IN_PROGRESS
+    assert handle.error is not None
+    assert str(error) in handle.error.message
+    with pytest.raises(TransferError) as caught:
+        backend.release(handle)
+    assert caught.value.code == TransferCode.HANDLE_ACTIVE
+    backend.recreate()
+    assert backend.poll(handle) is ReadStatus.FAILED
+
+
+@pytest.mark.parametrize("error", ["nixlRemoteDisconnectError", "nixlNotFoundError"])
+def test_poll_when_the_connection_of_a_read_failed_then_it_is_over(
+    failing: tuple[NixlBackend, Handle], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, handle = failing
+    monkeypatch.setattr(FailingAgent, "status", getattr(load_bindings(NIXL_PACKAGES), error))
+    assert backend.poll(handle) is ReadStatus.FAILED
+    assert handle.error is not None
+    assert handle.error.code == TransferCode.PEER_DISCONNECTED
 
 
 def test_add_peer_when_the_blob_is_not_nixls_then_refused(memory: EndpointMemory) -> None:

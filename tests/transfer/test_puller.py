@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from common.errors import TransferError
+from common.transfer import puller
 from common.transfer.codes import TransferCode
 from common.transfer.generation_check import SCRATCH_SEGMENTS, SEGMENT_ENTRIES
-from common.transfer.jobs import PullJob, PullOutcome, PullStatus
+from common.transfer.jobs import PullJob, PullOutcome, PullReason, PullStatus
+from common.transfer.puller import Puller
+from common.transfer.reads import Handle, ReadStatus
 from common.transfer.testing.faulty import Fault, FaultyBackend
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
-from tests.support.transfer_rigs import EPOCH, LONG_S, Rig, Rigs, expected
-from tests.support.transfer_sites import Holder, Site, wait_for
+from tests.support.transfer_recording import RecordingBackend
+from tests.support.transfer_rigs import EPOCH, LONG_S, SHORT_S, Rig, Rigs, expected
+from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for
 
 
 def test_pull_when_everything_holds_then_ok_and_the_bytes_are_the_holders(
@@ -256,3 +260,63 @@ def test_pull_in_flight_when_the_pullers_thread_dies_then_fails_and_keeps_its_de
         rig.puller.recreate_backend(0.0)
     outcome = rig.outcome()
     assert (outcome.status, outcome.reason, outcome.terminal) == (PullStatus.FAILED, TransferCode.CLOSED, False)
+
+
+def test_pull_in_flight_when_the_transport_no_longer_knows_then_waited_for_and_not_given_back(
+    holder: Holder, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = rig.backend.add_peer(holder.metadata)
+
+    def forget(_: Handle) -> ReadStatus:
+        raise TransferError("no such read", code=TransferCode.BACKEND_UNAVAILABLE)
+
+    monkeypatch.setattr(rig.backend, "poll", forget)
+    outcome = rig.pull(peer, [(1, 1)], timeout_s=SHORT_S)
+    assert (outcome.status, outcome.reason, outcome.terminal) == (PullStatus.TIMED_OUT, PullReason.DEADLINE, False)
+    assert rig.puller.num_unterminated == 1
+    monkeypatch.undo()
+    assert rig.terminals.get(timeout=PATIENCE_S) == "pull"
+
+
+def test_pull_when_its_post_breaks_down_then_its_destination_is_kept(
+    holder: Holder, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by an error of the contract, which would say that nothing moves."""
+    peer = rig.backend.add_peer(holder.metadata)
+    monkeypatch.setattr(rig.backend, "post_read", lambda *_: 1 / 0)
+    outcome = rig.pull(peer, [(1, 1)])
+    assert (outcome.status, outcome.reason, outcome.terminal) == (
+        PullStatus.FAILED,
+        TransferCode.TRANSFER_FAILED,
+        False,
+    )
+    outcome = rig.pull(peer)  # generations alone: there is no destination
+    monkeypatch.undo()
+    assert rig.pull(peer, [(2, 2)]).status is PullStatus.OK
+
+
+def test_pull_when_its_data_has_arrived_then_a_fence_before_its_generations_are_read(
+    holder: Holder, site: Site, memory: EndpointMemory
+) -> None:
+    backend = RecordingBackend(site.backend(memory))
+    rig = Rig(backend, Puller(backend, fence=lambda: backend.events.append(("fence", ()))))
+    try:
+        assert rig.pull(backend.add_peer(holder.metadata), [(1, 1)]).status is PullStatus.OK
+    finally:
+        assert rig.puller.close()
+    assert [kind for kind, _ in backend.events] == ["post", "done", "fence", "post", "done"]
+    assert backend.events[3] == ("post", (BLOCK_GENERATIONS,))
+
+
+def test_recreate_when_it_does_not_return_then_the_caller_does(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "RECREATE_S", 0.0)
+    monkeypatch.setattr(puller, "THREAD_CHECK_S", 0.01)
+    stands, over = rig.backend.recreate, threading.Event()
+    monkeypatch.setattr(rig.backend, "recreate", lambda: over.wait(PATIENCE_S))
+    with pytest.raises(TransferError, match="no new transfer agent") as caught:
+        rig.puller.recreate_backend(0.0)
+    assert caught.value.code == TransferCode.BACKEND_UNAVAILABLE
+    over.set()
+    monkeypatch.setattr(rig.backend, "recreate", stands)
+    monkeypatch.setattr(puller, "RECREATE_S", PATIENCE_S)
+    rig.puller.recreate_backend(0.0)

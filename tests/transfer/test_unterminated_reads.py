@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -151,6 +152,30 @@ def test_recreate_when_reads_of_a_frozen_holder_are_in_flight_then_all_end_and_o
     assert all(memory.read(BLOCKS, unit) == b"new" + bytes(4093) for unit in (2, 3))
     assert rig.outcomes.empty()
     assert rig.terminals.empty()
+
+
+def test_recreate_when_the_old_agent_lives_on_then_no_read_has_ended_until_a_later_try(
+    frozen: tuple[Holder, Rig, Peer], freezable_site: Site, memory: EndpointMemory
+) -> None:
+    holder, rig, peer = frozen
+    assert rig.pull(peer, [(2, 2)], pull_id="late", timeout_s=SHORT_S).terminal is False
+    keeper = [freezable_site.agent(json.loads(rig.backend.metadata())["name"])]
+    with pytest.raises(TransferError) as caught:
+        rig.puller.recreate_backend(timeout_s=0.05)
+    assert caught.value.code == TransferCode.AGENT_ALIVE
+    assert (rig.puller.num_unterminated, rig.terminals.qsize()) == (1, 0)
+    # Others are served as before: nothing has to be added again.
+    other = freezable_site.holder(engine_id="other", epoch=EPOCH, seed=6)
+    again = rig.backend.add_peer(other.metadata)
+    assert rig.pull(again, [(5, 5)]).status is PullStatus.OK
+    keeper.clear()
+    rig.puller.recreate_backend(timeout_s=0.05)
+    assert rig.terminals.get(timeout=PATIENCE_S) == "late"
+    assert rig.puller.num_unterminated == 0
+    memory.write(BLOCKS, 2, b"new" + bytes(4093))
+    holder.thaw()
+    assert rig.pull(rig.backend.add_peer(other.metadata), [(6, 6)]).status is PullStatus.OK
+    assert memory.read(BLOCKS, 2) == b"new" + bytes(4093)
 
 
 def test_recreate_when_nothing_is_in_flight_then_at_once_and_reads_need_the_peer_again(

@@ -153,6 +153,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.simulate": ("trace", "ideal_cache", "simulate"),
     "common.transfer": (
         "codes",
+        "sole_reference",
         "regions",
         "reads",
         "backend",

@@ -201,7 +201,8 @@ class PullTask:
         if not reads:
             return
         outcome = await self._pull(prefix, reads, generations)
-        if outcome.status is not PullStatus.OK and outcome.reason in AGENT_CODES and not self._stopped.done():
+        # Never into memory that an earlier read may still write: what it brings later would not be noticed.
+        if outcome.reason in AGENT_CODES and outcome.terminal and not self._stopped.done():
             self._peers.forget(self._remote.url)
             outcome = await self._pull(prefix, reads, generations)
         if outcome.status is not PullStatus.OK:
@@ -259,6 +260,7 @@ class PullTask:
                 lambda outcome: self._call_soon(arrive, outcome),
                 lambda _: self._call_soon(self._become_terminal),
             )
+            self._is_terminal = False  # until the outcome, which comes with a later round of the loop
             return await arrived
         finally:
             self._in_flight = None

@@ -3,13 +3,14 @@
 Destinations of a read that outlived its pull (a frozen peer) may be written at any time, so no timer frees them. What
 ends such a read for certain is the end of the agent that posted it. That costs every other read from and to this node a
 new handshake, so it is done only once more than ``MAX_SHARE`` of a pool, or anything for longer than ``MAX_AGE_S``, is
-in quarantine.
+in quarantine. An agent that cannot be proven dead frees nothing: the memory stays where it is until another try can.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from common.errors import TransferError
@@ -31,6 +32,9 @@ MAX_AGE_S = 60.0
 DRAIN_S = 2.0
 """How long other reads may take to end before their agent does."""
 
+RETRY_S = 10.0
+"""Time until the next try after an agent that did not end. Each try lets new reads wait for up to ``DRAIN_S``."""
+
 
 class QuarantineKeeper:
     """Lives on the event loop between ``start`` and ``close``; close it before the puller.
@@ -46,6 +50,7 @@ class QuarantineKeeper:
         self._read_stats = read_stats
         self._on_recreated = on_recreated
         self._has_failed = False
+        self._not_before_s = 0.0  # the next try, on time.monotonic
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -67,13 +72,16 @@ class QuarantineKeeper:
     async def check(self) -> bool:
         """Makes the agent again when that is due. True: the agent is new."""
         reason = await self._reason()
-        if reason is None:
+        if reason is None or time.monotonic() < self._not_before_s:
             return False
         logger.warning("recreating the transfer agent: %s", reason)
         try:
             await asyncio.to_thread(self._puller.recreate_backend, DRAIN_S)
         except TransferError as exc:
-            if exc.code != TransferCode.CLOSED:
+            if exc.code == TransferCode.AGENT_ALIVE:
+                self._not_before_s = time.monotonic() + RETRY_S
+                logger.error("the quarantine stays as it is, trying again in %g s: %s", RETRY_S, exc.message)
+            elif exc.code != TransferCode.CLOSED:
                 # There is no agent now. Nothing is in quarantine any more, so this has to be remembered.
                 self._has_failed = True
                 logger.error("recreating the transfer agent failed, trying again: %s", exc.message)

@@ -19,7 +19,7 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
-from common.transfer.nixl.agent import NixlAgent
+from common.transfer.nixl.agent import NixlAgent, UnknownEndError
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.nixl.fresh_pages import FreshPages
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class _NixlHandle(Handle):
-    """``transfers``: NIXL's numbers of what the read consists of; ``pending``: those that are not terminal."""
+    """``transfers``: NIXL's numbers of what the read consists of, none once they are released; ``pending``: those that
+    are not terminal."""
 
     __slots__ = ("pending", "remote", "transfers")
 
@@ -138,6 +139,13 @@ class NixlBackend(TransferBackend):
                     regions=MappingProxyType({region.name: region for region in announced.regions}),
                 )
                 if remote is not None:
+                    if remote.num_handles:
+                        # NIXL would say of each that it is over, and it would go on.
+                        raise TransferError(
+                            f"peer {announced.name} has other metadata than before, and {remote.num_handles} reads "
+                            "from it are in flight",
+                            code=TransferCode.BAD_METADATA,
+                        )
                     self._unload(remote)
                 remote = _Remote(peer, blob)
             if not remote.loaded:
@@ -190,7 +198,7 @@ class NixlBackend(TransferBackend):
                 except TransferError as exc:
                     # Part of it may be on its way: the status says when it no longer is.
                     _note_disconnect(remote, exc)
-                    handle.error = exc
+                    handle.error = _without_frames(exc)
                     handle.pending.append(transfer)
                     break
             return handle
@@ -200,6 +208,8 @@ class NixlBackend(TransferBackend):
         self._check_open()
         if handle.status.is_terminal:
             return handle.status
+        if handle.pending and not handle.transfers:
+            return handle.status  # released for an agent that then did not end
         agent = self._open_agent()
         still_pending: list[int] = []
         for transfer in handle.pending:
@@ -207,9 +217,11 @@ class NixlBackend(TransferBackend):
                 if not agent.poll(handle.peer.name, transfer):
                     still_pending.append(transfer)
             except TransferError as exc:
+                if isinstance(exc, UnknownEndError):
+                    still_pending.append(transfer)
                 if handle.error is None:
                     _note_disconnect(handle.remote, exc)
-                    handle.error = exc
+                    handle.error = _without_frames(exc)
         handle.pending = still_pending
         if not still_pending:
             handle.status = ReadStatus.DONE if handle.error is None else ReadStatus.FAILED
@@ -241,7 +253,11 @@ class NixlBackend(TransferBackend):
             destroyed_s = time.monotonic()
             self._name = self._new_name()
             agent = NixlAgent(self._nixl, self._name, self._plugins)
-            agent.register(list(self._regions.values()))
+            try:
+                agent.register(list(self._regions.values()))
+            except TransferError:
+                agent.close()
+                raise
             self._agent = agent
             logger.warning(
                 "transfer agent recreated name=%s reads_ended=%d seconds=%.3f (destroying %.3f)",
@@ -253,8 +269,8 @@ class NixlBackend(TransferBackend):
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
             self._destroy_agent()
+            self._closed = True
 
     # Below: callers hold the lock.
 
@@ -272,13 +288,15 @@ class NixlBackend(TransferBackend):
         return self._agent
 
     def _destroy_agent(self) -> None:
+        """Ends every read. Raises TransferError (``agent_alive``): none has ended."""
         if self._agent is None:
             return
+        self._agent.check_sole()
         for handle in self._handles:
             self._release_transfers(handle)
+        self._agent.close()
+        self._agent = None
         self._announced = None
-        agent, self._agent = self._agent, None
-        agent.close()
         for handle in self._handles:
             if not handle.status.is_terminal:
                 handle.error = TransferError(
@@ -305,7 +323,11 @@ class NixlBackend(TransferBackend):
         assert self._agent is not None
         self._agent.release(handle.peer.name, handle.transfers)
         handle.transfers.clear()
-        handle.pending.clear()
+
+
+def _without_frames(error: TransferError) -> TransferError:
+    """To be kept: a traceback keeps the handle that the error is kept in, among other things."""
+    return TransferError(error.message, code=error.code)
 
 
 def _note_disconnect(remote: _Remote, error: TransferError) -> None:

@@ -159,13 +159,18 @@ class FaultyBackend(TransferBackend):
             self._inner.release(handle.inner)
 
     def recreate(self) -> None:
+        try:
+            self._inner.recreate()
+        except TransferError as exc:
+            if exc.code != TransferCode.AGENT_ALIVE:
+                self._drop_held_back()
+            raise
         self._drop_held_back()
-        self._inner.recreate()
 
     def close(self) -> None:
+        self._inner.close()
         self._closed = True
         self._drop_held_back()
-        self._inner.close()
 
     def _next_fault(self, reads: Sequence[Read]) -> Fault | None:
         """The first queued fault that strikes such a read; it has one strike less from here on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -18,24 +19,40 @@ from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
 from common.transfer.regions import Peer, PeerMetadata, Region
+from common.transfer.sole_reference import SoleReference
+
+
+class InProcessAgent:
+    """What a backend is in its hub, for as long as anything holds it: a transport's agent is no less stubborn."""
+
+    def __init__(self, hub: InProcessHub, name: str) -> None:
+        self.name = name
+        hub.join(self)
+
+    def copy(self, reads: Sequence[CheckedRead]) -> None:
+        for read in reads:
+            unit_bytes = read.local.unit_bytes
+            for first_local, first_remote, length in read.runs.tolist():
+                ctypes.memmove(
+                    read.local.address + first_local * unit_bytes,
+                    read.remote.address + first_remote * unit_bytes,
+                    length * unit_bytes,
+                )
 
 
 class InProcessHub:
-    """Which backends are alive and which of them are frozen, by name. Thread-safe."""
+    """Which agents are alive and which of them are frozen, by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._alive: set[str] = set()
         self._frozen: set[str] = set()
 
-    def join(self, name: str) -> None:
-        with self._lock:
-            self._alive.add(name)
-
-    def leave(self, name: str) -> None:
-        with self._lock:
-            self._alive.discard(name)
-            self._frozen.discard(name)
+    def join(self, agent: InProcessAgent) -> None:
+        """Until it ends."""
+        self._alive.add(agent.name)
+        # Without the lock: the collector may run this while its thread has it.
+        weakref.finalize(agent, self._alive.discard, agent.name)
 
     def freeze(self, name: str) -> None:
         """Reads from this backend stay in flight from now on."""
@@ -47,8 +64,7 @@ class InProcessHub:
             self._frozen.discard(name)
 
     def is_alive(self, name: str) -> bool:
-        with self._lock:
-            return name in self._alive
+        return name in self._alive
 
     def is_frozen(self, name: str) -> bool:
         with self._lock:
@@ -72,13 +88,16 @@ class InProcessBackend(TransferBackend):
     def __init__(self, hub: InProcessHub, *, engine_id: str, epoch: int, fingerprint: str = "") -> None:
         super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
         self._hub = hub
-        self.name = self._new_name()
+        self._agent = self._new_agent()
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
         self._peers: dict[str, Peer] = {}
         self._disconnected: set[str] = set()
         self._closed = False
-        hub.join(self.name)
+
+    @property
+    def name(self) -> str:
+        return self._agent.value.name
 
     @property
     def regions(self) -> Mapping[str, Region]:
@@ -169,8 +188,7 @@ class InProcessBackend(TransferBackend):
                 handle.error = TransferError(f"peer {name} is gone", code=TransferCode.PEER_DISCONNECTED)
                 handle.status = ReadStatus.FAILED
             elif not self._hub.is_frozen(name):
-                for read in handle.reads:
-                    _copy(read)
+                self._agent.value.copy(handle.reads)
                 handle.status = ReadStatus.DONE
             return handle.status
 
@@ -186,30 +204,26 @@ class InProcessBackend(TransferBackend):
     def recreate(self) -> None:
         with self._lock:
             self._check_open()
-            self._hub.leave(self.name)
-            self.name = self._new_name()
-            self._hub.join(self.name)
+            self._end_agent()
+            self._agent = self._new_agent()
             self._peers.clear()
             self._disconnected.clear()
 
     def close(self) -> None:
         with self._lock:
+            if not self._closed:
+                self._end_agent()
             self._closed = True
-        self._hub.leave(self.name)
 
-    def _new_name(self) -> str:
-        return f"{self.engine_id}-{secrets.token_hex(8)}"
+    def _new_agent(self) -> SoleReference[InProcessAgent]:
+        return SoleReference(InProcessAgent(self._hub, f"{self.engine_id}-{secrets.token_hex(8)}"))
+
+    def _end_agent(self) -> None:
+        if self._agent.is_shared() or not self._agent.drop():
+            raise TransferError(
+                f"agent {self.name} lives on, it is held by {self._agent.holders()}", code=TransferCode.AGENT_ALIVE
+            )
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError(f"transfer backend of {self.engine_id} is closed", code=TransferCode.CLOSED)
-
-
-def _copy(read: CheckedRead) -> None:
-    unit_bytes = read.local.unit_bytes
-    for first_local, first_remote, length in read.runs.tolist():
-        ctypes.memmove(
-            read.local.address + first_local * unit_bytes,
-            read.remote.address + first_remote * unit_bytes,
-            length * unit_bytes,
-        )

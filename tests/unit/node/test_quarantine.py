@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -138,6 +139,34 @@ async def test_keeper_when_no_new_agent_starts_then_it_tries_again_until_one_doe
     assert await scene.keeper.check()
     assert scene.num_recreated == 1
     assert not await scene.keeper.check()
+
+
+@pytest.mark.asyncio
+async def test_keeper_when_the_old_agent_lives_on_then_nothing_is_freed_and_it_tries_again_after_a_while(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.hang()
+    scene.quarantine(slots=50)
+    tries: list[float] = []
+
+    def refuse() -> None:
+        tries.append(time.monotonic())
+        raise TransferError("held by a frame", code=TransferCode.AGENT_ALIVE)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scene.faulty, "recreate", refuse)
+        assert not await scene.keeper.check()
+        assert not await scene.keeper.check()
+        assert len(tries) == 1
+        patched.setattr(quarantine, "RETRY_S", 0.0)
+        scene.keeper._not_before_s = 0.0
+        assert not await scene.keeper.check()
+        assert not await scene.keeper.check()
+        assert len(tries) == 3
+    assert "the quarantine stays as it is" in caplog.text
+    assert (scene.num_recreated, scene.rig.puller.num_unterminated, scene.rig.terminals.qsize()) == (0, 1, 0)
+    assert await scene.keeper.check()
+    assert scene.rig.terminals.get(timeout=PATIENCE_S) == "pull"
 
 
 @pytest.mark.asyncio
