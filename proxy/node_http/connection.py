@@ -143,18 +143,20 @@ class NodeConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer
-            self.headers[name.decode("latin-1").lower()] = value.decode("utf-8", "surrogateescape")
+            self.headers[name.decode("latin-1").lower()] = value.rstrip(b" \t").decode("utf-8", "surrogateescape")
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:  # the answer is still to come
-            self.headers.clear()
+        if self._is_complete:
             return
-        if not self._is_complete:
+        status = self._parser.get_status_code()
+        if status < 100:
+            self._break(f"no HTTP: status {status}")
+        elif status < 200:  # the answer is still to come
+            self.headers.clear()
+        else:
             self.status = status
-            self._ends_with_connection = "content-length" not in self.headers and "chunked" not in self.headers.get(
-                "transfer-encoding", ""
-            )
+            has_end = "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "").lower()
+            self._ends_with_connection = not has_end
 
     def on_body(self, body: bytes) -> None:
         if not self._is_complete:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +17,7 @@ from tests.unit.proxy.node_http.rig import (
     LARGE_BODY,
     LONG_S,
     OK,
+    STREAM_HEAD,
     Handler,
     Scenario,
     client_of,
@@ -179,3 +182,41 @@ def test_post_when_the_node_had_it_for_long_then_is_not_sent_again(monkeypatch: 
 
     asyncio.run(scenario())
     assert got == [0, 0]
+
+
+@pytest.mark.parametrize("step", [pytest.param(13, id="some bytes"), pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize(
+    "answer", [OK, STREAM_HEAD + b"2;x=y\r\nok\r\n0\r\nX-Trailer: z\r\n\r\n"], ids=["length", "chunks"]
+)
+def test_post_when_its_connection_ends_at_any_byte_of_the_answer_then_sent_again_only_if_none_came(
+    run: Callable[[Scenario], None], answer: bytes, is_reset: bool, step: int
+) -> None:
+    num_requests, num_bytes = 0, 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_requests
+        for data in (OK, answer[:num_bytes]):
+            await read_request(reader)
+            num_requests += 1
+            writer.write(data)
+        await asyncio.sleep(0.002)
+        if is_reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def scenario() -> None:
+        nonlocal num_bytes, num_requests
+        async with node(handle) as url:
+            for num_bytes in (*range(0, len(answer), step), len(answer)):
+                num_requests = 0
+                async with client_of(url) as client:
+                    await client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
+                    work = client.request("POST", "/", content=b"{}", timeout_s=LONG_S)
+                    if 0 < num_bytes < len(answer):
+                        with pytest.raises(NodeBrokenError):
+                            await work
+                    else:
+                        assert (await work).body == b"ok"
+                assert num_requests == (2 if num_bytes else 3)
+
+    run(scenario)
