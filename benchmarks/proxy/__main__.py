@@ -38,7 +38,7 @@ from benchmarks.proxy.contestants import (
     contestant_running,
     running,
 )
-from benchmarks.proxy.load import Leg, Steps, User, latencies, make_leg, throughput
+from benchmarks.proxy.load import Leg, Steps, User, latencies, make_body, make_leg, throughput
 from common.wire.routes import COMPLETIONS_ROUTE
 
 WARM_UP = 30
@@ -54,11 +54,6 @@ class Figures:
     p99_s: list[float] = field(default_factory=list)
     per_second: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
-
-
-def make_body(num_prompt_tokens: int) -> bytes:
-    prompt = [index * 7 % 1000 for index in range(num_prompt_tokens)]
-    return json.dumps({"model": "trivial", "prompt": prompt, "max_tokens": 32, "stream": True}).encode()
 
 
 def direct_legs(ports: Ports, body: bytes) -> tuple[Leg, Leg]:

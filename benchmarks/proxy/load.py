@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ def make_leg(port: int, route: str, body: bytes, headers: Sequence[str] = ()) ->
     lines = ["host: 127.0.0.1", "content-type: application/json", *headers]
     head = f"POST {route} HTTP/1.1\r\n" + "".join(f"{line}\r\n" for line in lines)
     return Leg(port, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def make_body(num_prompt_tokens: int, *, is_stream: bool = True) -> bytes:
+    prompt = [index * 7 % 1000 for index in range(num_prompt_tokens)]
+    return json.dumps({"model": "trivial", "prompt": prompt, "max_tokens": 32, "stream": is_stream}).encode()
 
 
 class _Connection(asyncio.Protocol):
