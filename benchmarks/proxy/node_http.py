@@ -1,9 +1,9 @@
 """What the proxy's own client to nodes saves: ``python -m benchmarks.proxy.node_http``.
 
 The same proxy with its own client (``proxy.node_http``), with aiohttp's and with httpx's behind the same interface
-(``benchmarks.proxy.node_clients``), in front of the same trivial nodes, both legs of each request at once. Proxies share
-one core, nodes and load generator the other; rounds alternate between them. Measured is the processor time of the proxy
-per request, which a busy machine changes least, for two shapes:
+(``benchmarks.proxy.node_clients``), in front of the same trivial nodes, both legs of each request at once. Proxies
+share one core, nodes and load generator the other; rounds alternate between them. Measured is the processor time of
+the proxy per request, which a busy machine changes least, for two shapes:
 
 - *stream*: many streams at once, their chunks some milliseconds apart, so that each is read and sent on by itself;
 - *short*: answers in one piece.

@@ -1,8 +1,8 @@
 """The trivial nodes behind the measured proxies: ``python -m benchmarks.proxy.upstream PREFILL_PORT DECODE_PORT``.
 
 A prefill leg is answered at once with made-up ``kv_transfer_params``, every other generation request with a stream of
-``--chunks``, one write per turn of the event loop, or in one piece when it asks for no stream. With ``--pull`` the nodes
-say that both legs may be sent at once, as ours do. ``--pause``: seconds between chunks, to keep streams open.
+``--chunks``, one write per turn of the event loop, or in one piece when it asks for no stream. With ``--pull`` the
+nodes say that both legs may be sent at once, as ours do. ``--pause``: seconds between chunks, to keep streams open.
 """
 
 from __future__ import annotations
