@@ -119,6 +119,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "peer_lost": "the other node is dead, or silent for 1.5 s",
             "leg_failed": "the prefill node will not compute the prompt",
             "unknown_pull": "the prefill node does not know the prompt",
+            "unproven": "a manifest that its holder did not make, or that was changed on its way",
             "mismatch": "another model or layout",
             "failed": "everything else",
         },

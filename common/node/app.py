@@ -165,6 +165,7 @@ def _add_peer_routes(app: FastAPI, node: Node) -> None:
         manager=manager,
         rendezvous=node.rendezvous,
         holder=holder,
+        manifests=node.manifests,
         drain=node.drain,
     )
     add_event_route(app, manager, node.engine)

@@ -107,7 +107,7 @@ GenerationRequest = CompletionRequest | ChatRequest
 
 def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> CompletionRequest:
     """The checked form of a completion request body. ``is_from_peer``: it may go on with an answer that began elsewhere
-    (``common.wire.resume``).
+    (``common.wire.resume``), and name pull sources.
 
     Raises:
         InvalidRequestError: naming field, value and bound.
@@ -136,7 +136,7 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
-        sources=read_pull_sources(body, kv_transfer_params),
+        sources=read_pull_sources(body, kv_transfer_params) if is_from_peer else (),
         resume=resume,
         reports_state=reports_state,
     )
@@ -144,7 +144,8 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
 
 def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRequest:
     """The checked form of a chat completion request body. ``is_from_peer``: it may have the prompt's tokens instead of
-    messages (``common.openai.prompt_ids``), and go on with an answer that began elsewhere (``common.wire.resume``).
+    messages (``common.openai.prompt_ids``), go on with an answer that began elsewhere (``common.wire.resume``), and
+    name pull sources.
 
     Raises:
         InvalidRequestError: naming field, value and bound.
@@ -188,7 +189,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         priority=_priority(fields),
         transfer_mode=mode,
         kv_transfer_params=kv_transfer_params,
-        sources=read_pull_sources(body, kv_transfer_params),
+        sources=read_pull_sources(body, kv_transfer_params) if is_from_peer else (),
         prompt_ids=prompt_ids,
         resume=resume,
         reports_state=reports_state,

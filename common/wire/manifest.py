@@ -6,13 +6,17 @@ because JSON readers between us may hold numbers as doubles.
 
 Life cycle of a ``Manifest``: 1 a holder builds it from a lease and answers ``to_params()``, 2 it reaches the reader
 through a proxy's decode leg or as the answer of a pull, 3 the reader parses it with ``from_params()``, which checks
-every size before anything is allocated, 4 the reader compares epoch and fingerprint with the peer it knows and reads.
-A manifest is a claim by the sender: nothing in it is trusted before the generations were read back.
+every size before anything is allocated, 4 one that came through a proxy is shown to its holder (``digest``, ``proof``),
+5 the reader compares epoch and fingerprint with the peer it knows and reads. What a proxy brings is a claim of whoever
+sends it: generations and tags prove the memory afterwards, but nothing in the memory proves the output row.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +145,8 @@ class Manifest:
     the hidden vector after the final norm of the prompt's last token, raw little-endian bytes of
     ``output_row_dtype``. ``epoch`` and generations are u64. ``prompt_token_ids`` is empty where the reader knows the
     prompt already (the answer of a pull). ``digests``: hex digests of the blocks' content, shaped as ``block_ids``,
-    None for blocks without one; empty when the holder makes none.
+    None for blocks without one; empty when the holder makes none. ``proof``: by which the holder knows its own promise
+    again, hex; None where the reader has it from the holder itself.
     """
 
     engine_id: str
@@ -165,7 +170,14 @@ class Manifest:
     prefill: PrefillReport | None = None
     digests: tuple[tuple[str | None, ...], ...] = ()
     slot_digest: str | None = None
+    proof: str | None = None
     tp_size: int = 1
+
+    def digest(self) -> str:
+        """Hex digest (32 bytes) of the promise. Without its address (a proxy may know another one; whoever answers
+        there has to know the proof) and the tokens, of which ``prefix_key`` is the digest."""
+        promise = dataclasses.replace(self, host="", port=0, prompt_token_ids=(), proof=None).to_params()
+        return hashlib.blake2b(json.dumps(promise, sort_keys=True).encode(), digest_size=32).hexdigest()
 
     def to_params(self) -> dict[str, Any]:
         """The JSON object of the prefill answer and of the decode leg."""
@@ -201,13 +213,16 @@ class Manifest:
             params["tandem_digests"] = [list(group) for group in self.digests]
         if self.slot_digest is not None:
             params["tandem_slot_digest"] = self.slot_digest
+        if self.proof is not None:
+            params["tandem_proof"] = self.proof
         return params
 
     @classmethod
     def from_params(
-        cls, params: Mapping[str, Any], shape: ManifestShape = ANY_SHAPE, *, needs_token_ids: bool = True
+        cls, params: Mapping[str, Any], shape: ManifestShape = ANY_SHAPE, *, is_carried: bool = True
     ) -> Manifest:
-        """The checked manifest. ``needs_token_ids``: it must bring the prompt (a decode leg; not the answer of a pull).
+        """The checked manifest. ``is_carried``: it came through a proxy, in a decode leg, and must bring the prompt and
+        its proof; the answer of a pull needs neither.
 
         Raises:
             InvalidRequestError: a key is missing, malformed, out of bounds, or contradicts another; ``param`` names it.
@@ -218,7 +233,7 @@ class Manifest:
         num_tokens = reader.integer("remote_num_tokens", ge=1, le=MAX_PROMPT_TOKENS)
         block_size = reader.integer("tandem_block_size", ge=1, le=MAX_BLOCK_SIZE)
         num_blocks = -(-num_tokens // block_size)
-        token_ids = reader.token_ids(num_tokens, shape.vocab_size) if needs_token_ids else ()
+        token_ids = reader.token_ids(num_tokens, shape.vocab_size) if is_carried else ()
         block_ids = reader.groups("remote_block_ids", shape.num_block_groups, num_blocks)
         generations = reader.groups("tandem_generations", len(block_ids), num_blocks, u64=True)
         slot_id = reader.fields.integer("tandem_slot_id", ge=0, le=MAX_ID) or 0
@@ -249,6 +264,7 @@ class Manifest:
             prefill=None if report is None else PrefillReport.from_params(report, num_tokens),
             digests=reader.digests("tandem_digests", block_ids),
             slot_digest=reader.fields.string("tandem_slot_digest", pattern=DIGEST),
+            proof=reader.string("tandem_proof", DIGEST) if is_carried else None,
             tp_size=reader.fields.integer("tp_size", ge=1, le=1024) or 1,
         )
 

@@ -1,8 +1,11 @@
-"""``POST /internal/v1/pull``: one question between nodes, "what of this prompt can I read from you?".
+"""What one node asks another about prompts.
 
-Two forms. *Rendezvous*: follow a prompt that is being computed under an agreed name; a long poll that answers as soon
-as more than ``after`` tokens are finished. *Content*: the longest prefix of these tokens that happens to be there. Both
-are answered with a manifest: a final one, under a lease, or a partial one without.
+``POST /internal/v1/pull``: "what of this prompt can I read from you?". Two forms. *Rendezvous*: follow a prompt that is
+being computed under an agreed name; a long poll that answers as soon as more than ``after`` tokens are finished.
+*Content*: the longest prefix of these tokens that happens to be there. Both are answered with a manifest: a final one,
+under a lease, or a partial one without.
+
+``POST /internal/v1/manifests/check``: "is this manifest, which a proxy brought me, as you made it?".
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.wire.fields import Fields, invalid
 from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialManifest
-from common.wire.manifest_reader import HEX, MAX_PROMPT_TOKENS, WORD
+from common.wire.manifest_reader import DIGEST, HEX, MAX_PROMPT_TOKENS, WORD
 
 MAX_WAIT_SECONDS = 10.0
 """Seconds after which a long poll is answered although there is nothing new."""
@@ -84,6 +87,33 @@ def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery 
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestCheck:
+    """Digest and proof of a manifest (``Manifest.digest``)."""
+
+    digest: str
+    proof: str
+
+    def to_body(self) -> dict[str, Any]:
+        return {"digest": self.digest, "proof": self.proof}
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> ManifestCheck:
+        """Raises InvalidRequestError naming the field."""
+        fields = Fields(body)
+        digest, proof = (_required(fields, key, fields.string(key, pattern=DIGEST)) for key in ("digest", "proof"))
+        return cls(digest, proof)
+
+
+def check_answer(is_mine: bool) -> dict[str, Any]:
+    """The answer to a ``ManifestCheck``."""
+    return {"is_mine": is_mine}
+
+
+def read_check_answer(answer: Mapping[str, Any]) -> bool:
+    return answer.get("is_mine") is True
+
+
 def miss_answer() -> dict[str, Any]:
     """The answer to a content query that found nothing worth reading."""
     return {"final": True, "remote_num_tokens": 0}
@@ -107,7 +137,7 @@ def read_answer(
         return None if num_tokens == after else PartialManifest.from_params(params, shape)
     if num_tokens == 0:
         return None
-    return Manifest.from_params(params, shape, needs_token_ids=False)
+    return Manifest.from_params(params, shape, is_carried=False)
 
 
 def _required(fields: Fields, key: str, value: str | None) -> str:

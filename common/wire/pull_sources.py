@@ -1,7 +1,8 @@
 """``tandem_sources``: nodes that may have a longer prefix of the prompt than the node that is asked to compute it.
 
-Whoever places requests sends it, as a top-level field or inside ``kv_transfer_params``. A wrong or missing source costs
-time, never an answer.
+Whoever places requests sends it, as a top-level field or inside ``kv_transfer_params``. Nodes take it from their proxy
+alone (which has the cluster key, where one is set); from anybody else it is an unknown field, which is ignored. A wrong
+or missing source costs time, never an answer.
 """
 
 from __future__ import annotations

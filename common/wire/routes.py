@@ -28,6 +28,7 @@ CACHE_EVENTS_ROUTE = "/internal/v1/cache/events"
 TRANSFER_ROUTE = "/internal/v1/transfer"
 LIVENESS_ROUTE = "/internal/v1/liveness"
 PULL_ROUTE = "/internal/v1/pull"
+MANIFEST_CHECK_ROUTE = "/internal/v1/manifests/check"
 LEASE_RENEW_ROUTE = "/internal/v1/leases/renew"
 LEASE_RELEASE_ROUTE = "/internal/v1/leases/release"
 # Served by nodes, for operators and tests; the last two only when test hooks are on.

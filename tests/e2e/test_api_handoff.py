@@ -176,6 +176,7 @@ REQUIRED_KEYS = [
     "tandem_slot_id",
     "tandem_slot_generation",
     "tandem_output_row",
+    "tandem_proof",
 ]
 MALFORMED: list[tuple[str, str, Edit]] = [
     *((f"{key} missing", key, drop(key)) for key in REQUIRED_KEYS),
@@ -269,7 +270,8 @@ def test_manifest_when_sent_with_another_cache_salt_then_is_400(service: Service
 def test_manifest_that_only_its_holder_can_refute_when_sent_then_output_is_right_all_the_same(
     service: Service, reference: Reference, key: str, edit: Edit
 ) -> None:
-    """Wrong ids, generations, epochs and addresses are found when the memory is read: the prompt is computed anew."""
+    """Wrong ids, generations, epochs and addresses are found when the memory is read, or when the holder is asked
+    whether it made this: the prompt is computed anew."""
     prompt = random_tokens(40, seed=342)
     body = completion_body(prompt, 8, cache_salt=f"refuted-{key}-{metric(service.decode[0], 'prompt_tokens_total')}")
     params = foreign.prefill(service.prefill[0].url, body)
@@ -281,3 +283,24 @@ def test_manifest_that_only_its_holder_can_refute_when_sent_then_output_is_right
     answer = Answer(response.json())
     assert reference.greedy(prompt, 8).mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None
     foreign.release(service.prefill[0].url, params)
+
+
+def test_output_row_when_a_caller_has_changed_it_then_is_neither_used_nor_kept(
+    service: Service, reference: Reference
+) -> None:
+    """Nothing in the memory that is read proves the row; the first token of every later repeat would come from it."""
+    prompts = [random_tokens(80, seed=seed) for seed in (351, 352)]
+    expected = [reference.greedy(prompt, 8) for prompt in prompts]
+    assert expected[0].token_ids[0] != expected[1].token_ids[0]
+    bodies = [completion_body(prompt, 8) for prompt in prompts]
+    good = [foreign.prefill(service.prefill[0].url, body) for body in bodies]
+    forged = {**good[0], "tandem_output_row": good[1]["tandem_output_row"]}
+    before = metric(service.decode[0], "transfer_failures_total", reason="unproven")
+    for params in (forged, None):
+        answer = Answer(foreign.decode(service.decode[0].url, bodies[0], params).json())
+        mismatch = expected[0].mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance)
+        assert mismatch is None, mismatch
+    assert answer.trace["decode_cached_tokens"] == len(prompts[0])  # an exact repeat, from the row that was kept
+    assert metric(service.decode[0], "transfer_failures_total", reason="unproven") == before + 1
+    for params in good:
+        foreign.release(service.prefill[0].url, params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support import foreign
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import Service
@@ -155,3 +158,31 @@ def test_tandem_prompt_when_the_cluster_key_is_missing_then_it_is_an_unknown_fie
         for headers in (bearer(FIRST_KEY), {"X-Tandem-Cluster-Key": CLUSTER_KEY})
     ]
     assert answers[0] != answers[1] == len(PROMPT)
+
+
+def test_handoff_when_its_caller_has_no_cluster_key_and_there_are_no_peers_then_no_address_is_called(
+    keyed: Keyed,
+) -> None:
+    """What a node asks its peers carries the cluster key: who has none must not say where to."""
+    decode = keyed.service.decode[0].url
+    asked: list[object] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.5)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    leg = foreign.rendezvous(url, "r" * 32)
+    sources = [{"url": url, "epoch": "1"}]
+    with listener:
+        refused = httpx.post(
+            decode + "/v1/completions", json={**BODY, "kv_transfer_params": leg}, headers=bearer(FIRST_KEY), timeout=60
+        )
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_transfer_params.remote_host")
+        ignored = httpx.post(
+            decode + "/v1/completions",
+            json={**BODY, "tandem_sources": sources, "cache_salt": "sources"},
+            headers=bearer(FIRST_KEY),
+            timeout=60,
+        )
+        assert ignored.status_code == 200, ignored.text
+        with contextlib.suppress(TimeoutError):
+            asked.append(listener.accept())
+    assert asked == []

@@ -1,7 +1,7 @@
 """Hostile and broken input on the internal routes and in handoffs: refused with a reason, nothing leaked or crashed.
 
 What is still well formed after the damage may be served; then the answer is the right one, because nothing of a
-manifest is believed before the holder's memory confirmed it.
+manifest is believed before its holder and the holder's memory confirmed it.
 """
 
 from __future__ import annotations
@@ -83,15 +83,9 @@ def is_settled(node: Node) -> bool:
     return not (busy or state["leases"] or state["sequences"])
 
 
-def output_row(params: Any) -> object:
-    return params.get("tandem_output_row") if isinstance(params, dict) else None
-
-
-def check_refused_or_right(fuzzer: Fuzzer, response: httpx.Response, expected: list[int] | None, what: Any) -> None:
-    """``expected`` None: the prompt's last hidden row was damaged. It travels in the manifest itself, behind the
-    cluster key, and is believed when it has the right shape."""
+def check_refused_or_right(fuzzer: Fuzzer, response: httpx.Response, expected: list[int], what: Any) -> None:
     if response.status_code == 200:
-        assert expected is None or response.json()["choices"][0]["token_ids"] == expected, str(what)[:2000]
+        assert response.json()["choices"][0]["token_ids"] == expected, str(what)[:2000]
     elif response.status_code == 502:
         assert response.json()["error"]["code"] in ("transfer_failed", "peer_restarted", "peer_unreachable"), (
             response.text
@@ -118,9 +112,7 @@ def test_internal_routes_and_manifests_when_input_is_damaged_then_it_is_refused_
         for _ in range(int(500 * scale)):  # the decode leg: manifests
             params = mutated(good, draw)
             response = fuzzer.send(decode.url + ROUTE, {**body, "kv_transfer_params": params})
-            check_refused_or_right(
-                fuzzer, response, expected if output_row(params) == output_row(good) else None, params
-            )
+            check_refused_or_right(fuzzer, response, expected, params)
         pulls: tuple[dict[str, Any], ...] = (
             {"id": "a" * 32, "after": 0, "wait_seconds": 0.01},
             {

@@ -1,17 +1,20 @@
 """Every family through two engines and the in-process transfer: computed here, generated there, equal to stock.
 
-Cold in a crowd, resumed inside a block, from a shared prefix, repeated, on the second turn; and the controls: with a
-state, a block or an early part of the prompt changed, the same comparison fails, so it would notice.
+Cold in a crowd, resumed inside a block, from a shared prefix, repeated, on the second turn; with a manifest that was
+changed on its way; and the controls: with a state, a block, the output row or an early part of the prompt changed, the
+same comparison fails, so it would notice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.wire.manifest import PrefillReport
 from tests.support.models import FAMILIES, tiered
 from tests.support.pair import Answer, Pair
 from tests.support.reference import Mismatch, Reference, random_tokens, reference
@@ -126,6 +129,56 @@ def test_control_when_a_moved_block_is_zeroed_then_the_answer_changes_after_the_
     mismatch = site.mismatch(prompt, answer)
     assert mismatch is not None
     assert mismatch.index >= 1
+
+
+def row_of_another_prompt(site: Site, num_tokens: int) -> dict[str, Any]:
+    """Field of a manifest: the row of a prompt whose answer begins with another token than ``num_tokens`` tokens'."""
+    first = site.reference.greedy(random_tokens(num_tokens, seed=num_tokens), 1).token_ids
+    other = next(
+        prompt
+        for seed in range(261, 300)
+        if site.reference.greedy(prompt := random_tokens(40, seed=seed), 1).token_ids != first
+    )
+    manifests = site.pair.hand_out({"other-row": other})
+    site.pair.end_lease("other-row")
+    return {"output_row": manifests["other-row"].output_row}
+
+
+@pytest.mark.parametrize("changed", ["row", "generation", "report", "proof"])
+def test_manifest_when_it_is_changed_on_its_way_then_nothing_of_it_is_used_or_kept(site: Site, changed: str) -> None:
+    name, prompt = f"forged-{changed}", random_tokens(90, seed=90)
+    prompt[0] = len(changed)  # another prompt for each: nothing of it is here
+    manifest = site.pair.hand_out({name: prompt})[name]
+    if changed == "row":
+        forged = replace(manifest, **row_of_another_prompt(site, 90))
+        assert forged.output_row != manifest.output_row
+    elif changed == "generation":
+        forged = replace(manifest, generations=tuple(tuple(x + 1 for x in group) for group in manifest.generations))
+        forged = replace(forged, slot_generation=manifest.slot_generation + 1)
+    elif changed == "report":
+        forged = replace(manifest, prefill=PrefillReport("p", 80, 10))
+    else:
+        forged = replace(manifest, proof="0" * 64)
+    reason = "stale_generation" if changed == "generation" else "unproven_manifest"
+    answer = site.pair.take_in({name: forged}, NUM_TOKENS, refused=reason)[name]
+    assert site.mismatch(prompt, answer) is None
+    assert answer.transferred == (0, 0, 0)
+    again = Answer(manifest, site.pair.ask_decode_side(f"{name}-again", prompt, NUM_TOKENS), answer.pull)
+    assert site.mismatch(prompt, again) is None
+    assert again.num_cached_tokens == len(prompt)
+    site.pair.end_lease(name)
+    assert site.pair.prefill.held() == site.pair.decode.held() == (0, 0, 0)
+
+
+def test_control_when_the_holder_itself_sends_the_row_of_another_prompt_then_the_first_token_is_another(
+    site: Site,
+) -> None:
+    prompt = random_tokens(90, seed=90)
+    manifest = site.pair.hand_out({"wrong-row": prompt})["wrong-row"]
+    wrong = site.pair.prefill.manifests.proven(replace(manifest, **row_of_another_prompt(site, 90)))
+    mismatch = site.mismatch(prompt, site.pair.take_in({"wrong-row": wrong}, NUM_TOKENS)["wrong-row"])
+    assert mismatch is not None
+    assert mismatch.index == 0
 
 
 def test_control_when_the_first_tenth_of_the_prompt_is_replaced_then_the_answer_changes(site: Site) -> None:

@@ -36,8 +36,8 @@ from common.transfer.regions import Peer
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from common.wire.handoff import Rendezvous
 from common.wire.manifest import Manifest
-from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
-from common.wire.routes import PULL_ROUTE
+from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
+from common.wire.routes import MANIFEST_CHECK_ROUTE, PULL_ROUTE
 from tests.support.models import checkpoint
 
 PATIENCE_S = 60.0
@@ -98,6 +98,16 @@ class Side:
             self.backend = runtime.create_backend(config, self.model, name)
         self.engine: Any = SimpleNamespace(generate=self._generate, call=self._call)
         self.rendezvous = RendezvousTable(is_in_use=lambda request_id: False, call_off=call_off)
+        self.manifests = ManifestBuilder(
+            engine_id=name,
+            epoch=self.model.manager.generations.epoch,
+            host=HOST,
+            port=PORT,
+            fingerprint=self.backend.fingerprint,
+            lease_seconds=config.kv_lease_seconds,
+            verify=config.kv_transfer_verify,
+            storage=self.model.storage,
+        )
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.pace: Callable[[int], Awaitable[None]] | None = None
 
@@ -142,7 +152,7 @@ class OnlyPeer:
         self._backend = backend
         self._held: set[str] = set()
 
-    def check_allowed(self, url: str) -> None:
+    def check_allowed(self, url: str, *, is_from_peer: bool) -> None:
         assert url == f"http://{HOST}:{PORT}"
 
     async def meet(self, url: str) -> Peer:
@@ -154,6 +164,8 @@ class OnlyPeer:
         return peer
 
     async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if path == MANIFEST_CHECK_ROUTE:
+            return check_answer(self._peer.manifests.is_mine(ManifestCheck.from_body(_over_the_wire(body))))
         assert path == PULL_ROUTE
         query = parse_query(_over_the_wire(body), vocab_size=self._peer.model.cache_config.geometry.vocab_size)
         assert isinstance(query, RendezvousQuery)
@@ -183,6 +195,9 @@ class WatchedStream(ManifestStream):
     @property
     def final(self) -> ReadablePrefix | None:
         return self._manifests.final
+
+    async def confirmed(self) -> None:
+        await self._manifests.confirmed()
 
     async def beyond(self, num_tokens: int) -> ReadablePrefix:
         self._num_read = num_tokens
@@ -223,31 +238,19 @@ class Pair:
             fingerprint=self.decode.backend.fingerprint,
             fails_when_lost=config.kv_load_failure_policy == "fail",
         )
-        self._leg = self._create_leg(self.prefill)
+        prefill = self.prefill
+        self._leg = PrefillLeg(
+            prefill.name,
+            manager=prefill.model.manager,
+            engine=prefill.engine,
+            rendezvous=prefill.rendezvous,
+            manifests=prefill.manifests,
+        )
         self._puller = Puller(self.decode.backend)
         self.bridge = EngineBridge(self._puller, peers, self, PATIENCE_S, None)
         self.decode.core.pull_with(self.bridge)
         self.bridge.open()
         self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
-
-    def _create_leg(self, side: Side) -> PrefillLeg:
-        manifests = ManifestBuilder(
-            engine_id=side.name,
-            epoch=side.model.manager.generations.epoch,
-            host=HOST,
-            port=PORT,
-            fingerprint=side.backend.fingerprint,
-            lease_seconds=self._config.kv_lease_seconds,
-            verify=self._config.kv_transfer_verify,
-            storage=side.model.storage,
-        )
-        return PrefillLeg(
-            side.name,
-            manager=side.model.manager,
-            engine=side.engine,
-            rendezvous=side.rendezvous,
-            manifests=manifests,
-        )
 
     def close(self) -> None:
         self._runner.run(self.bridge.close())
@@ -292,23 +295,39 @@ class Pair:
         return manifest
 
     def take_in(
-        self, manifests: Mapping[str, Manifest], num_tokens: int, damage: Callable[[PullPlan], None] | None = None
+        self,
+        manifests: Mapping[str, Manifest],
+        num_tokens: int,
+        damage: Callable[[PullPlan], None] | None = None,
+        *,
+        refused: str = "",
     ) -> dict[str, Answer]:
         """The decode legs of all manifests at once: pulled one after another, decoded together, greedily.
 
-        ``damage`` is done to what arrived before the engine takes it.
+        ``damage`` is done to what arrived before the engine takes it. ``refused``: why all pulls have to fail.
         """
         self.bridge.after_read = damage
 
         async def run() -> dict[str, FinishedPull]:
             pulls = {}
             for name, manifest in manifests.items():
-                handoff = self._handoffs.parse(_over_the_wire(manifest.to_params()))
-                pulls[name] = await self._pull(name, handoff, manifest.prompt_token_ids, num_tokens)
+                handoff = self._handoffs.parse(_over_the_wire(manifest.to_params()), is_from_peer=False)
+                pulls[name] = await self._pull(name, handoff, manifest.prompt_token_ids, num_tokens, refused=refused)
             return pulls
 
         pulls = self._runner.run(run())
         return self._decode(manifests, pulls)
+
+    def ask_decode_side(self, name: str, prompt: Sequence[int], num_tokens: int) -> list[RequestOutput]:
+        """The decode side alone, with what it has."""
+        self.decode.core.add_request(Request(name, list(prompt), _greedy(num_tokens)))
+        while self.decode.core.has_work():
+            self.decode.step()
+        return self.decode.outputs.pop(name)
+
+    def end_lease(self, name: str) -> None:
+        """A lease that no decode side has taken over."""
+        assert self.prefill.model.manager.release_lease(name)
 
     def ask_at_once(self, name: str, prompt: Sequence[int], num_tokens: int) -> Answer:
         """Both legs together: blocks are pulled as they are finished, each part before the next step."""
@@ -336,19 +355,19 @@ class Pair:
         prompt: Sequence[int],
         num_tokens: int,
         reader: asyncio.Future[WatchedStream] | None = None,
+        refused: str = "",
     ) -> FinishedPull:
         async with self._handoffs.read(handoff, prompt, None) as found:
             assert found.prefix is not None
             manifests = WatchedStream(found.prefix.manifests)
             if reader is not None:
                 reader.set_result(manifests)
-            sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
             remote = replace(found.prefix, manifests=manifests)
-            self.decode.core.add_request(Request(name, list(prompt), sampling, remote=remote))
+            self.decode.core.add_request(Request(name, list(prompt), _greedy(num_tokens), remote=remote))
             self.decode.step()
             async with asyncio.timeout(PATIENCE_S):
                 seq_id, result = await self._pulls.get()
-            assert result.ok, result.reason
+            assert (result.ok, result.reason) == (not refused, refused)
             self.decode.core.finish_pull(seq_id, result)
             return result
 
@@ -356,6 +375,10 @@ class Pair:
         while self.decode.core.has_work():
             self.decode.step()
         return {name: Answer(manifests[name], self.decode.outputs.pop(name), pull) for name, pull in pulls.items()}
+
+
+def _greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 def _over_the_wire(value: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,17 @@ from proxy.app import create_app
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PRODUCT = [path for part in ("common", "proxy", "prefill_node", "decode_node") for path in (ROOT / part).rglob("*.py")]
-NOT_METRICS = {"tandem_sources", "tandem_prompt", "tandem_node", "tandem_rendezvous", "tandem_lease_id"}
+NOT_METRICS = {
+    *(
+        "tandem_sources",
+        "tandem_prompt",
+        "tandem_resume",
+        "tandem_node",
+        "tandem_rendezvous",
+        "tandem_lease_id",
+        "tandem_proof",
+    )
+}
 # Of `tandem simulate`, of tests/run.sh, and of other programs.
 OTHER_FLAGS = {"--trace", "--limit", "--model-config", "--json", "--all", "--cache", "--help", "--version"}
 OTHER_PROGRAMS = re.compile(r"^.*(?:kubectl|docker|pip |benchmarks\.|python -m|--profile|--build).*$", re.MULTILINE)

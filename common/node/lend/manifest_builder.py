@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
+import hmac
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +16,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
 from common.node.digests import make_digests
 from common.wire.manifest import Manifest, PartialManifest, PrefillReport
+from common.wire.pull import ManifestCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,8 @@ class ManifestBuilder:
     """What all manifests of one life of a node have in common.
 
     ``host``, ``port``: where its readers reach it. ``fingerprint``: of its model and layout. ``lease_seconds``: how
-    long a lease lasts without renewal. ``verify``: which units get digests (``--kv-transfer-verify``).
+    long a lease lasts without renewal. ``verify``: which units get digests (``--kv-transfer-verify``). ``secret``:
+    known to this process alone; with it a manifest is known again that comes back through a proxy.
     """
 
     engine_id: str
@@ -30,6 +36,7 @@ class ManifestBuilder:
     lease_seconds: float
     verify: str
     storage: KVStorage
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     async def leased(
         self,
@@ -40,13 +47,13 @@ class ManifestBuilder:
         report: PrefillReport | None = None,
     ) -> Manifest:
         """The manifest of a prefix that is leased under ``lease_id``. ``prompt_token_ids``: for a reader that does not
-        know the prompt."""
+        know the prompt, because a proxy carries the manifest: it gets a proof too."""
         storage = self.storage
         digests = await asyncio.to_thread(
             make_digests, storage, lease.tables, lease.num_tokens, lease.slot_id, self.verify
         )
         row, row_dtype = _row_bytes(lease.output_row) if lease.output_row is not None else (None, None)
-        return Manifest(
+        manifest = Manifest(
             engine_id=self.engine_id,
             request_id=lease_id,
             host=self.host,
@@ -69,6 +76,18 @@ class ManifestBuilder:
             digests=digests.blocks,
             slot_digest=digests.slot,
         )
+        return await asyncio.to_thread(self.proven, manifest) if prompt_token_ids else manifest
+
+    def proven(self, manifest: Manifest) -> Manifest:
+        """Blocks; milliseconds for a prompt of 100,000 tokens."""
+        return dataclasses.replace(manifest, proof=self._proof(manifest.digest()))
+
+    def is_mine(self, check: ManifestCheck) -> bool:
+        """Whether this life of the node has made the manifest, just like this."""
+        return hmac.compare_digest(self._proof(check.digest), check.proof)
+
+    def _proof(self, digest: str) -> str:
+        return hashlib.blake2b(digest.encode(), key=self.secret, digest_size=32).hexdigest()
 
     def partial(self, progress: PrefixProgress) -> PartialManifest:
         """The manifest of the finished blocks of a prompt that is still being computed; nothing is leased yet."""

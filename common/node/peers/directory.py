@@ -62,10 +62,11 @@ class PeerDirectory:
         await self.liveness.close()
         await self._http.aclose()
 
-    def check_allowed(self, url: str) -> None:
+    def check_allowed(self, url: str, *, is_from_peer: bool) -> None:
         """Raises InvalidRequestError: the address comes from a request, and this node calls and reads only its peers.
 
-        Without configured peers only loopback addresses are accepted.
+        Without configured peers only loopback addresses are accepted, and those only from a caller that counts as a
+        process of this service (``is_from_peer``): what this node asks there carries the cluster key.
         """
         if self._allowed:
             if url in self._allowed:
@@ -77,6 +78,12 @@ class PeerDirectory:
         if not _is_loopback(url):
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not a loopback address and there are no --peers",
+                param="kv_transfer_params.remote_host",
+            )
+        if not is_from_peer:
+            raise InvalidRequestError(
+                f"kv_transfer_params.remote_host/remote_port: {url}: without --peers of this node only a caller with "
+                f"the header {CLUSTER_KEY_HEADER} may name an address",
                 param="kv_transfer_params.remote_host",
             )
 

@@ -1,10 +1,12 @@
 """What a decode leg brings along of a prefill leg: from ``kv_transfer_params`` to something the engine can pull.
 
-A manifest: 1 check it, 2 is its holder a peer of this node, 3 hold the lease (renewed from here on), 4 connect to the
-holder in the life that made it. A rendezvous: 1 is it a peer, 2 poll it for what is finished, 3 when the whole prompt
-is here already, call its leg off; else wait for the first part, so that a prompt that queues at the prefill node holds
-no memory here. Then the engine pulls; everything is given up as soon as the pull has ended, and on every way out.
-Leaves by: a prefix to pull, nothing (recompute, or all of it is here), an error.
+A manifest: 1 check it, 2 is its holder a peer of this node, 3 connect to the holder in the life that made it, 4 ask the
+holder whether it is as it was made (while it is read: whoever sends a request could have written it, and its output row
+would be sampled from, and kept for others), 5 hold the lease (renewed from here on). A rendezvous: 1 is it a peer, 2
+poll it for what is finished, 3 when the whole prompt is here already, call its leg off; else wait for the first part,
+so that a prompt that queues at the prefill node holds no memory here. Then the engine pulls; everything is given up as
+soon as the pull has ended, and on every way out. Leaves by: a prefix to pull, nothing (recompute, or all of it is
+here), an error.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
 from common.models.loading.loader import LoadedModel
 from common.node.engine_thread import EngineThread
-from common.node.peers.directory import PeerDirectory
+from common.node.peers.directory import HANDSHAKE_TIMEOUT_S, PeerDirectory
 from common.node.pull.manifest_stream import (
     OWN_ABORT_WAIT_S,
     ROW_PARAM,
@@ -31,13 +33,15 @@ from common.node.pull.manifest_stream import (
     ReadablePrefix,
     RendezvousManifestStream,
 )
-from common.node.pull.metrics import failure_label
+from common.node.pull.metrics import UNPROVEN_CODE, failure_label
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.remote_leases import RemoteLeases
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 from common.wire.handoff import Rendezvous
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
+from common.wire.pull import ManifestCheck, read_check_answer
+from common.wire.routes import MANIFEST_CHECK_ROUTE
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +112,12 @@ class HandoffReader:
             vocab_size=geometry.vocab_size,
         )
 
-    def parse(self, params: Mapping[str, Any]) -> Handoff:
-        """Raises InvalidRequestError naming the key that is missing, malformed or does not fit this node's model."""
-        return Rendezvous.from_params(params) or Manifest.from_params(params, self._shape)
+    def parse(self, params: Mapping[str, Any], *, is_from_peer: bool) -> Handoff:
+        """Raises InvalidRequestError naming the key that is missing, malformed or does not fit this node's model, or an
+        address that this caller may not name."""
+        handoff = Rendezvous.from_params(params) or Manifest.from_params(params, self._shape)
+        self._peers.check_allowed(_url_of(handoff), is_from_peer=is_from_peer)
+        return handoff
 
     @contextlib.asynccontextmanager
     async def read(
@@ -119,24 +126,20 @@ class HandoffReader:
         """Holds what the peer has of this prompt while the block runs, or until its pull has ended.
 
         Raises:
-            InvalidRequestError: the holder is not an allowed peer, or a manifest is of another model or layout.
+            InvalidRequestError: a manifest is of another model or layout.
             PrefillLegRejectedError: the prefill node refuses the prompt for a reason that is the client's to hear.
             TransferError: it cannot be used and the policy is to fail.
         """
-        host = f"[{handoff.host}]" if ":" in handoff.host else handoff.host
-        url = f"http://{host}:{handoff.port}"
-        self._peers.check_allowed(url)
+        url = _url_of(handoff)
         keys = self._manager.prefix_keys(token_ids, cache_salt)
         manifests: ManifestStream
         if isinstance(handoff, Manifest):
             self._check_compatible(handoff)
-            manifests = self._fixed_stream(handoff, url)
-            reading = self._read_manifest(handoff, url, keys, manifests)
-            known_report = handoff.prefill
+            manifests = fixed = self._fixed_stream(handoff)
+            reading = self._read_manifest(handoff, url, keys, fixed)
         else:
             manifests = stream = self._rendezvous_stream(handoff, url, keys)
             reading = self._read_rendezvous(handoff, url, keys, stream)
-            known_report = None
         try:
             try:
                 result = await reading
@@ -145,34 +148,34 @@ class HandoffReader:
             except TransferError as exc:
                 if isinstance(exc, PrefillLegAbortedError):
                     await asyncio.sleep(OWN_ABORT_WAIT_S)
-                result = self._lose(exc, known_report)
+                result = self._lose(exc)
                 manifests.close()
             yield result
         finally:
             manifests.close()
 
-    def _lose(self, error: TransferError, known_report: PrefillReport | None) -> HandoffResult:
+    def _lose(self, error: TransferError) -> HandoffResult:
         """The prefix cannot be had. Raises TransferError, with one code for all reasons, when the policy is to fail."""
         self._metrics.transfer_failed(failure_label(error.code))
         logger.warning("handoff unusable: %s", error.message)
         if self._fails_when_lost:
             raise TransferError(f"the prompt could not be had from its prefill node: {error.message}") from error
-        return HandoffResult(is_lost=True, known_report=known_report)
+        return HandoffResult(is_lost=True)
 
     # --- a finished prompt
 
-    def _fixed_stream(self, manifest: Manifest, url: str) -> FixedManifestStream:
-        """Raises InvalidRequestError when the output row is missing or not one of this model."""
+    def _fixed_stream(self, manifest: Manifest) -> FixedManifestStream:
+        """Its lease is not held yet. Raises InvalidRequestError when the output row is missing or not one of this
+        model."""
         if manifest.output_row is None:
             raise InvalidRequestError(f"{ROW_PARAM} is missing", param=ROW_PARAM)
-        prefix = ReadablePrefix.of(manifest, self._loaded)
-        self._leases.hold(manifest.lease_id, url, manifest.lease_seconds)
-        return FixedManifestStream(prefix, self._leases, manifest.lease_id)
+        return FixedManifestStream(ReadablePrefix.of(manifest, self._loaded), self._leases, manifest.lease_id)
 
     async def _read_manifest(
-        self, manifest: Manifest, url: str, keys: PrefixKeys, manifests: ManifestStream
+        self, manifest: Manifest, url: str, keys: PrefixKeys, manifests: FixedManifestStream
     ) -> HandoffResult:
         await self._peers.connect(url, manifest.engine_id, manifest.epoch)
+        manifests.confirm(self._check_with_holder(manifest, url))
         prefix = RemotePrefix(
             url=url,
             lease_id=manifest.lease_id,
@@ -181,7 +184,17 @@ class HandoffReader:
             keys=keys,
             manifests=manifests,
         )
-        return HandoffResult(prefix, known_report=manifest.prefill)
+        return HandoffResult(prefix)
+
+    async def _check_with_holder(self, manifest: Manifest, url: str) -> None:
+        """From here on the lease is held. Raises TransferError when ``url`` did not make this manifest, or not like
+        this, or does not say."""
+        assert manifest.proof is not None
+        check = ManifestCheck(await asyncio.to_thread(manifest.digest), manifest.proof)
+        answer = await self._peers.query(url, MANIFEST_CHECK_ROUTE, check.to_body(), HANDSHAKE_TIMEOUT_S)
+        if not read_check_answer(answer):
+            raise TransferError(f"{url} did not make this manifest, or not like this", code=UNPROVEN_CODE)
+        self._leases.hold(manifest.lease_id, url, manifest.lease_seconds)
 
     def _check_compatible(self, manifest: Manifest | PartialManifest) -> None:
         block_size = self._manager.config.block_size
@@ -255,3 +268,8 @@ class HandoffReader:
         manifests.start()
         prefix = await manifests.beyond(0)
         await self._peers.connect(url, prefix.engine_id, prefix.epoch)
+
+
+def _url_of(handoff: Handoff) -> str:
+    host = f"[{handoff.host}]" if ":" in handoff.host else handoff.host
+    return f"http://{host}:{handoff.port}"

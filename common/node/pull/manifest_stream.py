@@ -1,9 +1,9 @@
 """What a holder has of one prompt, as its reader learns of it.
 
 A ``ReadablePrefix`` says what can be read now. A ``ManifestStream`` brings one after another: a finished manifest is a
-stream of one; a rendezvous is polled from the moment the request arrives until the prompt is finished, its leg has
-failed, its holder is lost or nobody wants it any more. ``close`` gives everything up at the holder, exactly once: a
-lease is released, a leg that still computes is called off.
+stream of one, which its holder confirms while it is read; a rendezvous is polled from the moment the request arrives
+until the prompt is finished, its leg has failed, its holder is lost or nobody wants it any more. ``close`` gives
+everything up at the holder, exactly once: a lease is released, a leg that still computes is called off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import abc
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from common.models.loading.loader import LoadedModel
 from common.node.digests import PrefixDigests
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.remote_leases import RemoteLeases
+from common.transfer.jobs import PullReason
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest, PrefillReport
 from common.wire.pull import MAX_WAIT_SECONDS, RendezvousQuery, read_answer
 from common.wire.routes import PULL_ROUTE
@@ -106,7 +107,7 @@ class ManifestStream(abc.ABC):
     @property
     @abc.abstractmethod
     def final(self) -> ReadablePrefix | None:
-        """The whole prompt, once its manifest is here."""
+        """The whole prompt, once its manifest is here and known to be its holder's."""
 
     @abc.abstractmethod
     async def beyond(self, num_tokens: int) -> ReadablePrefix:
@@ -117,28 +118,53 @@ class ManifestStream(abc.ABC):
             TandemError: the holder refused to compute the prompt for a reason that its client should hear.
         """
 
+    async def confirmed(self) -> None:
+        """Returns when all that ``beyond`` said is known to be its holder's word, which it is where the holder said it
+        itself. Until then what was read may not be used. Raises TransferError: it is not."""
+        return
+
     @abc.abstractmethod
     def close(self) -> None:
         """Nobody reads any more: the holder is told. Idempotent; does not wait."""
 
 
 class FixedManifestStream(ManifestStream):
-    """A finished manifest. ``close`` releases its lease."""
+    """A finished manifest, from its holder or, until ``confirm`` has asked it, from who knows whom. ``close`` releases
+    its lease."""
 
     def __init__(self, prefix: ReadablePrefix, leases: RemoteLeases, lease_id: str) -> None:
         assert prefix.is_final
         self._prefix = prefix
         self._leases = leases
         self._lease_id = lease_id
+        self._check: asyncio.Task[None] | None = None
 
     @property
-    def final(self) -> ReadablePrefix:
-        return self._prefix
+    def final(self) -> ReadablePrefix | None:
+        check = self._check
+        is_confirmed = check is None or (check.done() and not check.cancelled() and check.exception() is None)
+        return self._prefix if is_confirmed else None
 
     async def beyond(self, num_tokens: int) -> ReadablePrefix:
         return self._prefix
 
+    def confirm(self, check: Coroutine[Any, Any, None]) -> None:
+        """Runs ``check`` beside whatever is read meanwhile. It raises TransferError when the manifest is not its
+        holder's."""
+        self._check = asyncio.create_task(check, name=f"manifest {self._lease_id}")
+        self._check.add_done_callback(lambda task: task.cancelled() or task.exception())  # a pull may end before it
+
+    async def confirmed(self) -> None:
+        if self._check is None:
+            return
+        await asyncio.wait({self._check})
+        if self._check.cancelled():
+            raise nobody_waits()
+        self._check.result()
+
     def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
         self._leases.release(self._lease_id)
 
 
@@ -197,7 +223,7 @@ class RendezvousManifestStream(ManifestStream):
             self._task.cancel()
         if not self._leases.release(self._id) and not isinstance(self._error, PrefillLegFailedError):
             self._leases.call_off(self._id, self._url)
-        self._end(TransferError("nobody waits for the prompt any more", code="cancelled"))
+        self._end(nobody_waits())
 
     async def _poll(self) -> None:
         try:
@@ -235,3 +261,7 @@ class RendezvousManifestStream(ManifestStream):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def nobody_waits() -> TransferError:
+    return TransferError("nobody waits for the prompt any more", code=PullReason.CANCELLED)

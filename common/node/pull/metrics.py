@@ -8,6 +8,8 @@ from common.node.pull.pull_task import FinishedPull
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 
+UNPROVEN_CODE = "unproven_manifest"
+"""Code of a manifest that its holder does not know."""
 _FAILURES = {
     PullReason.STALE_GENERATION: "stale",
     PullReason.STALE_EPOCH: "stale",
@@ -20,6 +22,7 @@ _FAILURES = {
     PrefillLegFailedError.code: "leg_failed",
     PrefillLegAbortedError.code: "leg_failed",
     "unknown_pull": "unknown_pull",
+    UNPROVEN_CODE: "unproven",
 }
 
 

@@ -2,8 +2,8 @@
 
 1 wait for a manifest that says more than the last one, 2 read its new blocks and check them against the holder's
 generations and against tags computed from our own tokens, 3 again, until the final manifest, whose part has the tail
-and the state, 4 compare digests. Leaves by ``FinishedPull``: ok only when every part was. One part is in flight at a
-time; what the holder finishes meanwhile becomes the next part.
+and the state, 4 compare digests, 5 the manifests are their holder's word. Leaves by ``FinishedPull``: ok only when
+every part was. One part is in flight at a time; what the holder finishes meanwhile becomes the next part.
 
 The destinations belong to the read until the outcome. When that says ``terminal=False``, a frozen peer may still write
 them, and ``on_terminal`` follows once it cannot.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import PrefillLegAbortedError, TandemError
 from common.kv_cache.keys import PrefixKeys
@@ -91,6 +91,7 @@ class _Progress:
     num_parts: int = 0
 
 
+T = TypeVar("T")
 Check = Callable[[PullPlan, ReadablePrefix], Awaitable[None]]
 """Compares what arrived with the holder's digests, before the commit. Raises TransferError when they differ."""
 
@@ -132,6 +133,7 @@ class PullTask:
         try:
             prefix = await self._read_all()
             await self._check(self._plan, prefix)
+            await self._unless_stopped(self._remote.manifests.confirmed())
             if self._stopped.done() and self._stopped.result() == PullReason.CANCELLED:
                 raise PullStopped(PullReason.CANCELLED)
         except PullStopped as stopped:
@@ -177,14 +179,15 @@ class PullTask:
         # however long that takes.
         after = 0
         while True:
-            prefix = await self._next_manifest(after)
+            prefix = await self._unless_stopped(self._remote.manifests.beyond(after))
             await self._read_part(prefix)
             if prefix.is_final:
                 return prefix
             after = prefix.num_tokens
 
-    async def _next_manifest(self, after: int) -> ReadablePrefix:
-        waiting = asyncio.ensure_future(self._remote.manifests.beyond(after))
+    async def _unless_stopped(self, coming: Coroutine[Any, Any, T]) -> T:
+        """What comes, at most ``timeout_s`` from now. Raises PullStopped, or what ``coming`` raises."""
+        waiting = asyncio.ensure_future(coming)
         try:
             both: tuple[asyncio.Future[Any], ...] = (waiting, self._stopped)
             await asyncio.wait(both, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)

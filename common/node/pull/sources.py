@@ -109,7 +109,7 @@ class PrefixSources:
     ) -> tuple[RemotePrefix | None, str]:
         """What one source has, leased, and how it went: hit, miss, refused, timeout, failed, mismatch."""
         try:
-            self._peers.check_allowed(source.url)
+            self._peers.check_allowed(source.url, is_from_peer=True)  # from anybody else they are not read
             self._peers.liveness.check(source.url)
         except TandemError as exc:
             logger.warning("source not asked: %s", exc.message)

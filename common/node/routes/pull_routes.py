@@ -1,4 +1,4 @@
-"""The routes that nodes call on each other: handshake, liveness, pull, leases. All of them need the cluster key."""
+"""The routes that nodes call on each other: handshake, liveness, pull, manifests, leases. All need the cluster key."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from common.errors import InvalidRequestError, QueueFullError, TandemError
 from common.kv_cache.manager import KVCacheManager
 from common.node.engine_thread import EngineThread
+from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.prefix_holder import PrefixHolder
 from common.node.lend.rendezvous import RendezvousTable, UnknownPullError
 from common.node.peers.liveness import BEAT_S
@@ -26,8 +27,15 @@ from common.server.json_body import read_json_object
 from common.transfer.backend import TransferBackend
 from common.wire.fields import Fields
 from common.wire.headers import LEG_HEADER
-from common.wire.pull import RendezvousQuery, nothing_new_answer, parse_query
-from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
+from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
+from common.wire.routes import (
+    LEASE_RELEASE_ROUTE,
+    LEASE_RENEW_ROUTE,
+    LIVENESS_ROUTE,
+    MANIFEST_CHECK_ROUTE,
+    PULL_ROUTE,
+    TRANSFER_ROUTE,
+)
 
 MAX_LEASES_PER_CALL = 10_000
 """Lease ids that one call may name: more than a reader can hold, and a bound on what one call costs."""
@@ -43,6 +51,7 @@ def add_pull_routes(
     manager: KVCacheManager,
     rendezvous: RendezvousTable,
     holder: PrefixHolder,
+    manifests: ManifestBuilder,
     drain: Drain,
 ) -> None:
     vocab_size = manager.config.geometry.vocab_size
@@ -63,6 +72,10 @@ def add_pull_routes(
         if isinstance(query, RendezvousQuery):
             return await run_until_disconnect(http, _follow(rendezvous, query))
         return JSONResponse(await holder.answer(query))
+
+    @app.post(MANIFEST_CHECK_ROUTE)
+    async def check_manifest(http: HttpRequest) -> dict[str, Any]:
+        return check_answer(manifests.is_mine(ManifestCheck.from_body(await read_json_object(http))))
 
     @app.post(LEASE_RENEW_ROUTE)
     async def renew(http: HttpRequest) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from common.openai.protocol import (
     to_sampling_params,
 )
 from common.request import SamplingParams
-from common.server.gate import request_id_of
+from common.server.gate import is_peer, request_id_of
 from common.text.tokenizer import TextCodec
 from common.wire.handoff import TransferMode
 from common.wire.manifest import Manifest
@@ -143,7 +143,7 @@ class PromptReader:
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
         handoffs: Sequence[Handoff] = ()
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
-            handoffs = self._parse_handoffs(request)
+            handoffs = self._parse_handoffs(request, is_from_peer=is_peer(http))
         manifests = [handoff for handoff in handoffs if isinstance(handoff, Manifest)]
         if manifests and len(manifests) == len(handoffs):
             prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
@@ -193,13 +193,13 @@ class PromptReader:
         else:
             choice.resume(output_token_ids)
 
-    def _parse_handoffs(self, request: GenerationRequest) -> list[Handoff]:
+    def _parse_handoffs(self, request: GenerationRequest, *, is_from_peer: bool) -> list[Handoff]:
         if self._handoffs is None:
             raise InvalidRequestError(
                 "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
                 param="kv_transfer_params.do_remote_prefill",
             )
-        handoffs = [self._handoffs.parse(params) for params in request.kv_transfer_params]
+        handoffs = [self._handoffs.parse(each, is_from_peer=is_from_peer) for each in request.kv_transfer_params]
         num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
         if len(handoffs) != num_prompts:
             raise InvalidRequestError(

@@ -31,10 +31,15 @@ async def directory(request: pytest.FixtureRequest) -> AsyncIterator[PeerDirecto
     "url", ["http://127.0.0.1:1", "http://localhost:8100", "http://[::1]:8100", "http://127.9.9.9:1"]
 )
 async def test_loopback_when_no_peers_are_configured_is_allowed(directory: PeerDirectory, url: str) -> None:
-    directory.check_allowed(url)
+    directory.check_allowed(url, is_from_peer=True)
+    # What is asked there carries the cluster key: nobody without it says where to.
+    with pytest.raises(InvalidRequestError, match="X-Tandem-Cluster-Key") as caught:
+        directory.check_allowed(url, is_from_peer=False)
+    assert caught.value.param == "kv_transfer_params.remote_host"
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_from_peer", [True, False])
 @pytest.mark.parametrize(
     "url",
     [
@@ -43,19 +48,22 @@ async def test_loopback_when_no_peers_are_configured_is_allowed(directory: PeerD
         *("http://[[::1]:8100", "http://[localhost:]:8100", "http://[127.0.0.1:80]:8100", "http://127.0.0.1%:8100"),
     ],
 )
-async def test_other_hosts_when_no_peers_are_configured_are_refused(directory: PeerDirectory, url: str) -> None:
+async def test_other_hosts_when_no_peers_are_configured_are_refused(
+    directory: PeerDirectory, url: str, is_from_peer: bool
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        directory.check_allowed(url)
+        directory.check_allowed(url, is_from_peer=is_from_peer)
     assert url in caught.value.message
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("directory", [("http://10.0.0.7:8100/",)], indirect=True)
-async def test_hosts_when_peers_are_configured_must_be_among_them(directory: PeerDirectory) -> None:
-    directory.check_allowed("http://10.0.0.7:8100")
+@pytest.mark.parametrize("is_from_peer", [True, False])
+async def test_hosts_when_peers_are_configured_must_be_among_them(directory: PeerDirectory, is_from_peer: bool) -> None:
+    directory.check_allowed("http://10.0.0.7:8100", is_from_peer=is_from_peer)
     for url in ("http://10.0.0.7:8101", "http://127.0.0.1:8100"):
         with pytest.raises(InvalidRequestError, match="--peers"):
-            directory.check_allowed(url)
+            directory.check_allowed(url, is_from_peer=is_from_peer)
 
 
 @pytest.mark.asyncio

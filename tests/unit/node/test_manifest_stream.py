@@ -1,4 +1,5 @@
-"""The poll that follows a rendezvous: what it asks, what ends it, and that the holder hears of every way out once."""
+"""The poll that follows a rendezvous: what it asks, what ends it, and that the holder hears of every way out once; and
+that nothing of a finished manifest counts before its holder has confirmed it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import pytest
 import pytest_asyncio
 
 from common.errors import PrefillLegFailedError, PrefillLegRejectedError, TransferError
-from common.node.pull.manifest_stream import ReadablePrefix, RendezvousManifestStream
+from common.node.pull.manifest_stream import (
+    FixedManifestStream,
+    ManifestStream,
+    ReadablePrefix,
+    RendezvousManifestStream,
+)
 from common.wire.headers import LEG_HEADER
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest
 from tests.unit.node.conftest import Reader, Served
@@ -51,7 +57,7 @@ async def stream(reader: Reader, served: Served) -> AsyncIterator[RendezvousMani
     await asyncio.sleep(0.02)  # the poll that was cancelled closes its connection
 
 
-async def beyond(stream: RendezvousManifestStream, num_tokens: int) -> ReadablePrefix:
+async def beyond(stream: ManifestStream, num_tokens: int) -> ReadablePrefix:
     return await asyncio.wait_for(stream.beyond(num_tokens), WAIT_S)
 
 
@@ -163,3 +169,51 @@ async def test_poll_when_the_peer_is_lost_then_ends_at_once(stream: RendezvousMa
     with pytest.raises(TransferError) as caught:
         await beyond(stream, 0)
     assert caught.value.code == "peer_lost"
+
+
+async def test_finished_manifest_when_its_holder_confirms_it_then_counts_from_there_on(reader: Reader) -> None:
+    stream = FixedManifestStream(read(manifest(18)), reader.leases, "r")
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def check() -> None:
+        asked.set()
+        await answered.wait()
+
+    assert stream.final is not None  # from the holder itself
+    await stream.confirmed()
+    stream.confirm(check())
+    assert (await beyond(stream, 0)).num_tokens == 18  # is read meanwhile
+    await asked.wait()
+    assert stream.final is None
+    waiting = asyncio.create_task(stream.confirmed())
+    answered.set()
+    await asyncio.wait_for(waiting, WAIT_S)
+    stream.close()
+    assert stream.final is not None
+
+
+async def test_finished_manifest_when_its_holder_does_not_know_it_then_never_counts(reader: Reader) -> None:
+    stream = FixedManifestStream(read(manifest(18)), reader.leases, "r")
+
+    async def check() -> None:
+        raise TransferError("not mine", code="unproven_manifest")
+
+    stream.confirm(check())
+    for _ in range(2):
+        with pytest.raises(TransferError, match="not mine"):
+            await asyncio.wait_for(stream.confirmed(), WAIT_S)
+    assert stream.final is None
+
+
+async def test_finished_manifest_when_closed_before_its_holder_has_answered_then_whoever_waits_is_told(
+    reader: Reader,
+) -> None:
+    stream = FixedManifestStream(read(manifest(18)), reader.leases, "r")
+    stream.confirm(asyncio.sleep(WAIT_S))
+    waiting = asyncio.create_task(stream.confirmed())
+    await asyncio.sleep(0)
+    stream.close()
+    with pytest.raises(TransferError) as caught:
+        await asyncio.wait_for(waiting, WAIT_S)
+    assert caught.value.code == "cancelled"
+    assert stream.final is None

@@ -35,6 +35,7 @@ class ScriptedStream(ManifestStream):
         self._changed = asyncio.Event()
         self.asked_after: list[int] = []
         self.is_closed = False
+        self.confirmation: asyncio.Future[None] | None = None
 
     def give(self, prefix: ReadablePrefix) -> None:
         self._prefix = prefix
@@ -47,6 +48,10 @@ class ScriptedStream(ManifestStream):
     @property
     def final(self) -> ReadablePrefix | None:
         return self._prefix if self._prefix is not None and self._prefix.is_final else None
+
+    async def confirmed(self) -> None:
+        if self.confirmation is not None:
+            await self.confirmation
 
     async def beyond(self, num_tokens: int) -> ReadablePrefix:
         self.asked_after.append(num_tokens)
@@ -176,6 +181,31 @@ async def test_empty_plan_when_started_then_waits_for_the_end_and_its_row_and_re
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.num_bytes, result.num_descriptors, result.output_row) == (True, 0, 0, "row")
+
+
+async def test_manifest_when_its_holder_does_not_confirm_it_then_nothing_that_was_read_counts(
+    start_pull: StartPull,
+) -> None:
+    it = start_pull()
+    confirmation = it.manifests.confirmation = asyncio.get_running_loop().create_future()
+    it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
+    await it.until(lambda: it.has_arrived(6))
+    assert not it.task.done()
+    confirmation.set_exception(TransferError("not mine", code="unproven_manifest"))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, True, "unproven_manifest")
+    assert (result.output_row, result.num_bytes) == (None, 0)
+
+
+async def test_manifest_when_nobody_confirms_it_then_cancel_and_the_timeout_end_the_wait(start_pull: StartPull) -> None:
+    for timeout_s, reason in ((WAIT_S, PullReason.CANCELLED), (0.05, PullReason.DEADLINE)):
+        it = start_pull(timeout_s=timeout_s, plan=PullPlan(NUM_TOKENS, ((),), slot_id=0, num_local_tokens=NUM_TOKENS))
+        it.manifests.confirmation = asyncio.get_running_loop().create_future()
+        it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
+        await it.until(lambda it=it: it.checked)  # type: ignore[misc]
+        if reason == PullReason.CANCELLED:
+            it.pull.cancel()
+        assert (await it.result()).reason == reason
 
 
 async def test_part_when_its_memory_was_reused_then_all_is_stale(start_pull: StartPull) -> None:

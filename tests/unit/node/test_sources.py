@@ -100,7 +100,7 @@ class FakeNode:
 
     # --- peers, metrics
 
-    def check_allowed(self, url: str) -> None:
+    def check_allowed(self, url: str, *, is_from_peer: bool = True) -> None:
         if url in self.refused:
             raise InvalidRequestError(f"{url} is not a peer")
 
@@ -257,7 +257,7 @@ def answer(node: FakeNode, query: ContentQuery, verify: str = "off") -> dict[str
 def test_holder_when_it_has_a_prefix_then_a_manifest_under_the_readers_id() -> None:
     node = FakeNode()
     run_turn(node.manager, PROMPT[:22], donate=True)
-    found = Manifest.from_params(answer(node, query_of(node)), needs_token_ids=False)
+    found = Manifest.from_params(answer(node, query_of(node)), is_carried=False)
     keys = node.manager.prefix_keys(PROMPT)
     assert (found.num_tokens, found.lease_id, found.prefix_key) == (22, "content-1", keys.key_at(22))
     assert found.epoch == node.manager.generations.epoch

@@ -22,7 +22,7 @@ def manifest(**changes: Any) -> Manifest:
         "fingerprint": "00ff", "lease_id": "lease-1", "lease_seconds": 30.0, "prefix_key": bytes(range(32)),
         "prompt_token_ids": (1, 2, 3, 4, 5), "slot_id": 7, "slot_generation": 2**63 + 3,
         "output_row": b"\x00\x01\x02\x03", "output_row_dtype": "bfloat16",
-        "prefill": PrefillReport("p0", 2, 3, 0.25, 0.5),
+        "prefill": PrefillReport("p0", 2, 3, 0.25, 0.5), "proof": "ab" * 32,
     }  # fmt: skip
     return Manifest(**(values | changes))
 
@@ -55,6 +55,25 @@ def test_dense_and_pure_recurrent_models_have_their_shapes() -> None:
         Manifest.from_params(recurrent.to_params(), ManifestShape(num_block_groups=1))
 
 
+def test_digest_when_anything_that_is_promised_changes_then_changes() -> None:
+    first = manifest()
+    carried = json.dumps({"added": "by a proxy", **first.to_params()}).replace("30.0", "30")
+    assert Manifest.from_params(json.loads(carried)).digest() == first.digest()
+    elsewhere = manifest(host="10.0.0.1", port=1, prompt_token_ids=(), proof=None)
+    assert elsewhere.digest() == first.digest()
+    changes: dict[str, Any] = {
+        "engine_id": "e", "request_id": "r", "num_tokens": 6, "block_size": 8, "block_ids": ((3, 8),),
+        "generations": ((2**64 - 1, 2**53),), "epoch": 1, "fingerprint": "00fe", "lease_id": "x", "lease_seconds": 31.0,
+        "prefix_key": bytes(32), "slot_id": 8, "slot_generation": 1, "output_row": bytes(4), "output_row_dtype": "x",
+        "prefill": PrefillReport("p0", 2, 3, 0.25, 0.6), "digests": (("0" * 16, None),), "slot_digest": "0" * 16,
+        "tp_size": 2,
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(Manifest)} - set(changes) == {
+        "host", "port", "prompt_token_ids", "proof",
+    }  # fmt: skip
+    assert len({first.digest(), *(manifest(**{name: value}).digest() for name, value in changes.items())}) == 20
+
+
 def test_generations_as_json_integers_are_read_too() -> None:
     params = manifest().to_params() | {"tandem_generations": [[5, "6"]], "tandem_epoch": 12}
     parsed = Manifest.from_params(params)
@@ -64,7 +83,7 @@ def test_generations_as_json_integers_are_read_too() -> None:
 REQUIRED = [
     "remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port", "remote_num_tokens",
     "prompt_token_ids", "tandem_block_size", "tandem_epoch", "tandem_fingerprint", "tandem_lease_id",
-    "tandem_lease_seconds", "tandem_generations", "tandem_slot_generation", "tandem_prefix_key",
+    "tandem_lease_seconds", "tandem_generations", "tandem_slot_generation", "tandem_prefix_key", "tandem_proof",
 ]  # fmt: skip
 
 
@@ -130,6 +149,7 @@ def test_required_key_absent_or_null_is_named(key: str, is_absent: bool) -> None
         ("prompt_token_ids", "12345"),
         ("tandem_prefill.cached_tokens", {"cached_tokens": 6}),
         ("tandem_prefill.seconds.queue", {"seconds": {"queue": -1}}),
+        ("tandem_proof", "x" * 64),
         ("tp_size", 0),
     ],
 )

@@ -16,7 +16,7 @@ LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def sources(**body: Any) -> tuple[PullSource, ...]:
-    return parse_completion({"prompt": [1, 2], **body}).sources
+    return parse_completion({"prompt": [1, 2], **body}, is_from_peer=True).sources
 
 
 def test_sources_when_top_level_or_in_transfer_params_then_read_in_order() -> None:
@@ -26,9 +26,15 @@ def test_sources_when_top_level_or_in_transfer_params_then_read_in_order() -> No
     assert sources(tandem_sources=[ONE, other]) == (SOURCE, PullSource("http://node-2:8100", 7))
     assert sources(kv_transfer_params={**LEG, "tandem_sources": [ONE]}) == (SOURCE,)
     assert sources(tandem_sources=[other], kv_transfer_params={**LEG, "tandem_sources": [ONE]})[0].epoch == 7
-    chat = parse_chat({"messages": [{"role": "user", "content": "hi"}], "tandem_sources": [ONE]})
-    assert chat.sources == (SOURCE,)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tandem_sources": [ONE]}
+    assert parse_chat(chat, is_from_peer=True).sources == (SOURCE,)
     assert PullSource.to_json(SOURCE) == {"url": "http://127.0.0.1:8200", "epoch": str(2**63 + 1)}
+
+
+def test_sources_when_from_anybody_but_a_process_of_the_service_then_not_read() -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tandem_sources": "http://10.0.0.1"}
+    assert parse_chat(chat).sources == ()
+    assert parse_completion({"prompt": "hi", "kv_transfer_params": {**LEG, "tandem_sources": [ONE]}}).sources == ()
 
 
 @pytest.mark.parametrize(
