@@ -68,7 +68,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
     loaded = model.loaded
     codec = None
     if loaded.tokenizer is not None:
-        codec = TextCodec(loaded.tokenizer, vocab_size=loaded.geometry.vocab_size)
+        codec = TextCodec(loaded.tokenizer, vocab_size=loaded.geometry.vocab_size, max_model_len=model.max_model_len)
     handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
     prompts = PromptReader(
         codec,

@@ -7,19 +7,21 @@ them (``name``, ``tool_call_id``, ``reasoning_content``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
 from common.wire.fields import shown
+from common.wire.json_text import JsonBounds, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PART_SEPARATOR = "\n"
 """Between the text parts of one message."""
 CACHE_CONTROL = "cache_control"
+MAX_MESSAGES = 10_000
+"""Of one chat: a template visits each several times."""
 
 Message = dict[str, Any]
 
@@ -45,7 +47,12 @@ def parse_messages(value: object) -> tuple[Message, ...]:
         raise InvalidRequestError(f"messages must be a list of messages, got {shown(value)}", param="messages")
     if not value:
         raise InvalidRequestError("messages must hold at least one message, got an empty list", param="messages")
-    return tuple(_parse_message(f"messages[{index}]", item) for index, item in enumerate(value))
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages must hold at most {MAX_MESSAGES} messages, got {len(value)}", param="messages"
+        )
+    bounds = JsonBounds()  # of all arguments together
+    return tuple(_parse_message(f"messages[{index}]", item, bounds) for index, item in enumerate(value))
 
 
 def parse_cache_marks(value: Sequence[Mapping[str, Any]]) -> tuple[CacheMark, ...]:
@@ -66,7 +73,7 @@ def _message_marks(index: int, message: Mapping[str, Any]) -> Iterator[CacheMark
         yield CacheMark(index)
 
 
-def _parse_message(where: str, value: object) -> Message:
+def _parse_message(where: str, value: object, bounds: JsonBounds) -> Message:
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{where} must be an object, got {shown(value)}", param=where)
     role = value.get("role")
@@ -77,7 +84,7 @@ def _parse_message(where: str, value: object) -> Message:
     message: Message = {key: item for key, item in value.items() if item is not None and key != CACHE_CONTROL}
     calls = message.get("tool_calls")
     if calls is not None:
-        message["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", calls)
+        message["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", calls, bounds)
     content = value.get("content")
     if content is None:
         if role != "assistant":
@@ -115,7 +122,7 @@ def _parse_content(where: str, value: object) -> str:
     return PART_SEPARATOR.join(texts)
 
 
-def _parse_tool_calls(where: str, value: object) -> list[dict[str, Any]]:
+def _parse_tool_calls(where: str, value: object, bounds: JsonBounds) -> list[dict[str, Any]]:
     """Tool calls with ``function.arguments`` as an object: the API carries JSON text, templates iterate over a
     mapping."""
     if not isinstance(value, list | tuple):
@@ -128,11 +135,15 @@ def _parse_tool_calls(where: str, value: object) -> list[dict[str, Any]]:
             raise InvalidRequestError(f"{name} must be an object with a function, got {shown(item)}", param=name)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError) as exc:
-                raise InvalidRequestError(
-                    f"{name}.function.arguments must be JSON text: {exc}", param=f"{name}.function.arguments"
-                ) from exc
+            arguments = _parse_arguments(f"{name}.function.arguments", arguments, bounds)
         calls.append({**item, "function": {**function, "arguments": arguments}})
     return calls
+
+
+def _parse_arguments(where: str, text: str, bounds: JsonBounds) -> object:
+    if not text.strip():
+        return {}
+    try:
+        return parse_json(text.encode(), bounds, where)
+    except InvalidRequestError as exc:
+        raise InvalidRequestError(exc.message, param=where) from exc

@@ -51,6 +51,10 @@ __all__ = [
 
 MAX_PROMPTS = 2048
 """Prompts of one completion request."""
+MAX_ANSWERS = 2048
+"""``n`` times the prompts of one request: each answer is an object of its own for as long as the request runs."""
+MAX_TOOLS = 1024
+"""Of one chat: a template prints them all."""
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say; OpenAI's default."""
 
@@ -102,6 +106,11 @@ class ChatRequest:
 GenerationRequest = CompletionRequest | ChatRequest
 
 
+def num_answers(request: GenerationRequest) -> int:
+    """``n`` for each prompt: what a request counts for wherever requests are counted against a limit."""
+    return request.output.n * (1 if isinstance(request, ChatRequest) else len(request.prompts))
+
+
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +129,12 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
     if mode is not TransferMode.REMOTE_DECODE:
         refuse_unbuilt(body)
         output = parse_output(fields)
+        if output.n * len(prompts) > MAX_ANSWERS:
+            raise InvalidRequestError(
+                f"n times the prompts must be at most {MAX_ANSWERS} answers, got n {output.n} and {len(prompts)} "
+                f"prompts, which make {output.n * len(prompts)}",
+                param="n",
+            )
         sampling = parse_sampling(fields, fields.integer("logprobs", ge=0, le=MAX_LOGPROBS))
         if is_from_peer:
             echoes_logprobs = output.echo and sampling.logprobs is not None
@@ -331,6 +346,8 @@ def _tools(fields: Fields) -> tuple[dict[str, Any], ...] | None:
     tools = fields.sequence("tools")
     if not tools:
         return None
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools must hold at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
     for tool in tools:
         if not isinstance(tool, dict):
             invalid("tools", tool, "a list of objects")

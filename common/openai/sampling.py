@@ -20,6 +20,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 """Characters of one stop string; both bounds keep the search in the text cheap."""
+MAX_LOGIT_BIAS = 1024
+"""Tokens with a bias of their own; each step of the engine adds them all."""
+MAX_STOP_TOKEN_IDS = 1024
 MAX_TOKENS = 2**31 - 1
 """Largest ``max_tokens`` and ``min_tokens``; the model's own bound is checked later."""
 GREEDY_BELOW = 1e-5
@@ -78,7 +81,7 @@ def parse_sampling(fields: Fields, logprobs: int | None) -> SamplingFields:
         top_k=max(top_k, 0),
         min_p=_default(fields.number("min_p", ge=0, le=1), 0.0),
         seed=fields.integer("seed", ge=-(2**63), le=2**63 - 1),
-        stop_token_ids=frozenset(fields.int_list("stop_token_ids", le=MAX_TOKEN_ID) or ()),
+        stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.boolean("ignore_eos"),
         presence_penalty=_default(fields.number("presence_penalty", ge=-2, le=2), 0.0),
         frequency_penalty=_default(fields.number("frequency_penalty", ge=-2, le=2), 0.0),
@@ -132,9 +135,23 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _stop_token_ids(fields: Fields) -> frozenset[int]:
+    token_ids = fields.int_list("stop_token_ids", le=MAX_TOKEN_ID) or ()
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}", param="stop_token_ids"
+        )
+    return frozenset(token_ids)
+
+
 def _logit_bias(fields: Fields) -> Mapping[int, float]:
     bias: dict[int, float] = {}
-    for key, value in (fields.mapping("logit_bias") or {}).items():
+    given = fields.mapping("logit_bias") or {}
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias must hold at most {MAX_LOGIT_BIAS} tokens, got {len(given)}", param="logit_bias"
+        )
+    for key, value in given.items():
         # One spelling per id, so that two entries cannot name the same token.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
             raise InvalidRequestError(f"logit_bias keys must be token ids, got {shown(key)}", param="logit_bias")

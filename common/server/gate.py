@@ -13,6 +13,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -40,6 +41,13 @@ DEFAULT_BODY_TIMEOUT_S = 60.0
 """Seconds from the headers to the end of the body, where the caller does not say."""
 OPEN_PATHS = frozenset({HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE, VERSION_ROUTE})
 """Routes without a key: probes and scrapers have none."""
+BODY_THREADS = 2
+"""Threads of an app that parse and check long bodies. They share one interpreter's lock with the event loop: more would
+only take turns."""
+BODY_THREADS_KEY = "body_threads"
+"""Under which name they are in a request's state (``common.server.json_body``)."""
+BODY_BYTES_KEY = "body_bytes"
+"""Under which name a body's length is there, once it was read."""
 
 _REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
 _CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
@@ -85,19 +93,21 @@ class Gate:
         self._open_paths = frozenset(open_paths)
         self.max_body_bytes = max_body_bytes
         self.body_timeout_s = body_timeout_s
+        self._body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="bodies")
         # Digests have one length, so that comparing tells nothing about a key's.
         self._api_digests = tuple(_digest(key.encode()) for key in api_keys)
         self._cluster_digest = None if cluster_key is None else _digest(cluster_key.encode())
 
     def check(self, scope: Scope) -> TandemError | None:
-        """Why the request is refused, or None. Puts ``request_id``, ``is_peer`` and, with an API key, its digest
-        into the request's state."""
+        """Why the request is refused, or None. Puts ``request_id``, ``is_peer``, the threads for bodies and, with an
+        API key, its digest into the request's state."""
         headers = dict(reversed(scope["headers"]))  # the first of each name
         state = scope.setdefault("state", {})
         given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         enter_request(state["request_id"])  # each request has a task of its own, which ends with it
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
+        state[BODY_THREADS_KEY] = self._body_threads
         state["is_peer"] = has_key or self._cluster_digest is None
         return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)
 

@@ -54,6 +54,9 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "tokenizer_kwargs",
     }
 )
+MAX_CHARS_PER_TOKEN = 32
+"""Characters per token of the context. A longer text is taken not to fit: tokenising it to find out would cost seconds
+and gigabytes."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -71,11 +74,13 @@ class TextCodec:
     Args:
         tokenizer: a Hugging Face tokenizer.
         vocab_size: rows of the model's embedding, which may be more than the tokenizer knows.
+        max_model_len: the model's context; None: texts of any length are tokenised.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
@@ -89,9 +94,10 @@ class TextCodec:
         """Token ids of a completion prompt.
 
         Raises:
-            InvalidRequestError: a given id is not in the vocabulary, or the text has no tokens.
+            InvalidRequestError: a given id is not in the vocabulary, or the text has no tokens or is far too long.
         """
         if isinstance(prompt, str):
+            self._check_length("prompt", prompt)
             token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
             if not token_ids:
                 raise InvalidRequestError(f"prompt {shown(prompt)} has no tokens", param="prompt")
@@ -103,7 +109,8 @@ class TextCodec:
         """Token ids of a chat request, through the model's template.
 
         Raises:
-            InvalidRequestError: no template, a reserved template argument, or the template refused the messages.
+            InvalidRequestError: no template, a reserved template argument, the template refused the messages, or what
+                it made of them is far too long.
         """
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:
@@ -111,21 +118,32 @@ class TextCodec:
                 f"chat_template_kwargs must not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
         try:
-            token_ids = self.apply_template(
+            text = self.apply_template(
                 request,
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                tokenize=True,
+                tokenize=False,
             )
         # A template is a program of the model's: it may raise anything, always because of these messages.
         except Exception as exc:
             raise InvalidRequestError(
                 f"the chat template refused the messages: {type(exc).__name__}: {exc}", param="messages"
             ) from exc
+        self._check_length("messages", text)
+        token_ids = self.encode(text, add_special_tokens=False)
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
-        return [int(token_id) for token_id in token_ids]
+        return token_ids
+
+    def _check_length(self, name: str, text: str) -> None:
+        if self._max_model_len is not None and len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
+            raise InvalidRequestError(
+                f"{name} must have at most {MAX_CHARS_PER_TOKEN} characters for each token of the model's context of "
+                f"{self._max_model_len} tokens, got {len(text)} characters",
+                param=name,
+                code="context_length_exceeded",
+            )
 
     def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
         """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""

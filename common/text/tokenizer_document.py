@@ -217,7 +217,9 @@ def create_codec(document: TokenizerDocument) -> TextCodec:
     if parts is None:
         raise UnusableTokenizerError(document.reason or "the node has no tokenizer")
     try:
-        codec = TextCodec(parts.create_tokenizer(), vocab_size=document.vocab_size)
+        codec = TextCodec(
+            parts.create_tokenizer(), vocab_size=document.vocab_size, max_model_len=document.max_model_len
+        )
         text_ids, chat_ids = probe_texts(codec), probe_chats(codec)
     # Two libraries read content that they did not make: whatever they raise, the nodes tokenise.
     except Exception as exc:

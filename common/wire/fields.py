@@ -22,8 +22,31 @@ MAX_SHOWN_CHARS = 80
 
 def shown(value: object) -> str:
     """``value`` as it may appear in a message: its repr, cut to ``MAX_SHOWN_CHARS`` characters."""
-    text = repr(value[: MAX_SHOWN_CHARS + 1]) if isinstance(value, str | list | tuple) else repr(value)
+    text = _begin_repr(value, MAX_SHOWN_CHARS + 1)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def _begin_repr(value: object, num_chars: int) -> str:
+    """At least the first ``num_chars`` of JSON's ``repr``: all of it may be megabytes."""
+    if isinstance(value, str):
+        return repr(value[:num_chars])
+    if not isinstance(value, list | tuple | dict):
+        return repr(value)
+    parts: list[str] = []
+    for item in value.items() if isinstance(value, dict) else value:
+        if num_chars <= 0:
+            break
+        if isinstance(value, dict):
+            key, each = item
+            part = f"{_begin_repr(key, num_chars)}: {_begin_repr(each, num_chars)}"
+        else:
+            part = _begin_repr(item, num_chars)
+        parts.append(part)
+        num_chars -= len(part)
+    text = ", ".join(parts)
+    if isinstance(value, tuple):
+        return f"({text},)" if len(value) == 1 else f"({text})"
+    return f"{{{text}}}" if isinstance(value, dict) else f"[{text}]"
 
 
 def is_int(value: object) -> bool:

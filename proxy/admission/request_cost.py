@@ -19,15 +19,17 @@ CHARS_PER_TOKEN = 4
 """Of a text whose tokens are estimated: English in common vocabularies."""
 
 
-def read_admission_request(request: Request, parsed: GenerationRequest, arrival_s: float) -> AdmissionRequest:
-    """Raises InvalidRequestError for a malformed deadline."""
+def read_admission_request(
+    request: Request, parsed: GenerationRequest, num_tokens: int, arrival_s: float
+) -> AdmissionRequest:
+    """``num_tokens``: as ``estimate_tokens``. Raises InvalidRequestError for a malformed deadline."""
     deadline_s = read_deadline_s(request.headers)
     return AdmissionRequest(
         arrival_s=arrival_s,
         priority=parsed.priority,
         deadline_s=None if deadline_s is None else arrival_s + deadline_s,
         key=api_key_digest_of(request),
-        num_tokens=estimate_tokens(parsed),
+        num_tokens=num_tokens,
     )
 
 

@@ -26,14 +26,15 @@ from common.openai.protocol import GenerationRequest, check_model, parse_chat, p
 from common.openai.responses import sse_error
 from common.server.drain import Drain
 from common.server.gate import request_id_of
-from common.server.json_body import read_json_object
+from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
 from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER
+from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
 from proxy.admission.queue import AdmissionQueue, AdmissionRequest
-from proxy.admission.request_cost import read_admission_request
+from proxy.admission.request_cost import estimate_tokens, read_admission_request
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import LegFailedError, RelayedAnswer
@@ -104,12 +105,12 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
-            parsed = parse(body)
+            parsed, num_tokens = await run_for_body(request, lambda: _parse(parse, body))
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
-            admission_request = read_admission_request(request, parsed, arrival_s)
+            admission_request = read_admission_request(request, parsed, num_tokens, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
         job = Job(
@@ -125,10 +126,11 @@ class GenerateService:
             session_id=session_id,
             placement_header=placement_header,
         )
-        return RelayResponse(lambda client: self._run(job, parsed, admission_request, route, client))
+        return RelayResponse(lambda client: self._run(request, job, parsed, admission_request, route, client))
 
     async def _run(
         self,
+        http: Request,
         job: Job,
         request: GenerationRequest,
         admission_request: AdmissionRequest,
@@ -139,7 +141,7 @@ class GenerateService:
             try:
                 async with self._admission.admitted(admission_request), self._bounded(admission_request):
                     self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
-                    await self._run_admitted(job, request, client)
+                    await self._run_admitted(http, job, request, client)
             except RelayedAnswer as exc:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
@@ -149,9 +151,13 @@ class GenerateService:
         about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
         return self._recent.follow(client.entry, about, client.record)
 
-    async def _run_admitted(self, job: Job, request: GenerationRequest, client: ClientStream) -> None:
-        done = await self._tokenizer.tokenise(request, job.body, job.prompts)
+    async def _run_admitted(self, http: Request, job: Job, request: GenerationRequest, client: ClientStream) -> None:
+        num_bytes = body_bytes_of(http)
+        done = await self._tokenizer.tokenise(request, job.body, job.prompts, num_bytes=num_bytes)
         job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
+        if num_bytes > LONG_BYTES:
+            # What the legs' bodies have in common is remembered: putting them together takes no time then.
+            await run_for_body(http, lambda: job.encoder.encode(job.body))
         await self._orchestrator.run(job, client)
 
     @contextlib.asynccontextmanager
@@ -202,6 +208,14 @@ class GenerateService:
         answer = error_response(error)
         headers = {name: value for name, value in answer.headers.items() if name != "content-length"}
         await client.send_whole(answer.status_code, headers, bytes(answer.body), client.record.outcome)
+
+
+def _parse(
+    parse: Callable[[Mapping[str, Any]], GenerationRequest], body: Mapping[str, Any]
+) -> tuple[GenerationRequest, int]:
+    """The checked request, and the tokens that it may use; takes as long as the body is."""
+    parsed = parse(body)
+    return parsed, estimate_tokens(parsed)
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

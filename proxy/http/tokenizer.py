@@ -1,11 +1,11 @@
 """Prompts become tokens once, in the proxy, with the nodes' own tokenizer.
 
 1 a node comes up and its tokenizer is fetched, rebuilt in a thread and checked against its own answers to the probes
-(``common.text.tokenizer_document``), 2 from then on prompts are tokenised here, long ones off the event loop, and go to
-the nodes as ids; their key chains tell placement what is cached where, 3 another fingerprint, or a new life of the node
-it came from: fetched again, unless it is the same. Where anything is missing or refuses (no such route, a tokenizer
-that cannot be rebuilt, a template that raises), the body goes on as it is: then the nodes tokenise, and refuse what is
-to be refused.
+(``common.text.tokenizer_document``), 2 from then on prompts are tokenised here, those of long bodies off the event
+loop, and go to the nodes as ids; their key chains tell placement what is cached where, 3 another fingerprint, or a new
+life of the node it came from: fetched again, unless it is the same. Where anything is missing or refuses (no such
+route, a tokenizer that cannot be rebuilt, a template that raises), the body goes on as it is: then the nodes tokenise,
+and refuse what is to be refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import InvalidRequestError
 from common.openai.prompt_ids import PromptIds
@@ -42,19 +41,14 @@ MAX_ANSWER_BYTES = 128 * 2**20
 """Several times the largest ``tokenizer.json`` in use."""
 RETRY_S = (1.0, 30.0)
 """Seconds until a failed fetch is tried again: at first, doubled each time, and at most."""
-INLINE_CHARS = 1000
-"""Characters; shorter prompts are tokenised on the event loop, because handing them to a thread takes as long."""
-
-MAX_CHARS_PER_TOKEN = 32
-"""Characters per token of the context. A longer text cannot fit, and is left to the nodes, which refuse it: tokenising
-it would hold up the other requests."""
+INLINE_BYTES = 1500
+"""Bytes of a whole body, of which any field may cost a template time. The prompts of shorter ones are tokenised on the
+event loop, because handing them to a thread takes as long."""
 
 NUM_THREADS = 2
 """Threads that tokenise long prompts and rebuild tokenizers, beside the event loop."""
 MAX_KEYED_PROMPTS = 16
 """Prompts of one request beyond which none gets keys: such a list is spread over nodes, whoever has part of it."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +148,24 @@ class PromptTokenizer:
 
     # --- requests
 
-    async def tokenise(self, request: GenerationRequest, body: Mapping[str, Any], prompts: Sequence[Any]) -> Tokenised:
+    async def tokenise(
+        self, request: GenerationRequest, body: Mapping[str, Any], prompts: Sequence[Any], *, num_bytes: int
+    ) -> Tokenised:
         """The request with token ids instead of text, as far as that can be done here. ``prompts``: the body's, one
-        for each leg. Never raises because of the request."""
-        document, unchanged = self._document, Tokenised(body, list(prompts))
+        for each leg; ``num_bytes``: the body's length. Never raises because of the request."""
+        document, codec, unchanged = self._document, self._codec, Tokenised(body, list(prompts))
         if document is None or not self._serves(document):
             return unchanged
-        try:
+
+        def work() -> Tokenised:
             if isinstance(request, ChatRequest):
-                return await self._chat(document, request, body)
-            return await self._completion(document, request, body, prompts)
+                return self._chat(document, codec, request, body)
+            return self._completion(document, codec, request, body, prompts)
+
+        try:
+            if num_bytes <= INLINE_BYTES:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except InvalidRequestError:
             return unchanged  # the nodes refuse it in their own words
         except Exception:
@@ -176,30 +178,32 @@ class PromptTokenizer:
             node.info.pull and node.info.fingerprint == document.fingerprint for node in self._pool.nodes if node.is_up
         )
 
-    async def _chat(self, document: TokenizerDocument, request: ChatRequest, body: Mapping[str, Any]) -> Tokenised:
-        codec = self._codec
-        num_chars = sum(len(message.get("content") or "") for message in request.messages)
-        if codec is None or num_chars > document.max_model_len * MAX_CHARS_PER_TOKEN:
+    def _chat(
+        self, document: TokenizerDocument, codec: TextCodec | None, request: ChatRequest, body: Mapping[str, Any]
+    ) -> Tokenised:
+        if codec is None:
             return Tokenised(body, [None])
-        if request.tools:
-            num_chars += INLINE_CHARS
-        prompt = await self._run(num_chars, lambda: _encode_chat(codec, document, request))
+        prompt = _encode_chat(codec, document, request)
         self._metrics.inc("prompts_tokenised_total")
         return Tokenised(prompt.put_into(body), [None], (_keys(document, prompt.token_ids, request.cache_salt),))
 
-    async def _completion(
-        self, document: TokenizerDocument, request: CompletionRequest, body: Mapping[str, Any], prompts: Sequence[Any]
+    def _completion(
+        self,
+        document: TokenizerDocument,
+        codec: TextCodec | None,
+        request: CompletionRequest,
+        body: Mapping[str, Any],
+        prompts: Sequence[Any],
     ) -> Tokenised:
-        codec = self._codec
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        if texts and (codec is None or max(map(len, texts)) > document.max_model_len * MAX_CHARS_PER_TOKEN):
+        if texts and codec is None:
             return Tokenised(body, list(prompts))
         all_ids: list[Sequence[int]] = []
         for prompt in request.prompts:
             if codec is None or not isinstance(prompt, str):
                 all_ids.append(prompt)  # type: ignore[arg-type]  # without a codec there are no texts
             else:
-                all_ids.append(await self._run(len(prompt), partial(codec.encode_prompt, prompt)))
+                all_ids.append(codec.encode_prompt(prompt))
         keys: Sequence[PromptKeys | None] = ()
         if len(all_ids) <= MAX_KEYED_PROMPTS:
             keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)
@@ -208,11 +212,6 @@ class PromptTokenizer:
         self._metrics.inc("prompts_tokenised_total", len(texts))
         as_given = all_ids if isinstance(body["prompt"], list) else all_ids[0]
         return Tokenised({**body, "prompt": as_given}, list(all_ids), keys)
-
-    async def _run(self, num_chars: int, work: Callable[[], _T]) -> _T:
-        if num_chars < INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _encode_chat(codec: TextCodec, document: TokenizerDocument, request: ChatRequest) -> PromptIds:

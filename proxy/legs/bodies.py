@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from common.wire.handoff import prefill_leg_params
+from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import STREAM_STATE_KEY
@@ -17,6 +18,8 @@ from proxy.nodes.node import Node
 _JSON = json.JSONEncoder(separators=(",", ":"))
 SHORT_CHARS = 64
 """Characters up to which a text is encoded anew for each leg; only longer ones are remembered."""
+MAX_GROWTH = 8
+"""Bytes that one byte of a body may have when it is encoded anew: ``1E5`` becomes ``100000.0``."""
 # Fields that only the decode leg needs: a prefill leg answers with one token that nobody reads, and two answers would
 # hold the prompt twice. Some servers check them against max_tokens 1 instead of ignoring them.
 _DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "n", "best_of")
@@ -30,8 +33,9 @@ def encode(value: object) -> bytes:
         encoded = orjson.dumps(value)
     except orjson.JSONEncodeError:  # a whole number beyond 64 bits
         return _JSON.encode(value).encode()
-    # It may stand for a number that is too large for a float, which is for the node to refuse.
-    return _JSON.encode(value).encode() if b"null" in encoded else encoded
+    # It may stand for a number that is too large for a float, which only short bodies have: the node will refuse it.
+    is_short = len(encoded) <= MAX_GROWTH * LONG_BYTES
+    return _JSON.encode(value).encode() if is_short and b"null" in encoded else encoded
 
 
 class BodyEncoder:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+import orjson
+
 from proxy.prefix_index.coverage import Coverage
 
 PIECE_BYTES = 512
@@ -63,7 +65,12 @@ class TextKeys:
 
 
 def _start(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False).removesuffix("]").encode(errors="replace") if value else b""
+    if not value:
+        return b""
+    try:
+        return orjson.dumps(value).removesuffix(b"]")
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short bodies have
+        return json.dumps(value, ensure_ascii=False).removesuffix("]").encode(errors="replace")
 
 
 class TextHistory:

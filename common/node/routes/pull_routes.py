@@ -23,9 +23,9 @@ from common.node.peers.liveness import BEAT_S
 from common.openai.errors import error_response
 from common.server.disconnect import run_until_disconnect
 from common.server.drain import Drain
-from common.server.json_body import read_json_object
+from common.server.json_body import read_json_object, run_for_body
 from common.transfer.backend import TransferBackend
-from common.wire.fields import Fields
+from common.wire.fields import Fields, shown
 from common.wire.headers import LEG_HEADER
 from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
 from common.wire.routes import (
@@ -68,7 +68,8 @@ def add_pull_routes(
 
     @app.post(PULL_ROUTE)
     async def pull(http: HttpRequest) -> Response:
-        query = parse_query(await read_json_object(http), vocab_size=vocab_size)
+        body = await read_json_object(http)
+        query = await run_for_body(http, lambda: parse_query(body, vocab_size=vocab_size))
         if isinstance(query, RendezvousQuery):
             return await run_until_disconnect(http, _follow(rendezvous, query))
         return JSONResponse(await holder.answer(query))
@@ -122,9 +123,7 @@ async def _beats(life: Mapping[str, str], stopped: asyncio.Event) -> AsyncIterat
 def _lease_ids(body: Mapping[str, Any]) -> list[str]:
     value = body.get("lease_ids")
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise InvalidRequestError(
-            f"lease_ids must be a list of strings, got {json.dumps(value)[:80]}", param="lease_ids"
-        )
+        raise InvalidRequestError(f"lease_ids must be a list of strings, got {shown(value)}", param="lease_ids")
     if len(value) > MAX_LEASES_PER_CALL:
         raise InvalidRequestError(
             f"lease_ids must hold at most {MAX_LEASES_PER_CALL} ids, got {len(value)}", param="lease_ids"

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Request as HttpRequest
 
@@ -29,6 +30,7 @@ from common.openai.protocol import (
 )
 from common.request import SamplingParams
 from common.server.gate import is_peer, request_id_of
+from common.server.json_body import run_for_body
 from common.text.tokenizer import TextCodec
 from common.wire.handoff import TransferMode
 from common.wire.manifest import Manifest
@@ -36,6 +38,15 @@ from common.wire.resume import RESUME_KEY, Resume
 
 THREAD_TOKENISE_CHARS = 20_000
 """A request with more characters of text than this is tokenised off the event loop: it takes about 10 ms."""
+
+THREAD_TOKENISE_PROMPTS = 32
+"""More texts than this are tokenised there too, however short: each takes up to 0.3 ms."""
+
+ANSWERS_PER_TURN = 64
+"""Answers of a request that begin in one turn of the event loop: it takes about 2 ms."""
+
+THREAD_DECODE_TOKENS = 1000
+"""An echoed prompt of more token ids than this is turned into text off the event loop: it takes about 1 ms."""
 
 THREAD_RESUME_TOKENS = 256
 """A resumed answer of more tokens than this is turned into text off the event loop: it takes about 10 ms."""
@@ -108,7 +119,7 @@ class PromptReader:
             return [await asyncio.to_thread(self._encode_chat, request)]
         text_lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
         self._metrics.inc("prompts_tokenised_total", len(text_lengths))
-        if sum(text_lengths) > THREAD_TOKENISE_CHARS:
+        if sum(text_lengths) > THREAD_TOKENISE_CHARS or len(text_lengths) > THREAD_TOKENISE_PROMPTS:
             return await asyncio.to_thread(self._encode_prompts, request.prompts)
         return self._encode_prompts(request.prompts)
 
@@ -143,7 +154,8 @@ class PromptReader:
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
         handoffs: Sequence[Handoff] = ()
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
-            handoffs = self._parse_handoffs(request, is_from_peer=is_peer(http))
+            parse = partial(self._parse_handoffs, request, is_from_peer=is_peer(http))
+            handoffs = await run_for_body(http, parse)
         manifests = [handoff for handoff in handoffs if isinstance(handoff, Manifest)]
         if manifests and len(manifests) == len(handoffs):
             prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
@@ -154,11 +166,14 @@ class PromptReader:
         else:
             prompts = await self.prompts(request)
         num_resumed = len(request.resume.output_token_ids) if request.resume is not None else 0
-        jobs = []
+        jobs: list[PromptJob] = []
         for index, prompt in enumerate(prompts):
+            if index % max(1, ANSWERS_PER_TURN // request.output.n) == 0:
+                await asyncio.sleep(0)
             given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
             sampling = self.sampling(request, given)
-            choices = self._choices(request, index, given, sampling)
+            echo_text = await self._echo_text(request, index, given)
+            choices = self._choices(request, index, given, sampling, echo_text)
             if request.resume is not None:
                 await self._resume(request.resume, prompt.token_ids, sampling, choices[0])
             jobs.append(
@@ -208,15 +223,25 @@ class PromptReader:
             )
         return handoffs
 
+    async def _echo_text(self, request: GenerationRequest, prompt_index: int, token_ids: list[int]) -> str | None:
+        output = request.output
+        if not output.echo or not isinstance(request, CompletionRequest):
+            return None
+        prompt = request.prompts[prompt_index]
+        if isinstance(prompt, str):
+            return prompt
+        decode = partial(self.codec.decode, token_ids, skip_special_tokens=output.skip_special_tokens)
+        return await asyncio.to_thread(decode) if len(token_ids) > THREAD_DECODE_TOKENS else decode()
+
     def _choices(
-        self, request: GenerationRequest, prompt_index: int, token_ids: list[int], sampling: SamplingParams
+        self,
+        request: GenerationRequest,
+        prompt_index: int,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        echo_text: str | None,
     ) -> list[Choice]:
         output = request.output
-        echo_text = None
-        if output.echo and isinstance(request, CompletionRequest):
-            prompt = request.prompts[prompt_index]
-            skip = output.skip_special_tokens
-            echo_text = prompt if isinstance(prompt, str) else self.codec.decode(token_ids, skip_special_tokens=skip)
         return [
             Choice(
                 prompt_index * output.n + fork,

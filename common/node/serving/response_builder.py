@@ -21,7 +21,7 @@ from common.engine.outputs import RequestOutput
 from common.errors import TandemError
 from common.metrics.outcomes import outcome_of
 from common.node.serving.choices import ChoiceDelta
-from common.node.serving.prompt_jobs import PromptJob
+from common.node.serving.prompt_jobs import ANSWERS_PER_TURN, PromptJob
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
@@ -241,8 +241,12 @@ async def _merge(streams: Sequence[JobOutputs]) -> JobOutputs:
         except Exception as exc:  # noqa: BLE001  # raised again by the reader
             await items.put(exc)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for stream in streams:
+            tasks.append(asyncio.create_task(pump(stream)))
+            if len(tasks) % ANSWERS_PER_TURN == 0:
+                await asyncio.sleep(0)
         open_streams = len(tasks)
         while open_streams:
             item = await items.get()
@@ -253,9 +257,11 @@ async def _merge(streams: Sequence[JobOutputs]) -> JobOutputs:
             else:
                 yield item
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for start in range(0, len(tasks), ANSWERS_PER_TURN):
+            some = tasks[start : start + ANSWERS_PER_TURN]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
 
 
 def response_id(http: HttpRequest, request: GenerationRequest) -> str:

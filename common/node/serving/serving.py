@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -37,7 +37,7 @@ from common.openai.protocol import ChatRequest, GenerationRequest, check_model, 
 from common.request import Request
 from common.server.disconnect import run_until_disconnect
 from common.server.gate import is_peer, request_id_of, wants_trace
-from common.server.json_body import read_json_object
+from common.server.json_body import read_json_object, run_for_body
 from common.server.pacer import Pacer
 from common.telemetry.tracing import Tracer
 from common.wire.handoff import TransferMode, rendezvous_id_of
@@ -82,15 +82,17 @@ class Serving:
 
     async def completions(self, http: HttpRequest) -> Response:
         await self._pacer.turn()
-        body = await read_json_object(http)
-        with self._telling_reader(body):
-            return await self._serve(http, parse_completion(body, is_from_peer=is_peer(http)))
+        return await self._read_and_serve(http, parse_completion)
 
     async def chat(self, http: HttpRequest) -> Response:
         await self._pacer.turn()
+        return await self._read_and_serve(http, parse_chat)
+
+    async def _read_and_serve(self, http: HttpRequest, parse: Callable[..., GenerationRequest]) -> Response:
         body = await read_json_object(http)
         with self._telling_reader(body):
-            return await self._serve(http, parse_chat(body, is_from_peer=is_peer(http)))
+            request = await run_for_body(http, lambda: parse(body, is_from_peer=is_peer(http)))
+            return await self._serve(http, request)
 
     @contextlib.contextmanager
     def _telling_reader(self, body: Mapping[str, Any]) -> Iterator[None]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.node.serving.prompt_jobs import THREAD_TOKENISE_CHARS, PromptReader
+from common.node.serving.prompt_jobs import THREAD_TOKENISE_CHARS, THREAD_TOKENISE_PROMPTS, PromptReader
 from common.openai.protocol import Prompt, parse_completion
 
 LONG = "x" * (THREAD_TOKENISE_CHARS + 1)
 MANY = ["x" * (THREAD_TOKENISE_CHARS // 10)] * 11
+SHORT = ["x"] * (THREAD_TOKENISE_PROMPTS + 1)
 
 
 class SpyCodec:
@@ -39,9 +40,9 @@ def reader(codec: SpyCodec, counts: list[int]) -> PromptReader:
     ("prompt", "is_off_loop", "num_texts"),
     [
         *(("short", False, 1), (["short", "too"], False, 2), ([[1] * (THREAD_TOKENISE_CHARS + 1)], False, 0)),
-        *((LONG, True, 1), (MANY, True, 11)),
+        *((LONG, True, 1), (MANY, True, 11), (SHORT, True, len(SHORT))),
     ],
-    ids=["text", "texts", "ids", "long-text", "many-texts"],
+    ids=["text", "texts", "ids", "long-text", "many-texts", "many-short-texts"],
 )
 async def test_prompts_when_their_text_is_long_together_then_tokenised_off_the_event_loop(
     prompt: object, is_off_loop: bool, num_texts: int

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -286,6 +287,36 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
         assert params(request, vocab_size=1001)
     with pytest.raises(InvalidRequestError, match="prompt"):
         check_token_ids("prompt", (3, 7), 7)
+
+
+@pytest.mark.parametrize(
+    ("most", "param", "words"),
+    [
+        (lambda more: completion(prompt=["a"] * (16 + more), n=128), "n", "2048 answers"),
+        (lambda more: completion(prompt=["a"] * 2048, n=1 + more), "n", "2048 answers"),
+        (lambda more: completion(prompt=["a"] * (2048 + more)), "prompt", "2048"),
+        (lambda more: completion(logit_bias={str(key): 1 for key in range(1024 + more)}), "logit_bias", "1024"),
+        (lambda more: completion(stop_token_ids=list(range(1024 + more))), "stop_token_ids", "1024"),
+        (lambda more: chat(tools=[{"type": "function"}] * (1024 + more)), "tools", "1024"),
+        (lambda more: chat(messages=[{"role": "user", "content": ""}] * (10_000 + more)), "messages", "10000"),
+    ],
+)
+def test_counts_when_at_their_bound_then_taken_and_one_more_is_refused(
+    most: Callable[[int], object], param: str, words: str
+) -> None:
+    assert most(0)
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        most(1)
+    assert refused.value.param == param
+
+
+def test_arguments_of_tool_calls_when_they_hold_too_much_together_then_refused() -> None:
+    arguments = "[" + ",".join(["[]"] * 100_000) + "]"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert chat(messages=[{"role": "assistant", "tool_calls": [call] * 2}])
+    with pytest.raises(InvalidRequestError, match="250000 objects") as refused:
+        chat(messages=[{"role": "assistant", "tool_calls": [call] * 3}])
+    assert refused.value.param == "messages[0].tool_calls[2].function.arguments"
 
 
 def test_chat_logprobs_are_a_switch_and_a_count() -> None:

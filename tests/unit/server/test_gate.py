@@ -17,8 +17,9 @@ from common.errors import (
 )
 from common.openai.errors import install_error_handlers
 from common.server.gate import Gate, install_middleware, request_id_of
-from common.server.json_body import MAX_JSON_DEPTH, read_json_object
+from common.server.json_body import read_json_object
 from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.json_text import MAX_DEPTH
 
 
 class Item(BaseModel):
@@ -122,7 +123,7 @@ async def test_errors_have_one_shape_whoever_raised_them(caplog: pytest.LogCaptu
         (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
         (b'{"a": "\\ud800"}', "surrogate"),
         (b'{"a":' * 100_000, "nested"),
-        (b'{"a":' + b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH + b"}", str(MAX_JSON_DEPTH)),
+        (b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", str(MAX_DEPTH)),
     ],
 )
 async def test_malformed_body_is_400_and_says_where(body: bytes, shown: str) -> None:

@@ -142,7 +142,7 @@ def completion(**fields: Any) -> bytes:
 
 CHAT = b"/v1/chat/completions"
 FILLER = b"X-Filler: " + b"y" * 1000
-BAD_JSON, BAD_VALUE = (400, "invalid_json"), (400, "invalid_value")
+BAD_JSON, BAD_VALUE, TOO_MANY = (400, "invalid_json"), (400, "invalid_value"), (400, "too_many_values")
 NO_HTTP, HEAD_TOO_LARGE = (400, "invalid_http"), (431, "head_too_large")
 
 HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
@@ -198,10 +198,14 @@ HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
     "infinite-temperature": ([post(b'{"prompt": "a", "temperature": 1e999}')], BAD_VALUE),
     "huge-integer": ([post(b'{"prompt": "a", "max_tokens": 99999999999999999999}')], BAD_VALUE),
     "negative-token": ([completion(prompt=[-1])], BAD_VALUE),
-    "a-million-prompts": ([completion(prompt=["a"] * 10**6)], BAD_VALUE),
+    "a-million-prompts": ([completion(prompt=["a"] * 10**6)], TOO_MANY),
+    "many-prompts": ([completion(prompt=["a"] * 200_000)], BAD_VALUE),
+    "prompts-times-n": ([completion(prompt=["a"] * 2048, n=128)], BAD_VALUE),
     "a-million-tokens": ([completion(prompt=[7] * 10**6)], (200, None)),  # how long is too long, the nodes know
-    "a-million-stops": ([completion(stop=["a"] * 10**6)], BAD_VALUE),
-    "a-million-messages-of-nothing": ([post(json.dumps({"messages": [{}] * 10**6}).encode(), path=CHAT)], BAD_VALUE),
+    "a-million-stops": ([completion(stop=["a"] * 10**6)], TOO_MANY),
+    "many-stops": ([completion(stop=["a"] * 200_000)], BAD_VALUE),
+    "a-million-messages-of-nothing": ([post(json.dumps({"messages": [{}] * 10**6}).encode(), path=CHAT)], TOO_MANY),
+    "many-messages-of-nothing": ([post(json.dumps({"messages": [{}] * 10_000}).encode(), path=CHAT)], BAD_VALUE),
     "prompt-of-mixed-types": ([completion(prompt=[1, MARKER, None])], BAD_VALUE),
     "wrong-type-everywhere": ([completion(stream="yes", n={}, stop=7)], BAD_VALUE),
     "client-names-memory": (

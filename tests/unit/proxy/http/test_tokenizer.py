@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.node.routes.tokenizer_route import take_apart
-from common.openai.protocol import parse_chat, parse_completion
+from common.openai.protocol import ChatRequest, parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument
 from proxy.http.tokenizer import PromptTokenizer
@@ -171,7 +172,7 @@ class Site:
 
     async def tokenised(self, prompt: str) -> Sequence[int] | str:
         body = {"prompt": prompt}
-        done = await self.tokenizer.tokenise(parse_completion(body), body, [prompt])
+        done = await self.tokenizer.tokenise(parse_completion(body), body, [prompt], num_bytes=len(prompt))
         token_ids: Sequence[int] | str = done.prompts[0]
         return token_ids
 
@@ -200,7 +201,7 @@ async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, code
         for body in ({"prompt": "hello dog " * 20}, {"prompt": list(range(50))}):
             for salt in (None, "tenant"):
                 full = {**body, "cache_salt": salt}
-                done = await site.tokenizer.tokenise(parse_completion(full), full, [body["prompt"]])
+                done = await site.tokenizer.tokenise(parse_completion(full), full, [body["prompt"]], num_bytes=100)
                 token_ids = done.prompts[0]
                 extra = (("cache_salt", salt.encode()),) if salt else ()
                 theirs = PrefixKeys(chain_root(b"root", extra), BLOCK_SIZE, token_ids)
@@ -210,8 +211,43 @@ async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, code
                 assert list(keys.boundary_keys) == theirs.boundary_keys(len(token_ids) // BLOCK_SIZE)
                 assert keys.key_at(21) == theirs.key_at(21)
         many = {"prompt": ["a"] * 17}
-        done = await site.tokenizer.tokenise(parse_completion(many), many, many["prompt"])
+        done = await site.tokenizer.tokenise(parse_completion(many), many, many["prompt"], num_bytes=100)
         assert (len(done.prompts), done.prompt_keys) == (17, ())
+    finally:
+        await site.tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": ""}] * 500},
+        {"messages": [{"role": "assistant", "content": "", "reasoning_content": "x" * 20_000}]},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ["b"] * 5000}},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "a": "b" * 20_000}]},
+        {"prompt": ["a"] * 1000},
+        {"prompt": "dog " * 1000},
+    ],
+)
+@pytest.mark.asyncio
+async def test_prompt_when_its_body_is_long_in_any_field_then_it_is_tokenised_off_the_event_loop(
+    site: Site, codec: TextCodec, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    encode = TextCodec.encode
+
+    def watched(self: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    site.tokenizer.start()
+    try:
+        await _until_ids(site, codec.encode("hello dog"))
+        monkeypatch.setattr(TextCodec, "encode", watched)
+        request = parse_chat(body) if "messages" in body else parse_completion(body)
+        prompts = [None] if isinstance(request, ChatRequest) else list(request.prompts)
+        await site.tokenizer.tokenise(request, body, prompts, num_bytes=len(json.dumps(body)))
+        assert threads
+        assert all(name.startswith("tokenise") for name in threads), threads
     finally:
         await site.tokenizer.close()
 
@@ -279,10 +315,11 @@ async def test_node_without_a_usable_tokenizer_then_texts_go_as_they_came_and_id
     site.tokenizer.start()
     try:
         async with asyncio.timeout(20):
-            while not (await site.tokenizer.tokenise(parse_completion(ids), ids, [ids["prompt"]])).prompt_keys:
+            request = parse_completion(ids)
+            while not (await site.tokenizer.tokenise(request, ids, [ids["prompt"]], num_bytes=100)).prompt_keys:
                 await asyncio.sleep(0.01)
         assert await site.tokenised("hello dog") == "hello dog"
-        assert (await site.tokenizer.tokenise(parse_chat(CHAT), CHAT, [None])).body == CHAT
+        assert (await site.tokenizer.tokenise(parse_chat(CHAT), CHAT, [None], num_bytes=100)).body == CHAT
         assert site.num_tokenised == 0
     finally:
         await site.tokenizer.close()
