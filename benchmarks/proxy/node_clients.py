@@ -2,7 +2,8 @@
 measured against (``benchmarks.proxy.node_http``).
 
 aiohttp's is whole: deadlines, nodes that are given up, connections that are aborted, requests that are sent again when
-an idle connection was closed. httpx's has the deadlines only, so it is flattered.
+an idle connection was closed (also, for aiohttp does not tell, when one was reset after part of an answer). httpx's has
+the deadlines only, so it is flattered.
 """
 
 from __future__ import annotations

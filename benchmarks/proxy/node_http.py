@@ -32,14 +32,14 @@ import uvloop
 
 from benchmarks.ports import free_ports
 from benchmarks.proxy.contestants import Contestant, Ports, Process, contestant_running, running
-from benchmarks.proxy.load import latencies, make_body, make_leg, throughput
+from benchmarks.proxy.load import make_body, make_leg, throughput
 from benchmarks.proxy.node_clients import CLIENTS
 from common.wire.routes import COMPLETIONS_ROUTE
 
 WORTH = 0.2
 """Part of a request's processor time in the proxy that the own client has to save against aiohttp."""
 SETTLE_S = 1.5
-WARM_UP = 30
+WARM_UP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ async def cpu_per_request(
     """Seconds."""
     body = make_body(args.prompt_tokens, is_stream=shape.is_stream)
     steps = [[make_leg(port, COMPLETIONS_ROUTE, body, contestant.headers)]]
-    await latencies(steps, WARM_UP)
+    await throughput(steps, shape.num_clients, WARM_UP_S)
     before_s = process.cpu_seconds()
     _, num_requests = await throughput(steps, shape.num_clients, args.seconds)
     return (process.cpu_seconds() - before_s) / num_requests
