@@ -84,6 +84,34 @@ def test_load_library_when_it_was_prebuilt_then_is_read_from_there_and_nothing_i
     assert sorted(image.rglob("*")) == before
 
 
+def test_load_library_when_it_was_prebuilt_then_needs_no_compiler(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(tmp_path / "image", sources)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX")
+    library = load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image")
+    assert library.tandem_attention() == 7
+    assert Path(library._name).parent == tmp_path / "image" / "ops"
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler in PATH"):
+        load_library(tmp_path / "image", sources)
+
+
+def test_load_library_when_another_compiler_prebuilt_it_then_is_used(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(tmp_path / "image", sources)
+    first, other = count(compilations), compilations.with_name("another-c++")
+    shutil.copy(os.environ["CXX"], other)
+    monkeypatch.setenv("CXX", str(other))
+    library = load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image")
+    assert count(compilations) == first
+    assert Path(library._name).parent == tmp_path / "image" / "ops"
+    load_library(tmp_path / "image", sources)  # as a cache it has one of each
+    assert count(compilations) == first + 1
+
+
 def test_load_library_when_it_was_prebuilt_on_another_cpu_then_is_compiled_for_this_one(
     tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +234,8 @@ def test_process_when_its_ops_were_prebuilt_and_its_cache_is_an_empty_volume_the
         f"                    max_model_len=256, max_num_seqs=2, prebuilt_ops={str(user_cache_dir())!r})\n"
         "print(load_node_model(config).loaded.ops.name)\n"
     )
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "volume"), "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"}  # nor has it a compiler
+    environment |= {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "volume"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["cpp"]

@@ -1,9 +1,10 @@
 """From the sources beside this file to a loaded library, compiled once per machine.
 
-1 find a compiler, 2 name the library after everything that its bytes depend on (sources, compiler, flags, CPU), 3 take
-it from the folder of prebuilt ones where there is one (an image's), else from the cache folder, or compile it there
-into a scratch file that is moved into place, under a lock so that nodes that start together compile once, 4 load it.
-Leaves by: a library, or :class:`BuildError` with the reason.
+1 name the library after what it was made of and for (sources, flags, CPU), 2 take one of that name from the folder of
+prebuilt ones where there is one (an image's), whichever compiler made it: none is needed to run it, 3 else find a
+compiler, which is the rest of the name, and take the library from the cache folder, or compile it there into a scratch
+file that is moved into place, under a lock so that nodes that start together compile once, 4 load it. Leaves by: a
+library, or :class:`BuildError` with the reason.
 
 The code is for the CPU it was compiled on, so packages hold only the sources, and what an image built on another kind
 of CPU brings has another name: it is never loaded.
@@ -69,7 +70,8 @@ def load_library(
     *,
     prebuilt_dir: Path | None = None,
 ) -> ctypes.CDLL:
-    """The compiled ops of ``source_dir``, from ``prebuilt_dir``/ops, from ``cache_dir``/ops, or compiled into that.
+    """The compiled ops of ``source_dir``: from ``prebuilt_dir``/ops, which needs no compiler, else from
+    ``cache_dir``/ops or compiled into that.
 
     ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
     ``prebuilt_dir``: a folder that was the ``cache_dir`` of an earlier build, such as an image's; only read.
@@ -77,15 +79,17 @@ def load_library(
     Raises:
         BuildError: no compiler, no success with it, or nowhere to write.
     """
+    sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
+    content = [word for source in sources for word in (source.name.encode(), source.read_bytes())]
+    name = _digest(*content, repr((_FLAGS, tuple(machine_flags))).encode(), _cpu().encode())
+    if prebuilt_dir is not None:
+        for prebuilt in sorted((prebuilt_dir / "ops").glob(f"{name}-*.so")):
+            if (library := _try_load(prebuilt)) is not None:
+                return library
+        logger.info("no prebuilt C++ ops for this CPU path=%s", prebuilt_dir / "ops" / f"{name}-*.so")
     compiler = _find_compiler()
     folder = cache_dir / "ops"
-    sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
-    path = folder / f"{_digest(compiler, sources, machine_flags)}.so"
-    if prebuilt_dir is not None:
-        prebuilt = prebuilt_dir / "ops" / path.name
-        if prebuilt.exists() and (library := _try_load(prebuilt)) is not None:
-            return library
-        logger.info("no prebuilt C++ ops for this CPU and compiler path=%s", prebuilt)
+    path = folder / f"{name}-{_digest(compiler.encode(), _run([compiler, '--version']).encode())}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
@@ -106,13 +110,10 @@ def _find_compiler() -> str:
     raise BuildError(f"no C++ compiler in PATH (looked for {', '.join(COMPILERS)})")
 
 
-def _digest(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]]) -> str:
+def _digest(*facts: bytes) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for source in sources:
-        digest.update(f"{source.name}\0".encode())
-        digest.update(source.read_bytes())
-    for fact in (compiler, _run([compiler, "--version"]), repr((_FLAGS, tuple(machine_flags))), _cpu()):
-        digest.update(f"\0{fact}".encode())
+    for fact in facts:
+        digest.update(len(fact).to_bytes(8, "little") + fact)
     return digest.hexdigest()
 
 
