@@ -203,7 +203,10 @@ def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
     for owner, name in gates.PLACES:
         _replace(owner, name, functools.partial(gates.gate, name))
     AttentionInterface.register(_ATTENTION_NAME, _attention)
-    model.set_attn_implementation(_ATTENTION_NAME)
+    config = model.config
+    text = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
+    # Of a vision-language model only the text part: its tower is no part of a packed step.
+    model.set_attn_implementation({text[0]: _ATTENTION_NAME} if text else _ATTENTION_NAME)
 
 
 def _replace_functions(mixer_class: Any, names: tuple[str, ...]) -> None:
