@@ -1,8 +1,13 @@
-"""The engine: one synchronous, deterministic ``step`` that a single thread calls over and over.
+"""The engine: one deterministic ``step`` that a single thread calls over and over.
 
-A step: 1 expire leases, 2 schedule, 3 start pulls, 4 forward, 5 publish what the step completed, 6 hand out or fork
-finished prompts, 7 sample, 8 finish. Everything else (add, abort, finish, pull results, leases) is called by the same
-thread between steps. Publication follows completion: nobody ever reads a block or state that is still being written.
+``launch``: 1 expire leases, 2 schedule, 3 start pulls, 4 give the device the forward. ``collect``: 5 wait until the
+device has done it, 6 publish what the step completed, 7 hand out or fork finished prompts, 8 sample, 9 finish.
+Everything else (add, abort, finish, pull results, leases) is called by the same thread between a ``collect`` and the
+next ``launch``. So nobody ever reads a block or state that is still being written, and memory that a forward names is
+neither free nor leased nor the destination of a pull before the device is done with it.
+
+A fault belongs to its request: whatever raises for one sequence (lookup, admission, forward, publication, sampling)
+fails that one, and the others go on. ``EngineDeadError`` says that nothing can.
 """
 
 from __future__ import annotations
@@ -10,28 +15,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from common.engine.live_sequences import LiveSequences
-from common.engine.model_runner import ModelRunner
+from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
-from common.engine.plan import StepPlan
+from common.engine.plan import Segment, StepPlan
 from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
 from common.engine.sampler import Sampler, SampleTask
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
-from common.errors import InvalidRequestError, TandemError
+from common.errors import EngineDeadError, InvalidRequestError, TandemError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.sharing.leases import LeasedPrefix
-from common.request import FinishReason, Request
+from common.request import FinishReason, Request, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of a prompt whose logits are in memory at a time. With a vocabulary of 150,000 that is 150 MB in float32."""
+
+MAX_FAILED_FORWARDS = 16
+"""Forwards that may raise one after the other. The first one may be any of its sequences' fault, each one after it ran
+a single sequence: with so many in a row it is the device or the model that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was launched. ``forward``: None when nothing is to be computed; ``num_prompt_tokens`` of it are a
+    prompt's."""
+
+    schedule: Schedule
+    forward: Forward | None
+    num_prompt_tokens: int
+    started_s: float
 
 
 class EngineCore:
@@ -68,6 +89,7 @@ class EngineCore:
             clock=clock,
         )
         self._is_stalled = False
+        self._num_failed_forwards = 0
         self.step_times = StepTimes()
 
     def pull_with(self, source: PrefixSource) -> None:
@@ -112,11 +134,11 @@ class EngineCore:
         if self._live.of_request(request.request_id) or self._manager.is_quarantined(f"{request.request_id}#0"):
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
-        self._live.add(sequence)
-        self._scheduler.add(sequence)
         error = self._remote.find_refusal(sequence)
         if error is None and request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
             error = InvalidRequestError(f"lease id {request.request_id} is in use")
+        self._live.add(sequence)
+        self._scheduler.add(sequence)
         if error is not None:
             self._live.fail(sequence, error)
 
@@ -127,7 +149,7 @@ class EngineCore:
             if sequence.status is SequenceStatus.TRANSFERRING:
                 self._remote.abort(sequence)
             else:
-                self._live.end(sequence, donate=True)
+                self._end(sequence)
         logger.info("aborted request_id=%s", request_id)
 
     def finish(self, request_id: str, index: int) -> None:
@@ -138,24 +160,22 @@ class EngineCore:
             if sequence.index == index and sequence.status not in not_now:
                 sequence.finish_reason = FinishReason.STOP
                 self._outputs.add(sequence)
-                self._live.end(sequence, donate=True)
-
-    def fail_running(self, error: TandemError) -> list[RequestOutput]:
-        """After a step raised: nothing of it was published, so its sequences fail and their memory is free again."""
-        for sequence in list(self._scheduler.running):
-            self._live.fail(sequence, error)
-        return self._outputs.take()
+                self._end(sequence)
 
     def finish_pull(self, seq_id: str, result: PullResult) -> None:
         """The pull of a remote prefix ended. A prompt that came whole, with its last row, is sampled from in the next
         step."""
-        whole_prompt = self._remote.finish(seq_id, result)
-        if whole_prompt is not None:
-            sequence, row = whole_prompt
+        sequence = self._live[seq_id]
+        try:
+            row = self._remote.finish(sequence, result)
+            if row is None:
+                return
             sequence.is_prompt_done = True
             sequence.prompt_done_s = self._clock()
             for ready in self._start_sampling(sequence):
                 ready.pending_row = row
+        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this request's
+            self._fail(sequence, exc, is_read_over=result.terminal)
 
     def end_quarantine(self, seq_id: str) -> None:
         self._manager.release_quarantine(seq_id)
@@ -171,7 +191,8 @@ class EngineCore:
             raise InvalidRequestError(f"id {lease_id} is in use", param="id")
         deadline_s = self._clock() + self._lease_seconds
         lease = self._manager.lease_prefix(keys, keys.num_tokens, lease_id, deadline_s, deeper_than=deeper_than)
-        self._run_copies()
+        if lease is not None:
+            self._run_copies(lease_id)
         return lease
 
     def num_local_tokens(self, keys: PrefixKeys) -> int:
@@ -181,47 +202,136 @@ class EngineCore:
     # --- the step
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what it produced. A step without work only expires leases."""
+        """Runs one step; returns what it produced. A step without work only expires leases.
+
+        Raises:
+            EngineDeadError: this engine cannot go on.
+        """
+        return self.collect(self.launch())
+
+    def launch(self) -> StepInFlight:
+        """Plans a step and gives it to the device; until it was collected nothing else may be called."""
         started_s = self._clock()
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
+        for sequence, error in schedule.failed:
+            self._fail(sequence, error)
         self._remote.give_up_optional()
         for sequence, plan in schedule.pulls:
-            self._remote.start(sequence, plan)
-        rows: list[torch.Tensor] = []
+            try:
+                self._remote.start(sequence, plan)
+            except Exception as exc:  # noqa: BLE001  # as in finish_pull
+                self._fail(sequence, exc)
+        forward = None
         if schedule.sequences or schedule.plan.block_copies:
-            rows = self._runner.forward(schedule.plan)
-        num_prompt_tokens = _num_prompt_tokens(schedule)
-        to_sample = self._complete(schedule, rows)
-        for sequence in schedule.row_only:
-            row, sequence.pending_row = sequence.pending_row, None
-            if not sequence.is_prompt_done:  # an exact prefix hit: the prompt is done without a forward
-                self._finish_prompt(sequence, row, to_sample)
-            else:
-                to_sample.append((sequence, row))
-        self._sample(to_sample)
-        if schedule.sequences:
-            self.step_times.observe(num_prompt_tokens, self._clock() - started_s)
-        return self._outputs.take()
+            try:
+                forward = self._runner.launch(schedule.plan)
+            except Exception as exc:  # noqa: BLE001  # whatever it is, a sequence of the step may have caused it
+                self._start_again(schedule, exc)
+                schedule = Schedule()
+        return StepInFlight(schedule, forward, _num_prompt_tokens(schedule), started_s)
 
-    def _complete(self, schedule: Schedule, rows: list[torch.Tensor]) -> list[tuple[Sequence, torch.Tensor]]:
-        """Publishes what the forward wrote; returns the (sequence, last row) pairs whose next token is due."""
+    def collect(self, step: StepInFlight) -> list[RequestOutput]:
+        """Waits for the device, publishes what the step computed, and returns what it produced.
+
+        Raises:
+            EngineDeadError: this engine cannot go on.
+        """
+        schedule, forward = step.schedule, step.forward
+        rows: list[torch.Tensor] = []
+        if forward is not None:
+            try:
+                rows = forward.wait()
+            except Exception as exc:  # noqa: BLE001  # as in launch
+                self._start_again(schedule, exc)
+                return self._outputs.take()
+            self._num_failed_forwards = 0
         to_sample: list[tuple[Sequence, torch.Tensor]] = []
         for sequence, segment, hidden in zip(schedule.sequences, schedule.plan.segments, rows, strict=True):
-            sequence.num_computed_tokens += segment.num_tokens
-            self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
-            if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
-                self._append_prompt_logprobs(sequence, segment.start, hidden)
-            if sequence.num_uncomputed_tokens:
-                self._report_progress(sequence)
-                continue
-            row = hidden[-1]
+            try:
+                self._complete(sequence, segment, hidden, to_sample)
+            except Exception as exc:  # noqa: BLE001  # as in finish_pull
+                self._fail(sequence, exc)
+        for sequence in schedule.row_only:
+            row, sequence.pending_row = sequence.pending_row, None
             if sequence.is_prompt_done:
                 to_sample.append((sequence, row))
-            else:
-                self._finish_prompt(sequence, row.clone(), to_sample)  # kept: must not pin the whole step's rows
-        return to_sample
+                continue
+            try:
+                self._finish_prompt(sequence, row, to_sample)  # an exact prefix hit: done without a forward
+            except Exception as exc:  # noqa: BLE001  # as in finish_pull
+                self._fail(sequence, exc)
+        self._sample(to_sample)
+        if schedule.sequences:
+            self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
+        return self._outputs.take()
+
+    def _complete(
+        self,
+        sequence: Sequence,
+        segment: Segment,
+        hidden: torch.Tensor,
+        to_sample: list[tuple[Sequence, torch.Tensor]],
+    ) -> None:
+        """Publishes what the forward wrote for one sequence; one whose next token is due goes to ``to_sample``."""
+        sequence.num_computed_tokens += segment.num_tokens
+        self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
+        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
+            self._append_prompt_logprobs(sequence, segment.start, hidden)
+        if sequence.num_uncomputed_tokens:
+            self._report_progress(sequence)
+            return
+        sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
+        if sequence.is_prompt_done:
+            to_sample.append((sequence, hidden[-1]))
+        else:
+            # Kept in host memory: a view would pin the whole step's rows, and manifests are made on other threads.
+            self._finish_prompt(sequence, hidden[-1].to("cpu", copy=True), to_sample)
+
+    def _start_again(self, schedule: Schedule, cause: Exception) -> None:
+        """A forward raised. Nothing of it was published, but the states that it ran on may be half advanced: all that
+        run are taken back to what is cached of them. Those that were in it then run alone, each until it has caught up,
+        so that the one whose fault it is fails alone."""
+        self._num_failed_forwards += 1
+        if self._num_failed_forwards >= MAX_FAILED_FORWARDS:
+            raise EngineDeadError(f"{self._num_failed_forwards} forwards in a row raised: {cause}") from cause
+        try:
+            self._runner.synchronize()
+        except Exception as exc:  # noqa: BLE001  # whatever it is, nothing can be computed any more
+            raise EngineDeadError(f"the device cannot go on: {exc}") from cause
+        if len(schedule.sequences) == 1:
+            self._fail(schedule.sequences[0], cause)
+        else:
+            logger.error("a forward of %d sequences raised", len(schedule.sequences), exc_info=cause)
+            self._scheduler.suspect(schedule.sequences)
+        for sequence in list(self._scheduler.running):
+            self._scheduler.preempt(sequence, donate=False)
+
+    def _fail(self, sequence: Sequence, cause: Exception, *, is_read_over: bool = True) -> None:
+        """Ends one request for what was raised on its behalf; the others go on, if the cache is sound without it.
+        ``is_read_over``: no read can write to its memory any more."""
+        request_id, seq_id = sequence.request.request_id, sequence.seq_id
+        logger.error("request failed request_id=%s", request_id, exc_info=cause)
+        try:
+            if self._manager.has_sequence(seq_id) and self._manager.is_pulled(seq_id):
+                self._manager.abandon_remote(seq_id, quarantine=not is_read_over)
+            if sequence.sampling is None:
+                self._manager.release_lease(request_id)
+            error = cause if isinstance(cause, TandemError) else TandemError("the engine failed on this request")
+            self._live.fail(sequence, error)
+            violations = self._manager.check()
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the cache is not known to be sound
+            raise EngineDeadError(f"request {request_id} failed and could not be ended: {exc}") from cause
+        if violations:
+            raise EngineDeadError(f"request {request_id} left the cache inconsistent: {violations[0]}") from cause
+
+    def _end(self, sequence: Sequence) -> None:
+        """The sequence is complete, or its reader has left; its state stays cached."""
+        try:
+            self._live.end(sequence, donate=True)
+        except Exception as exc:  # noqa: BLE001  # as in finish_pull
+            self._fail(sequence, exc)
 
     def _report_progress(self, sequence: Sequence) -> None:
         """Reports which blocks of a prompt are finished, to the node that pulls them already."""
@@ -232,10 +342,14 @@ class EngineCore:
             sequence.num_reported_tokens = progress.num_tokens
             self._outputs.add(sequence, progress=progress)
 
-    def _run_copies(self) -> None:
-        """Block copies that must not wait for the next step: a reader pulls their destinations."""
+    def _run_copies(self, lease_id: str) -> None:
+        """Block copies that must not wait for the next step: the lease's reader pulls their destinations."""
         if copies := self._manager.take_block_copies():
-            self._runner.forward(StepPlan(block_copies=copies))
+            try:
+                self._runner.launch(StepPlan(block_copies=copies)).wait()
+            except BaseException:
+                self._manager.release_lease(lease_id)
+                raise
 
     def _finish_prompt(
         self, sequence: Sequence, row: torch.Tensor, to_sample: list[tuple[Sequence, torch.Tensor]]
@@ -248,7 +362,7 @@ class EngineCore:
         if sampling is None:
             deadline = self._clock() + self._lease_seconds
             lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
-            self._run_copies()
+            self._run_copies(sequence.request.request_id)
             sequence.finish_reason = FinishReason.LENGTH
             self._outputs.add(sequence, handoff=lease)
             self._live.end(sequence, donate=True)
@@ -310,7 +424,27 @@ class EngineCore:
     def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
         if not to_sample:
             return
-        logits = self._runner.logits(torch.stack([row for _, row in to_sample]))
+        try:
+            tokens = self._draw(to_sample)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, one of the rows may have caused it
+            if len(to_sample) == 1:
+                self._fail(to_sample[0][0], exc)
+            else:
+                for each in to_sample:  # a row's draw does not depend on the others'
+                    self._sample([each])
+            return
+        now = self._clock()
+        for (sequence, _), token in zip(to_sample, tokens, strict=True):
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            sequence.append(token.token_id)
+            sequence.check_stop(token.token_id, self._max_model_len)
+            self._outputs.add(sequence, token)
+            if sequence.finish_reason is not None:
+                self._end(sequence)
+
+    def _draw(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> list[TokenLogprob]:
+        logits = self._runner.logits([row for _, row in to_sample])
         tasks = []
         for sequence, _ in to_sample:
             assert sequence.sampling is not None
@@ -323,15 +457,7 @@ class EngineCore:
                     index=sequence.index,
                 )
             )
-        now = self._clock()
-        for (sequence, _), token in zip(to_sample, self._sampler.sample(logits, tasks), strict=True):
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            sequence.append(token.token_id)
-            sequence.check_stop(token.token_id, self._max_model_len)
-            self._outputs.add(sequence, token)
-            if sequence.finish_reason is not None:
-                self._live.end(sequence, donate=True)
+        return self._sampler.sample(logits, tasks)
 
 
 def _num_prompt_tokens(schedule: Schedule) -> int:

@@ -40,7 +40,7 @@ class LiveSequences:
         cached."""
         if sequence.status is SequenceStatus.FINISHED:
             return
-        if sequence.status is SequenceStatus.RUNNING:
+        if self._manager.has_sequence(sequence.seq_id):
             self._manager.free(sequence.seq_id, donate=donate)
         self.forget(sequence)
 

@@ -2,13 +2,17 @@
 
 1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
 which reads and writes blocks and slots in place; of decode rows alone, a recorded one is replayed. 4 hand back the
-wanted rows. Synchronous; owns nothing but views of the storage.
+wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the device's until
+``Forward.wait`` has returned. Owns nothing but views of the storage.
 """
 
 from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +28,33 @@ from common.models.cpu.replay import Replay
 from common.models.loading.loader import LoadedModel
 
 
+class Event(Protocol):
+    """A place in a device's queue of work; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Returns when the device has come to it; raises what the work before it raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward that was launched.
+
+    Attributes:
+        rows: one entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the
+            final norm.
+        event: None on a CPU, where the forward has ended by the time it is launched.
+    """
+
+    rows: list[Tensor]
+    event: Event | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The rows, once all that the forward reads and writes is done with."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.rows
+
+
 class ModelRunner:
     """One model on one storage. Not thread-safe: one thread runs the steps."""
 
@@ -37,36 +68,54 @@ class ModelRunner:
         self._replay = Replay(model.ops, self._views) if model.is_replayed else None
 
     def forward(self, plan: StepPlan) -> list[Tensor]:
-        """One entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the final
-        norm."""
-        with torch.inference_mode():
-            for group_id, pairs in plan.block_copies.items():
-                self._storage.copy_blocks(pairs, group_id)
-            segments = plan.segments
-            if not segments:
-                return []
-            device = self._model.device
-            context = ForwardContext.of(
-                segments, self._views, self._model.ops, block_size=self._config.block_size, device=device
-            )
-            token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
-            if self._replay is not None and len(token_ids) == len(segments):
-                hidden = self._replay.forward(self._run, context, token_ids, [s.start for s in segments])
-            else:
-                # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
-                ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
-                with set_forward_context(context):
-                    hidden = self._run(ids, context.metadata.positions)
-            ends = itertools.accumulate(segment.num_tokens for segment in segments)
-            rows = []
-            for segment, end in zip(segments, ends, strict=True):
-                wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
-                rows.append(hidden[end - wanted : end])
-            return rows
+        """Launches and waits; the rows of :class:`Forward`."""
+        return self.launch(plan).wait()
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """[R, hidden] rows as :meth:`forward` returned them -> [R, vocab] float32."""
+    def launch(self, plan: StepPlan) -> Forward:
+        """Begins a forward. What the plan names must stay as it is until it was waited for."""
         with torch.inference_mode():
+            rows = self._forward(plan)
+            if self._model.device.type != "cuda":
+                return Forward(rows)
+            event = torch.cuda.Event()
+            event.record()
+            return Forward(rows, event)
+
+    def synchronize(self) -> None:
+        """Returns when the device runs nothing of this process; raises when it cannot go on."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _forward(self, plan: StepPlan) -> list[Tensor]:
+        for group_id, pairs in plan.block_copies.items():
+            self._storage.copy_blocks(pairs, group_id)
+        segments = plan.segments
+        if not segments:
+            return []
+        device = self._model.device
+        context = ForwardContext.of(
+            segments, self._views, self._model.ops, block_size=self._config.block_size, device=device
+        )
+        token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
+        if self._replay is not None and len(token_ids) == len(segments):
+            hidden = self._replay.forward(self._run, context, token_ids, [s.start for s in segments])
+        else:
+            # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
+            ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
+            with set_forward_context(context):
+                hidden = self._run(ids, context.metadata.positions)
+        ends = itertools.accumulate(segment.num_tokens for segment in segments)
+        rows = []
+        for segment, end in zip(segments, ends, strict=True):
+            wanted = {Rows.NONE: 0, Rows.LAST: 1, Rows.ALL: segment.num_tokens}[segment.rows]
+            rows.append(hidden[end - wanted : end])
+        return rows
+
+    def logits(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
+        """[R, hidden] rows of a forward, or single ones [hidden], also from host memory -> [R, vocab] float32."""
+        with torch.inference_mode():
+            if not isinstance(rows, Tensor):
+                rows = torch.stack([row.to(self._model.device) for row in rows])
             if self._replay is None:
                 return self._model.head.logits(rows)
             return self._replay.head(self._model.head.forward, rows).float()

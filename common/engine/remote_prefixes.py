@@ -29,9 +29,9 @@ do without. A pull that fits begins in the next step, so a second means that the
 class PrefixSource(Protocol):
     """Moves a remote prefix into this node's pools; implemented by the node over its transfer layer.
 
-    ``start`` must not block. Exactly one ``EngineCore.finish_pull`` follows each ``start`` (and, when that one said the
-    read is not terminal, exactly one ``EngineCore.end_quarantine`` some day). ``give_up``: a prefix that was not
-    started will not be.
+    ``start`` must not block; one that raises has begun nothing. Exactly one ``EngineCore.finish_pull`` follows each
+    ``start`` (and, when that one said the read is not terminal, exactly one ``EngineCore.end_quarantine`` some day).
+    ``give_up``: a prefix that was not started will not be.
     """
 
     def start(self, seq_id: str, remote: Any, plan: PullPlan) -> None: ...
@@ -120,19 +120,18 @@ class RemotePrefixes:
         sequence.aborted = True
         self.source.cancel(sequence.seq_id)
 
-    def finish(self, seq_id: str, result: PullResult) -> tuple[Sequence, Any] | None:
+    def finish(self, sequence: Sequence, result: PullResult) -> Any | None:
         """Commits what was validated, or discards it and lets the prompt be computed, or fails typed.
 
-        Returns the sequence and its prompt's last row [hidden] when the whole prompt came, and it runs now.
+        Returns the prompt's last row [hidden] when the whole prompt came, and the sequence runs now.
         """
-        sequence = self._live[seq_id]
         sequence.transfer_end_s = self._clock()
         if result.final_s is not None:
             assert sequence.transfer_start_s is not None
             sequence.transfer_start_s = max(sequence.transfer_start_s, result.final_s)
         if result.ok and not sequence.aborted:
             return self._commit(sequence, result)
-        self._manager.abandon_remote(seq_id, quarantine=not result.terminal)
+        self._manager.abandon_remote(sequence.seq_id, quarantine=not result.terminal)
         if sequence.aborted:
             self._live.forget(sequence)
             return None
@@ -163,7 +162,7 @@ class RemotePrefixes:
                 self.source.give_up(sequence.remote)
                 sequence.remote = None
 
-    def _commit(self, sequence: Sequence, result: PullResult) -> tuple[Sequence, Any] | None:
+    def _commit(self, sequence: Sequence, result: PullResult) -> Any | None:
         row, num_tokens = result.output_row, sequence.remote.num_tokens
         sequence.transferred_bytes = result.num_bytes
         sequence.transferred_blocks = result.num_blocks
@@ -179,7 +178,7 @@ class RemotePrefixes:
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         del self._scheduler.transferring[sequence.seq_id]
         self._scheduler.add_running(sequence)
-        return sequence, row
+        return row
 
     def _wait_again(self, sequence: Sequence) -> None:
         """From transferring back to its old place in the queue."""

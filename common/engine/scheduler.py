@@ -1,10 +1,14 @@
 """Decides what the next step computes. Pure Python: it knows sequences, token budgets and the cache manager, no
 tensors.
 
-Continuous batching with chunked prefill: running sequences first (a decode row each, or the next chunk of a prompt),
-what is left of ``max_num_batched_tokens`` goes to waiting prompts, first come first served within a priority. When
-memory runs out, the last running sequence in order is preempted: its state is donated to the cache, and it is later
-resumed from whatever of it is still there.
+Continuous batching with chunked prefill: first a decode row of each sequence that generates, then the next chunks of
+running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get a part
+of ``max_num_batched_tokens`` only, so that no stream stands still for a long prompt. When memory runs out, the last
+running sequence in order is preempted: its state is donated to the cache, and it is later resumed from whatever of it
+is still there.
+
+What raises for one sequence is that sequence's fault (``Schedule.failed``). Those that were in a forward that raised
+are suspects: each runs alone until it has caught up, so that the one whose fault it is fails alone.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from common.engine.plan import Rows, Segment, StepPlan
@@ -23,6 +27,18 @@ from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sharing.remote_prefix import PullPlan
 
 logger = logging.getLogger(__name__)
+
+PROMPT_SHARE = 4
+"""Beside decode rows prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row waits for the
+whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little longer."""
+
+PROMPT_FLOOR = 16
+"""Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
+however many generate."""
+
+LONE_STEPS_FACTOR = 8
+"""A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
+long: the fault may be one that only a step of one token shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +52,17 @@ class SchedulerConfig:
 @dataclass(slots=True)
 class Schedule:
     """One step: ``sequences`` goes with ``plan.segments``; ``row_only`` sample from a row they already have; ``pulls``
-    are to be started now."""
+    are to be started now; for ``failed`` something raised, and they are in no other list."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     sequences: list[Sequence] = field(default_factory=list)
     row_only: list[Sequence] = field(default_factory=list)
     pulls: list[tuple[Sequence, PullPlan]] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sequences or self.row_only or self.pulls)
+        return not (self.sequences or self.row_only or self.pulls or self.failed)
 
 
 class Scheduler:
@@ -61,6 +78,8 @@ class Scheduler:
         self.transferring: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_steps = 0
+        self._suspects: list[Sequence] = []
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -87,52 +106,95 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.num_lone_steps = 0
 
     def schedule(self) -> Schedule:
         """Plans one step and takes the memory for it; what runs comes before what waits."""
         schedule = Schedule()
-        num_preemptions = self.num_preemptions
-        for sequence in self.running:
-            self._keep_for_waiting(sequence)
-        budget = self._schedule_running(schedule, self._config.max_num_batched_tokens)
-        if self.num_preemptions == num_preemptions:
-            # Otherwise memory is short, and what a preemption freed is not given away in the same step.
-            self._admit_waiting(schedule, budget)
+        self._num_steps += 1
+        self._suspects = [each for each in self._suspects if each.num_lone_steps]
+        if self._suspects:
+            self._schedule_alone(schedule, self._suspects[0])
+        if schedule.is_empty:
+            self._schedule_together(schedule, admits=not self._suspects)
         schedule.plan.block_copies = self._manager.take_block_copies()
         return schedule
 
-    def _schedule_running(self, schedule: Schedule, budget: int) -> int:
-        """Returns the tokens that are left of ``budget``."""
-        for sequence in list(self.running):
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted for an earlier one
-            if sequence.pending_row is not None:
-                schedule.row_only.append(sequence)
-                continue
-            num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)
-            if num_tokens == 0:
-                continue
-            if not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
-                continue
-            self._add_segment(schedule, sequence, num_tokens)
-            budget -= num_tokens
+    def suspect(self, sequences: Iterable[Sequence]) -> None:
+        """One of these made a forward raise: each runs alone, until ``Sequence.num_lone_steps`` is 0."""
+        for sequence in sequences:
+            sequence.num_lone_steps = LONE_STEPS_FACTOR**sequence.num_failed_forwards
+            sequence.num_failed_forwards += 1
+            if sequence not in self._suspects:
+                self._suspects.append(sequence)
+
+    def _schedule_alone(self, schedule: Schedule, suspect: Sequence) -> None:
+        budget = self._config.max_num_batched_tokens
+        if suspect.status is SequenceStatus.RUNNING:
+            self._plan(schedule, suspect, budget)
+        elif self.has_room():
+            self._try_to_admit(schedule, suspect, budget)
+
+    def _schedule_together(self, schedule: Schedule, *, admits: bool) -> None:
+        num_preemptions = self.num_preemptions
+        for sequence in self.running:
+            self._keep_for_waiting(sequence)
+        budget = self._schedule_running(schedule)
+        if admits and self.num_preemptions == num_preemptions:
+            # Otherwise memory is short, and what a preemption freed is not given away in the same step.
+            self._admit_waiting(schedule, budget)
+
+    def _schedule_running(self, schedule: Schedule) -> int:
+        """Returns the tokens that are left for waiting prompts."""
+        limit = self._config.max_num_batched_tokens
+        decoding = [each for each in self.running if each.is_decoding]
+        prompts = [each for each in self.running if not each.is_decoding]
+        budget = limit
+        if prompts or self.waiting:
+            budget -= max(1, limit // PROMPT_FLOOR)
+        if len(decoding) > budget:
+            decoding.sort(key=lambda each: each.last_step)  # those that found no place in the last step come first
+        for sequence in decoding:
+            budget -= self._plan(schedule, sequence, budget)
+        num_rows = len(schedule.sequences)
+        budget = min(limit - num_rows, max(1, limit // PROMPT_SHARE)) if num_rows else limit
+        for sequence in prompts:
+            budget -= self._plan(schedule, sequence, budget)
         return budget
+
+    def _plan(self, schedule: Schedule, sequence: Sequence, budget: int) -> int:
+        """Plans what a running sequence computes next, at most ``budget`` tokens; returns how many it is."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return 0  # preempted for an earlier one
+        if sequence.pending_row is not None:
+            schedule.row_only.append(sequence)
+            return 0
+        try:
+            num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)
+            if num_tokens == 0 or not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
+                return 0
+            self._add_segment(schedule, sequence, num_tokens)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this sequence's
+            schedule.failed.append((sequence, exc))
+            return 0
+        return num_tokens
 
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need
         be; False: it was preempted itself."""
         while not self._manager.extend(sequence.seq_id, num_tokens):
-            victim = self.running[-1]  # last in order: never one that this step has already planned
+            # The last in order that this step has not planned: in the end the sequence itself.
+            victim = next(each for each in reversed(self.running) if each.last_step != self._num_steps)
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes the sequence's memory back. Its state becomes a checkpoint, so that it goes on from there if that is
-        still cached when its turn comes again."""
+    def preempt(self, sequence: Sequence, *, donate: bool = True) -> None:
+        """Takes the sequence's memory back. ``donate``: its state becomes a checkpoint, so that it goes on from there
+        if that is still cached when its turn comes again."""
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
-        self._manager.free(sequence.seq_id, donate=True)
+        self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
         sequence.num_computed_tokens = 0
         sequence.pending_row = None
@@ -145,46 +207,59 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
         """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves. Only those that wait
-        for what a running prompt is computing let others pass.
+        for what a running prompt is computing let others pass."""
+        num_passed = 0  # sequences at the front of the queue that stay there
+        while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
+            sequence = self.waiting[num_passed]
+            if sequence.remote is None and budget == 0:
+                return
+            num_tokens = self._try_to_admit(schedule, sequence, budget)
+            if num_tokens is None:
+                return
+            budget -= num_tokens
+            num_passed += sequence.status is SequenceStatus.WAITING
+
+    def _try_to_admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> int | None:
+        try:
+            return self._admit(schedule, sequence, budget)
+        except Exception as exc:  # noqa: BLE001  # as in _plan
+            schedule.failed.append((sequence, exc))
+            return 0
+
+    def _admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> int | None:
+        """Gives a waiting sequence its memory and plans its first chunk, or its pull; it goes on waiting when a running
+        prompt computes the same. Returns the tokens that it computes in this step; None: it does not fit now.
 
         A sequence gets the blocks of all its tokens at once. With blocks for a part of them it could be preempted for
         want of the rest, start again and be preempted again, for as long as somebody's lease holds that memory.
         """
-        num_passed = 0  # sequences at the front of the queue that wait for a running prompt
-        while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
-            sequence = self.waiting[num_passed]
-            if sequence.remote is not None:
-                if not self._start_pull(schedule, sequence):
-                    return
-                continue
-            if budget == 0:
-                return
-            hit = None
-            if not sequence.request.skip_prefix_lookup:
-                hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
-                if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
-                    num_passed += 1
-                    continue
-            num_computed = hit.num_tokens if hit is not None else 0
-            num_tokens = self._chunk_size(sequence, num_computed, budget)
-            if not self._manager.admit(
-                sequence.seq_id,
-                sequence.keys,
-                hit,
-                sequence.num_tokens,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-            ):
-                return
-            self.waiting.remove(sequence)
-            self._begin(sequence, hit)
-            if num_tokens == 0:
-                assert hit is not None
-                assert hit.output_row is not None
-                sequence.pending_row = hit.output_row
-                schedule.row_only.append(sequence)
-                continue
+        if sequence.remote is not None:
+            return 0 if self._start_pull(schedule, sequence) else None
+        hit = None
+        if not sequence.request.skip_prefix_lookup:
+            hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
+            if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
+                return 0
+        num_computed = hit.num_tokens if hit is not None else 0
+        num_tokens = self._chunk_size(sequence, num_computed, budget)
+        if not self._manager.admit(
+            sequence.seq_id,
+            sequence.keys,
+            hit,
+            sequence.num_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+        ):
+            return None
+        self.waiting.remove(sequence)
+        self._begin(sequence, hit)
+        if num_tokens == 0:
+            assert hit is not None
+            assert hit.output_row is not None
+            sequence.pending_row = hit.output_row
+            schedule.row_only.append(sequence)
+        else:
             self._add_segment(schedule, sequence, num_tokens)
-            budget -= num_tokens
+        return num_tokens
 
     def _begin(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """The sequence was admitted, and goes on from ``hit``."""
@@ -254,6 +329,7 @@ class Scheduler:
             )
         )
         schedule.sequences.append(sequence)
+        sequence.last_step = self._num_steps
 
     @staticmethod
     def _wanted_saves(sequence: Sequence) -> Mapping[int, str]:

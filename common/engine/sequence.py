@@ -36,6 +36,9 @@ class Sequence:
         num_reported_tokens: of a prompt whose blocks are pulled while the rest is computed: tokens whose blocks the
             reader has been told of.
         aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
+        num_failed_forwards: forwards that it was in and that raised.
+        num_lone_steps: after one: steps of all its tokens that it still has to be alone in.
+        last_step: the number of the step that it was last planned in.
     """
 
     def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
@@ -52,6 +55,9 @@ class Sequence:
         self.remote = request.remote
         self.num_reported_tokens = 0
         self.aborted = False
+        self.num_failed_forwards = 0
+        self.num_lone_steps = 0
+        self.last_step = 0
         self.is_prompt_done = False
         self.num_preemptions = 0
         self.save_positions: dict[int, str] = {}
@@ -96,6 +102,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step would compute its last token alone."""
+        return self.is_prompt_done and self.num_uncomputed_tokens <= 1
 
     @property
     def order(self) -> tuple[int, float, str]:

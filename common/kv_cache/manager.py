@@ -134,6 +134,10 @@ class KVCacheManager:
         self._sequences.grow(allocation, num_tokens)
         return True
 
+    def has_sequence(self, seq_id: str) -> bool:
+        """Whether the sequence holds memory."""
+        return seq_id in self._sequences
+
     def sequence(self, seq_id: str) -> SequenceView:
         allocation = self._sequences[seq_id]
         return SequenceView(
@@ -274,6 +278,10 @@ class KVCacheManager:
         Never fails for want of memory. ``seal=True``: it will not run, only its content is wanted: nothing is copied.
         """
         self._remote.commit(self._sequences[seq_id], output_row, seal=seal)
+
+    def is_pulled(self, seq_id: str) -> bool:
+        """Whether the sequence's memory is the destination of a read that was neither committed nor abandoned."""
+        return self._sequences[seq_id].pull is not None
 
     def abandon_remote(self, seq_id: str, *, quarantine: bool) -> None:
         """The pull failed. ``quarantine``: its destinations may still be written; kept under ``seq_id``."""

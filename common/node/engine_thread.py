@@ -153,14 +153,7 @@ class EngineThread:
             while not self._closing:
                 self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
                 self.num_turns += 1
-                try:
-                    outputs = self._core.step()
-                except EngineDeadError:
-                    raise
-                except Exception:
-                    logger.exception("engine step failed")
-                    outputs = self._core.fail_running(TandemError("the engine failed on this request"))
-                if outputs:
+                if outputs := self._core.step():
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
             self._drain(wait_s=0.0)
         except BaseException as exc:  # whatever it is: the thread is gone, and somebody has to know

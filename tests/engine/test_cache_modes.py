@@ -7,14 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from common.engine.core import EngineCore
+from common.engine.model_runner import Forward
 from common.engine.outputs import RequestOutput
 from common.engine.plan import StepPlan
-from common.errors import TandemError
 from common.node.runtime import NodeModel
-from common.request import Request, SamplingParams
+from common.request import FinishReason, Request, SamplingParams
 from tests.engine.cores import collect, engine, request, run, tokens, used
 
 MODES: dict[str, dict[str, Any]] = {
@@ -42,10 +41,10 @@ class Steps:
 
     def __init__(self, model: NodeModel) -> None:
         self.plans: list[StepPlan] = []
-        self._forward = model.runner.forward
-        model.runner.forward = self._noted  # type: ignore[method-assign]
+        self._forward = model.runner.launch
+        model.runner.launch = self._noted  # type: ignore[method-assign]
 
-    def _noted(self, plan: StepPlan) -> list[torch.Tensor]:
+    def _noted(self, plan: StepPlan) -> Forward:
         self.plans.append(plan)
         return self._forward(plan)
 
@@ -198,7 +197,7 @@ def test_raw_prompt_when_seen_for_the_third_time_then_it_resumes_at_the_junction
     ("mode", "failed", "aborted"), [("none", 0, 0), ("align", 112, 119), ("all", 112, 119), ("auto", 70, 119)]
 )
 def test_generation_when_it_ends_early_then_is_resumed_at_boundaries_it_passed_or_where_it_was_aborted(
-    mode: str, failed: int, aborted: int
+    mode: str, failed: int, aborted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for is_aborted, resumed in ((False, failed), (True, aborted)):
         core, model = engine(**ROOMY, **MODES[mode])
@@ -211,7 +210,9 @@ def test_generation_when_it_ends_early_then_is_resumed_at_boundaries_it_passed_o
         if is_aborted:
             core.abort("a")
         else:
-            core.fail_running(TandemError("a step failed"))  # keeps nothing of the running state
+            with monkeypatch.context() as broken:
+                broken.setattr(core, "_sampler", None)  # what fails keeps nothing of the running state
+                assert [output.finish_reason for output in core.step()] == [FinishReason.ERROR]
         assert used(model) == (0, 0, 0, 0)
         assert cached(ask(core, "b", prompt + generated + tokens(5, 9))) == resumed
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.engine.model_runner import Forward
 from common.engine.plan import StepPlan
-from common.errors import TandemError
 from common.request import FinishReason, Request
 from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
 
@@ -85,13 +85,13 @@ def test_exact_repeat_when_cached_runs_no_forward_before_its_first_token() -> No
     core.add_request(request("first", prompt))
     first = collect(core)["first", 0]
     forwards: list[int] = []
-    forward = model.runner.forward
+    forward = model.runner.launch
 
-    def counted(plan: StepPlan) -> list[torch.Tensor]:
+    def counted(plan: StepPlan) -> Forward:
         forwards.append(sum(segment.num_tokens for segment in plan.segments))
         return forward(plan)
 
-    model.runner.forward = counted  # type: ignore[method-assign]
+    model.runner.launch = counted  # type: ignore[method-assign]
     core.add_request(request("second", prompt))
     outputs = core.step()
     assert [output.token_ids for output in outputs] == [first[:1]]
@@ -176,21 +176,6 @@ def test_prompt_logprobs_when_asked_come_from_a_computation_of_the_whole_prompt(
         assert entry.token_id == prompt[position]
         assert entry.logprob == pytest.approx(float(expected[position - 1, prompt[position]]), abs=1e-3)
         assert len(entry.top) == 2
-
-
-def test_step_that_raises_when_caught_fails_its_requests_and_frees_their_memory() -> None:
-    core, model = engine()
-    core.add_request(request("r", tokens(1, 30)))
-    forward = model.runner.forward
-    model.runner.forward = lambda plan: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(ZeroDivisionError):
-        core.step()
-    outputs = core.fail_running(TandemError("failed"))
-    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
-    assert used(model) == (0, 0, 0, 0)
-    model.runner.forward = forward  # type: ignore[method-assign]
-    core.add_request(request("r", tokens(1, 30)))
-    assert len(collect(core)["r", 0]) == 12
 
 
 def test_prompt_logprobs_when_preempted_or_forked_are_whole_and_the_same() -> None:

@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 DRAIN_WAIT_S = 5.0
 PORTS = (10_240, 32_000)
+LATE_DEVICE_VARIABLE = "LATE_DEVICE"
+"""Environment variable of a test run: ``1`` gives every node a late device (``tests.support.late_device``)."""
 
 
 def free_port(*offsets: int) -> int:
@@ -125,7 +127,10 @@ def start_node(role: str, model: Path, folder: Path, *flags: str, port: int | No
     port = port or free_port()
     argv = ["--model", str(model), "--port", str(port), "--device", "cpu", *flags]
     environment = {"TANDEM_TEST_HOOKS": "1", **environment}
-    process = WarmProcess(f"{role}_node", argv, folder / f"{role}-{port}.log", **environment)
+    module = f"{role}_node"
+    if os.environ.get(LATE_DEVICE_VARIABLE):
+        module, argv = "tests.support.late_node", [role, *argv]
+    process = WarmProcess(module, argv, folder / f"{role}-{port}.log", **environment)
     return Node(role, f"http://127.0.0.1:{port}", process)
 
 

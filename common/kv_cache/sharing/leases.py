@@ -22,7 +22,8 @@ class LeasedPrefix:
     """A prefix pinned for a remote reader until release or expiry.
 
     ``tables`` cover ``num_tokens`` positions per attention group, the tail block last, null below a window;
-    generations are those at lease time (0 for a null entry). ``output_row``: when the prefix is a whole prompt.
+    generations are those at lease time (0 for a null entry). ``output_row``: when the prefix is a whole prompt, in host
+    memory.
     """
 
     num_tokens: int

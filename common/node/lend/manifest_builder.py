@@ -104,6 +104,5 @@ class ManifestBuilder:
 
 
 def _row_bytes(row: torch.Tensor) -> tuple[bytes, str]:
-    """Raw little-endian bytes of a [hidden] row, and its dtype's name."""
-    host = row.detach().cpu().contiguous()
-    return host.view(torch.uint8).numpy().tobytes(), str(host.dtype).removeprefix("torch.")
+    """Raw little-endian bytes of a [hidden] row in host memory, and its dtype's name."""
+    return row.view(torch.uint8).numpy().tobytes(), str(row.dtype).removeprefix("torch.")

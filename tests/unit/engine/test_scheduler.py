@@ -8,11 +8,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from common.engine.plan import Rows
-from common.engine.sequence import SequenceStatus
+from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
 from tests.unit.engine.scheduling import BLOCK, Rig, names, planned, words
 
@@ -42,8 +43,7 @@ def test_running_when_an_urgent_request_joined_later_then_it_gets_the_budget_fir
     rig.add("urgent", words(2, 12), priority=-1)
     assert planned(rig.step()) == [("first", 8, 8)]  # what runs goes on before anything is admitted
     assert planned(rig.step()) == [("first", 16, 4), ("urgent", 0, 4)]
-    assert planned(rig.step()) == [("urgent", 4, 8)]
-    assert planned(rig.step()) == [("urgent", 12, 1), ("first", 20, 1)]
+    assert planned(rig.step()) == [("first", 20, 1), ("urgent", 4, 2)]  # but not before a stream's next token
 
 
 def test_head_of_the_queue_when_it_does_not_fit_then_nobody_overtakes_it() -> None:
@@ -69,15 +69,42 @@ def test_prompt_when_longer_than_the_budget_then_is_computed_in_chunks() -> None
     assert [chunk.plan.segments[0].rows for chunk in chunks] == [Rows.NONE, Rows.NONE, Rows.LAST]
 
 
-def test_budget_when_somebody_generates_then_a_prompt_gets_what_is_left() -> None:
+def test_budget_when_somebody_generates_then_prompts_get_a_quarter_of_it() -> None:
     rig = Rig(max_num_batched_tokens=16)
-    rig.add("generates", words(1, 8))
+    rig.add("generates", words(1, 8), max_tokens=4)
     rig.step()
-    rig.add("long", words(2, 40))
+    rig.add("long", words(2, 26))
     rig.add("next", words(3, 8))
-    assert planned(rig.step()) == [("generates", 8, 1), ("long", 0, 15)]
-    assert planned(rig.step()) == [("generates", 9, 1), ("long", 15, 15)]
-    assert planned(rig.step()) == [("generates", 10, 1), ("long", 30, 10), ("next", 0, 5)]
+    assert planned(rig.step()) == [("generates", 8, 1), ("long", 0, 4)]
+    assert planned(rig.step()) == [("generates", 9, 1), ("long", 4, 4)]
+    assert planned(rig.step()) == [("generates", 10, 1), ("long", 8, 4)]
+    assert planned(rig.step()) == [("long", 12, 14), ("next", 0, 2)]  # all of it when nobody does
+
+
+def test_streams_when_an_older_prompt_is_long_then_each_step_has_a_token_of_each() -> None:
+    rig = Rig(max_num_seqs=16, max_num_batched_tokens=64, num_blocks=4096)
+    streams = [rig.add(f"stream{number}", words(2 + number, 8), max_tokens=1000) for number in range(4)]
+    rig.step()
+    long = rig.add("long", words(1, 9000), arrival_s=0.0)
+    chunks = []
+    while not long.is_prompt_done:
+        *rows, chunk = planned(rig.step())
+        assert [(name, count) for name, _, count in rows] == [(each.request.request_id, 1) for each in streams]
+        chunks.append(chunk[2])
+    assert set(chunks[:-1]) == {16}
+
+
+def test_streams_when_there_are_more_than_the_budget_then_each_gets_its_turn_and_prompts_come_to_an_end() -> None:
+    rig = Rig(max_num_seqs=16, max_num_batched_tokens=8, num_blocks=256)
+    streams = [rig.add(f"stream{number}", words(1 + number, 4), max_tokens=100) for number in range(12)]
+    while not all(each.is_prompt_done for each in streams):
+        rig.step()
+    prompt = rig.add("prompt", words(50, 20))
+    steps = [rig.step() for _ in range(24)]
+    assert prompt.is_prompt_done
+    for stream in streams:
+        turns = [stream in step.sequences for step in steps]
+        assert all(any(turns[start : start + 3]) for start in range(len(turns) - 2)), stream.seq_id
 
 
 def test_chunks_when_mode_is_align_then_end_on_block_boundaries_and_the_replay_boundary() -> None:
@@ -383,6 +410,58 @@ def test_states_when_many_part_from_a_prompt_then_only_so_many_are_kept() -> Non
         rig.add(f"alike{number}", words(1, 40 + 4 * number) + words(10 + number, 4))
     offsets = rig.schedule().plan.segments[0].save_offsets
     assert offsets == (*(40 + 4 * number for number in range(MAX_JUNCTIONS)), 100)
+
+
+# --- faults
+
+
+def raises_for(rig: Rig, place: str, faulty: Sequence) -> Any:
+    """``place`` of the cache manager raises for one sequence."""
+    kept = getattr(rig.manager, place)
+
+    def raising(subject: Any, *args: Any, **kwargs: Any) -> Any:
+        if subject in (faulty.seq_id, faulty.keys):
+            raise RuntimeError(place)
+        return kept(subject, *args, **kwargs)
+
+    return patch.object(rig.manager, place, raising)
+
+
+@pytest.mark.parametrize("place", ["lookup", "admit", "plan_saves", "sequence"])
+def test_fault_when_a_waiting_request_raises_then_it_fails_alone(place: str) -> None:
+    rig = Rig()
+    _, faulty, _ = (rig.add(name, words(number, 8)) for number, name in enumerate(("before", "faulty", "after")))
+    with raises_for(rig, place, faulty):
+        schedule = rig.schedule()
+    assert [(each, str(exc)) for each, exc in schedule.failed] == [(faulty, place)]
+    assert names(schedule.sequences) == ["before", "after"]
+
+
+@pytest.mark.parametrize("place", ["extend", "plan_saves"])
+def test_fault_when_a_running_request_raises_then_it_fails_alone(place: str) -> None:
+    rig = Rig()
+    _, faulty, _ = (rig.add(name, words(number, 8)) for number, name in enumerate(("before", "faulty", "after")))
+    rig.step()
+    with raises_for(rig, place, faulty):
+        schedule = rig.schedule()
+    assert [(each, str(exc)) for each, exc in schedule.failed] == [(faulty, place)]
+    assert names(schedule.sequences) == ["before", "after"]
+
+
+def test_suspects_when_there_are_some_then_each_runs_alone_until_it_has_caught_up() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    suspects = [rig.add(name, words(number, 12)) for number, name in enumerate(("first", "second"))]
+    while not all(each.is_prompt_done for each in suspects):
+        rig.step()
+    rig.add("new", words(7, 4))
+    rig.scheduler.suspect(suspects)
+    for each in suspects:
+        rig.scheduler.preempt(each, donate=False)
+    for each in suspects:
+        while each.num_lone_steps:
+            assert set(names(rig.step().sequences)) == {each.request.request_id}
+            each.num_lone_steps -= each.num_uncomputed_tokens == 1
+    assert set(names(rig.step().sequences)) == {"first", "second", "new"}
 
 
 # --- prefixes from a peer

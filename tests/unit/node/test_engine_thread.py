@@ -11,6 +11,8 @@ import pytest
 import pytest_asyncio
 
 from common.config.node import NodeConfig
+from common.engine.model_runner import Forward
+from common.engine.plan import StepPlan
 from common.errors import EngineDeadError, InvalidRequestError, NodeUnavailableError, TandemError
 from common.node.engine_thread import EngineThread
 from common.node.runtime import NodeModel, create_core, load_node_model
@@ -135,14 +137,16 @@ async def test_request_when_it_cannot_be_added_then_its_caller_is_told(
 
 
 @pytest.mark.asyncio
-async def test_step_when_it_raises_fails_the_running_requests_only(engine: EngineThread, model: NodeModel) -> None:
-    forward = model.runner.forward
+async def test_forward_when_it_raises_fails_the_running_requests_only(engine: EngineThread, model: NodeModel) -> None:
+    forward = model.runner.launch
 
-    def fail_once(plan: Any) -> Any:
-        model.runner.forward = forward  # type: ignore[method-assign]
-        raise RuntimeError("broken step")
+    def fail_once(plan: StepPlan) -> Forward:
+        if plan.segments:
+            model.runner.launch = forward  # type: ignore[method-assign]
+            raise RuntimeError("broken forward")
+        return forward(plan)
 
-    model.runner.forward = fail_once  # type: ignore[method-assign]
+    model.runner.launch = fail_once  # type: ignore[method-assign]
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(TandemError):
             await token_ids(engine, request("fails"))

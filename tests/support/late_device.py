@@ -1,0 +1,147 @@
+"""A device that is late, as a GPU is: ``launch`` returns while its memory still holds what was there before.
+
+The forward runs at once on shadow arenas. What it wrote appears in the real ones, which peers read and pulls write, a
+random while later: from then on its event has happened. Launches are done in order, as on a CUDA stream: one reads what
+the one before it wrote. The rows are there at once, so an engine that does not wait for the event goes on to publish
+what is not there yet. ``LATE_DEVICE=1 pytest tests/e2e/...`` gives such a device to every node that the tests start;
+``LATE_DEVICE=control`` one whose events never wait, with which the tests of transfers must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+import torch
+
+from common.engine.model_runner import Forward, ModelRunner
+from common.engine.plan import StepPlan
+from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.spec import KVCacheConfig
+from common.models.loading.loader import LoadedModel
+from common.node import runtime
+from tests.support.service import LATE_DEVICE_VARIABLE
+
+MAX_DELAY_S = 0.02
+"""A few steps of the tests' models: long enough that a peer would read in between, short enough for many steps."""
+
+_Unit = tuple[int, int]
+_SLOTS = -1
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self.error: BaseException | None = None
+
+    def happen(self) -> None:
+        self._happened.set()
+
+    def synchronize(self) -> None:
+        assert self._happened.wait(60), "the late device has died"
+        if self.error is not None:
+            raise self.error
+
+
+class UnwaitedEvent(LateEvent):
+    """The control: collects go on at once."""
+
+    def synchronize(self) -> None: ...
+
+
+class LateRunner:
+    """``ModelRunner``, late. ``is_held``: memory appears only with the next launch, or when somebody waits for all."""
+
+    event_type: type[LateEvent] = LateEvent
+
+    def __init__(self, model: LoadedModel, storage: KVStorage, config: KVCacheConfig) -> None:
+        self._storage = storage
+        self._shadow = KVStorage(config, torch.device("cpu"))
+        self._runner = ModelRunner(model, self._shadow, config)
+        self._block_size = config.block_size
+        self._last: threading.Thread | None = None
+        self._random = random.Random(1)
+        self.logits = self._runner.logits
+        self._is_due = threading.Event()
+        self.is_held = False
+
+    def forward(self, plan: StepPlan) -> list[torch.Tensor]:
+        return self.launch(plan).wait()
+
+    def launch(self, plan: StepPlan) -> Forward:
+        self.synchronize()
+        self._copy(self._storage, self._shadow, {*_read(plan), *self._written(plan)})
+        rows = [row.clone() for row in self._runner.forward(plan)]
+        written = set(self._written(plan))
+        event = self.event_type()
+        delay_s = None if self.is_held else self._random.uniform(0, MAX_DELAY_S)
+        is_due = self._is_due = threading.Event()
+
+        def appear() -> None:
+            try:
+                is_due.wait(delay_s)
+                self._copy(self._shadow, self._storage, written)
+            except BaseException as exc:  # noqa: BLE001  # whoever waits for the event gets it
+                event.error = exc
+            event.happen()
+
+        self._last = threading.Thread(target=appear, name="late-device", daemon=True)
+        self._last.start()
+        return Forward(rows, event)
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._is_due.set()
+            self._last.join()
+
+    def _written(self, plan: StepPlan) -> Iterator[_Unit]:
+        for group_id, pairs in plan.block_copies.items():
+            yield from ((group_id, destination) for _, destination in pairs)
+        for segment in plan.segments:
+            first, last = (
+                segment.start // self._block_size,
+                (segment.start + segment.num_tokens - 1) // self._block_size,
+            )
+            for group_id, table in enumerate(segment.tables):
+                yield from ((group_id, block_id) for block_id in table.block_ids[first : last + 1] if block_id)
+            yield from ((_SLOTS, slot_id) for slot_id in (segment.dst_slot, *segment.save_slots) if slot_id)
+
+    @staticmethod
+    def _copy(source: KVStorage, destination: KVStorage, units: set[_Unit]) -> None:
+        for group_id in {group_id for group_id, _ in units}:
+            ids = torch.tensor(sorted(unit_id for each, unit_id in units if each == group_id))
+            theirs, ours = (
+                storage.slot_arena if group_id == _SLOTS else storage.block_arenas[group_id]
+                for storage in (source, destination)
+            )
+            ours[ids] = theirs[ids]
+
+
+class UnwaitedRunner(LateRunner):
+    event_type = UnwaitedEvent
+
+
+def _read(plan: StepPlan) -> Iterator[_Unit]:
+    for group_id, pairs in plan.block_copies.items():
+        yield from ((group_id, source) for source, _ in pairs)
+    for segment in plan.segments:
+        for group_id, table in enumerate(segment.tables):
+            yield from ((group_id, block_id) for block_id in table.block_ids if block_id)
+        if segment.src_slot:
+            yield (_SLOTS, segment.src_slot)
+
+
+def late_device(*, waits: bool = True) -> AbstractContextManager[object]:
+    """Every model that is loaded inside runs on a late device; ``waits`` False: on the control."""
+    return patch.object(runtime, "ModelRunner", LateRunner if waits else UnwaitedRunner)
+
+
+def wanted_device() -> AbstractContextManager[object]:
+    """What the environment asks for."""
+    mode = os.environ.get(LATE_DEVICE_VARIABLE, "")
+    assert mode in ("", "1", "control"), f"{LATE_DEVICE_VARIABLE}={mode}: 1 or control"
+    return late_device(waits=mode != "control") if mode else nullcontext()
