@@ -45,7 +45,7 @@ class ReadablePrefix:
     """The first ``num_tokens`` tokens of a prompt, readable at engine ``engine_id`` in its life ``epoch``.
 
     ``block_ids`` and ``block_generations`` are per block group, from block 0 on. Only a final one has the state
-    (``slot_id`` above 0), the ``output_row`` ([hidden], on this node's device), the report, and digests when its holder
+    (``slot_id`` above 0), the ``output_row`` ([hidden], in host memory), the report, and digests when its holder
     makes them. ``known_s``: when it came, on ``time.monotonic``.
     """
 
@@ -87,7 +87,7 @@ class ReadablePrefix:
 
 
 def _output_row(manifest: Manifest, loaded: LoadedModel) -> torch.Tensor | None:
-    """The prompt's last hidden row, [hidden], on this node's device; None when the manifest brings none."""
+    """The prompt's last hidden row, [hidden], in host memory; None when the manifest brings none."""
     if manifest.output_row is None or manifest.output_row_dtype is None:
         return None
     dtype: torch.dtype = getattr(torch, manifest.output_row_dtype)
@@ -98,7 +98,7 @@ def _output_row(manifest: Manifest, loaded: LoadedModel) -> torch.Tensor | None:
             f"{loaded.dtype}",
             param=ROW_PARAM,
         )
-    return row.to(loaded.device)
+    return row
 
 
 class ManifestStream(abc.ABC):
