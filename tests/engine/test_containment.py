@@ -1,4 +1,4 @@
-"""A fault belongs to its request: whatever raises on its behalf, it fails, and those beside it are right to the token."""
+"""A fault belongs to its request: whatever raises on its behalf, it fails, and those beside it are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD = tokens(77, 60)
 BAD_ID = "bad"
 
 
-class Fault(Exception):
+class InjectedError(Exception):
     pass
 
 
@@ -45,7 +45,7 @@ def in_manager(place: str, after: int = 0) -> Callable[[EngineCore, NodeModel], 
                 is_bad = subject == f"{BAD_ID}#0"
             calls[0] += is_bad
             if is_bad and calls[0] > after:
-                raise Fault(place)
+                raise InjectedError(place)
             return kept(subject, *args, **kwargs)
 
         return patch.object(model.manager, place, faulty)
@@ -63,7 +63,7 @@ def in_launch(core: EngineCore, model: NodeModel) -> Injected:
     def faulty(plan: StepPlan) -> Forward:
         forward = kept(plan)  # states are advanced in place by then
         if names_bad(plan):
-            raise Fault("launch")
+            raise InjectedError("launch")
         return forward
 
     return patch.object(model.runner, "launch", faulty)
@@ -74,7 +74,7 @@ def in_wait(core: EngineCore, model: NodeModel) -> Injected:
 
     class Event:
         def synchronize(self) -> None:
-            raise Fault("wait")
+            raise InjectedError("wait")
 
     def faulty(plan: StepPlan) -> Forward:
         forward = kept(plan)
@@ -90,7 +90,7 @@ def in_later_launch(core: EngineCore, model: NodeModel) -> Injected:
     def faulty(plan: StepPlan) -> Forward:
         forward = kept(plan)
         if any(segment.request_id == f"{BAD_ID}#0" and segment.start > len(BAD) + 3 for segment in plan.segments):
-            raise Fault("launch")
+            raise InjectedError("launch")
         return forward
 
     return patch.object(model.runner, "launch", faulty)
@@ -101,7 +101,7 @@ def in_sampler(core: EngineCore, model: NodeModel) -> Injected:
 
     def faulty(logits: torch.Tensor, tasks: list[SampleTask]) -> Any:
         if any(list(task.prompt_token_ids) == BAD for task in tasks):
-            raise Fault("sampling")
+            raise InjectedError("sampling")
         return kept(logits, tasks)
 
     return patch.object(core._sampler, "sample", faulty)
@@ -164,28 +164,30 @@ def test_copies_for_a_reader_when_they_raise_then_its_lease_is_gone() -> None:
         pass
     with (
         patch.object(model.manager, "take_block_copies", lambda: {0: [(1, 2)]}),
-        patch.object(model.runner, "launch", side_effect=Fault("copy")),
-        pytest.raises(Fault),
+        patch.object(model.runner, "launch", side_effect=InjectedError("copy")),
+        pytest.raises(InjectedError),
     ):
         core.lease_prefix(model.manager.prefix_keys(BAD), "reader", deeper_than=0)
     assert used(model) == (0, 0, 0, 0)
 
 
 def test_engine_when_every_forward_raises_then_is_dead_and_says_why() -> None:
-    core, model = engine()
-    with patch.object(model.runner, "launch", side_effect=Fault("broken device")):
-        with pytest.raises(EngineDeadError, match="broken device"):
-            for number in range(MAX_FAILED_FORWARDS + 1):
-                core.add_request(request(f"r{number}", tokens(number, 20)))
-                core.step()
+    core, model = engine(max_num_seqs=2 * MAX_FAILED_FORWARDS)
+    for number in range(MAX_FAILED_FORWARDS):
+        core.add_request(request(f"r{number}", tokens(number, 20)))
+    with (
+        patch.object(model.runner, "launch", side_effect=InjectedError("broken device")),
+        pytest.raises(EngineDeadError, match=f"{MAX_FAILED_FORWARDS} forwards in a row raised: broken device"),
+    ):
+        list(run(core))
 
 
 def test_engine_when_its_device_cannot_go_on_then_is_dead_at_once() -> None:
     core, model = engine()
     core.add_request(request("r", tokens(1, 20)))
     with (
-        patch.object(model.runner, "launch", side_effect=Fault("one kernel")),
-        patch.object(model.runner, "synchronize", side_effect=Fault("unspecified launch failure")),
+        patch.object(model.runner, "launch", side_effect=InjectedError("one kernel")),
+        patch.object(model.runner, "synchronize", side_effect=InjectedError("unspecified launch failure")),
         pytest.raises(EngineDeadError, match="unspecified launch failure"),
     ):
         core.step()
