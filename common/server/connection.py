@@ -7,13 +7,15 @@ A client that closes only its sending side counts as gone: its request is aborte
 
 Whenever no request is worked on, something ends the connection: before the first byte and once anything has come, be it
 blank lines or the rest of a body that nobody wants, a head has to be complete in ``HEAD_TIMEOUT_S``; between requests
-uvicorn waits for a first byte (``timeout_keep_alive``). While a request is worked on, its body has the gate's deadline.
+uvicorn waits for a first byte (``timeout_keep_alive``). While a request is worked on, its body has the gate's deadline,
+and its answer's reader that of ``common.server.stall``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -26,6 +28,10 @@ from common.errors import (
     TooManyConnectionsError,
 )
 from common.openai.errors import error_body
+from common.server import stall
+from common.server.disconnect import note_stall
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Bytes of a request line with its headers: several times what clients and load balancers send."""
@@ -51,6 +57,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._stall = stall.StallTimer(
+            self.loop, transport, is_answering=lambda: self._is_working, on_stall=self._on_stall
+        )
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             self._refuse(TooManyConnectionsError(f"{self._max_connections} connections are open, which is the limit"))
             return
@@ -58,7 +67,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stall.close()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall.resume()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -98,6 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._stall.end_answer()
         if self._is_in_head and not self._is_working:
             self._expect_head()
 
@@ -119,6 +138,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HeadTimeoutError(f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"))
         else:
             self._close()
+
+    def _on_stall(self, num_unread: int) -> None:
+        logger.info("client disconnected: %d bytes unread for %g s client=%s", num_unread, stall.STALL_S, self.client)
+        if self._is_working:
+            note_stall(self.cycle.scope["state"])
+        self.transport.abort()
 
     def _refuse(self, error: TandemError) -> None:
         if self._is_refused or self.transport.is_closing():

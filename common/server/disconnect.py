@@ -1,19 +1,33 @@
-"""Work for a response in one piece, ended when its client goes away."""
+"""Clients that are gone: why, and work that ends when they go."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
-from common.errors import RequestAbortedError
+from common.errors import ClientStalledError, RequestAbortedError
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_STALLED_KEY = "client_stalled"
+
+
+def note_stall(state: dict[str, Any]) -> None:
+    """The client of the request with this ``state`` in its scope will be disconnected, because it stands still."""
+    state[_STALLED_KEY] = True
+
+
+def why_gone(scope: Scope) -> RequestAbortedError:
+    """How the client of this request went away."""
+    if scope.get("state", {}).get(_STALLED_KEY):
+        return ClientStalledError("the client did not read its answer and was disconnected")
+    return RequestAbortedError("the client closed the connection")
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
@@ -22,7 +36,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     The body must have been read. ``work`` has ended, its clean-up included, when this returns or raises.
 
     Raises:
-        RequestAbortedError: the client closed the connection first. Whatever ``work`` raises passes through.
+        RequestAbortedError: the client went away first. Whatever ``work`` raises passes through.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_wait_for_disconnect(request))
@@ -31,7 +45,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
         if task.done():
             return task.result()
         watcher.result()
-        raise RequestAbortedError("the client closed the connection")
+        raise why_gone(request.scope)
     finally:
         watcher.cancel()
         if not task.done():

@@ -15,7 +15,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.metrics.outcomes import Outcome
+from common.metrics.outcomes import Outcome, outcome_of
+from common.server.disconnect import why_gone
 from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
 from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
@@ -112,7 +113,9 @@ class RelayResponse(Response):
                 pass
             # A finished answer also wakes this: what is left then is closing the node's connection.
             if not client.is_finished:
-                logger.info("request aborted by client request_id=%s started=%s", request_id, client.is_started)
+                why = why_gone(scope)
+                logger.info("request aborted request_id=%s started=%s: %s", request_id, client.is_started, why)
+                client.record.outcome = outcome_of(why)
                 is_gone = True
                 work.cancel()
 

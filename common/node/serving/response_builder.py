@@ -26,6 +26,7 @@ from common.node.serving.request_record import RequestRecord
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
+from common.server.disconnect import why_gone
 from common.server.gate import request_id_of, wants_trace
 from common.wire.headers import REPORT_HEADER
 from common.wire.resume import state_line
@@ -58,6 +59,7 @@ class ResponseBuilder:
         self._request = request
         self._jobs = jobs
         self._trace = trace
+        self._scope = http.scope
         self._shows_trace = wants_trace(http)
         self._is_chat = isinstance(request, ChatRequest)
         self._num_cached_tokens = 0
@@ -125,8 +127,8 @@ class ResponseBuilder:
             else:
                 logger.exception("stream failed id=%s", self._envelope["response_id"])
             yield responses.sse_error(exc)
-        except BaseException as exc:  # the client has left
-            self._record.close(outcome_of(exc))
+        except BaseException:  # the client is gone
+            self._record.close(outcome_of(why_gone(self._scope)))
             raise
 
     def _state_line(self, delta: ChoiceDelta) -> bytes:

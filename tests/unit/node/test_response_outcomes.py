@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncGenerator, Sequence
+import socket
+from collections.abc import AsyncGenerator, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from common.engine.outputs import RequestOutput
 from common.errors import QueueFullError, TandemError, TransferError
@@ -17,9 +22,14 @@ from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.serving.choices import ChoiceDelta
 from common.node.serving.request_record import RequestRecord
-from common.node.serving.response_builder import ResponseBuilder
+from common.node.serving.response_builder import EventStream, ResponseBuilder
 from common.openai.protocol import parse_completion
 from common.request import FinishReason
+from common.server import stall
+from common.server.gate import install_middleware
+from tests.support.http_server import serving, wait_for
+
+IN_MEMORY = HttpRequest({"type": "http", "headers": [], "state": {"request_id": "r"}})
 
 
 class FakeChoice:
@@ -30,11 +40,11 @@ class FakeChoice:
 
     def add(self, output: RequestOutput) -> ChoiceDelta:
         self.finish_reason = output.finish_reason
-        return ChoiceDelta(self.index, "a", [1], None, output.finish_reason, None, False, True, [1])
+        return ChoiceDelta(self.index, "a" * 1024, [1], None, output.finish_reason, None, False, True, [1])
 
 
 def streaming(
-    metrics: Metrics, script: Sequence[RequestOutput | BaseException], n: int = 1
+    metrics: Metrics, script: Iterable[RequestOutput | BaseException], n: int = 1, http: HttpRequest = IN_MEMORY
 ) -> AsyncGenerator[bytes, None]:
     """The events of one prompt whose engine gives ``script``."""
 
@@ -43,8 +53,8 @@ def streaming(
             if isinstance(each, BaseException):
                 raise each
             yield job, each
+            await asyncio.sleep(0)
 
-    scope = {"type": "http", "headers": [], "state": {"request_id": "r"}}
     result = SimpleNamespace(report=None, ready_s=None)
     job: Any = SimpleNamespace(
         index=0,
@@ -56,7 +66,7 @@ def streaming(
     )
     request = parse_completion({"prompt": [1], "stream": True, "n": n})
     record = RequestRecord(metrics, "completions")
-    builder = ResponseBuilder("m", run, lambda request_id, fork: None, HttpRequest(scope), request, [job], None, record)
+    builder = ResponseBuilder("m", run, lambda request_id, fork: None, http, request, [job], None, record)
     return builder.events()
 
 
@@ -116,3 +126,26 @@ async def test_stream_when_its_task_is_cancelled_then_is_an_abort() -> None:
     with pytest.raises(asyncio.CancelledError):
         await anext(stream)
     assert counted(metrics) == ["abort"]
+
+
+def test_reader_when_it_stops_reading_then_is_disconnected_and_the_prompt_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node called directly, on real sockets."""
+    monkeypatch.setattr(stall, "STALL_S", 0.5)
+    metrics = Metrics(Role.DECODE)
+    endless = itertools.repeat(output())
+
+    async def serve(request: HttpRequest) -> Response:
+        events = streaming(metrics, endless, http=request)
+        return EventStream(await anext(events), events, {})
+
+    app = Starlette(routes=[Route("/", serve)])
+    install_middleware(app, max_body_bytes=100, api_keys=())
+    with serving(app) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        wait_for(lambda: counted(metrics), "the stream to be given up")
+        assert counted(metrics) == ["stall"]

@@ -81,6 +81,7 @@ class FakeNode:
     is_frozen: bool = False
     is_silent: bool = False
     chunk_pause_s: float = 0.0
+    endless_bytes: int = 0  # streams events of so many bytes until nobody takes them any more
     has_choices: bool = False
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
@@ -236,6 +237,9 @@ class FakeNode:
         try:
             if self.fault is Fault.BREAK_EARLY:
                 raise ConnectionError("on demand")
+            while self.endless_bytes:
+                yield f'data: {{"text":"{"a" * self.endless_bytes}"}}\n\n'
+                await asyncio.sleep(0)
             for index in range(len(known) // 2, NUM_CHUNKS):
                 if body.get("tandem_stream_state"):
                     state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}
