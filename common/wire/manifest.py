@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.wire.fields import Fields, invalid
@@ -34,6 +34,9 @@ from common.wire.manifest_reader import (
     PREFIX,
     ManifestReader,
 )
+
+Groups = tuple[tuple[int, ...], ...]
+"""Per block group, one entry per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,41 @@ class PartialManifest:
     fingerprint: str
     block_size: int
     num_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-    generations: tuple[tuple[int, ...], ...]
+    block_ids: Groups
+    generations: Groups
     lease_seconds: float
+    first_block: int = 0
+
+    def beyond(self, num_blocks: int) -> PartialManifest:
+        """Without the first blocks of the prompt."""
+        skipped = num_blocks - self.first_block
+        return replace(
+            self,
+            first_block=num_blocks,
+            block_ids=tuple(group[skipped:] for group in self.block_ids),
+            generations=tuple(group[skipped:] for group in self.generations),
+        )
+
+    def joined_to(self, earlier: PartialManifest | None) -> PartialManifest:
+        """From the first block on: what an earlier one named, as far as this one does not name it again.
+
+        Raises:
+            InvalidRequestError: blocks in between were never named, or the earlier one is another life's.
+        """
+        first = self.first_block
+        if first == 0:
+            return self
+        known = 0 if earlier is None else earlier.num_tokens // earlier.block_size
+        if earlier is None or first > known:
+            invalid(PREFIX + "tandem_first_block", first, f"at most {known}, the blocks that were named before")
+        if (earlier.engine_id, earlier.epoch, earlier.block_size) != (self.engine_id, self.epoch, self.block_size):
+            invalid(PREFIX + "tandem_epoch", self.epoch, f"{earlier.epoch}, as in the part that this one goes on from")
+        return replace(
+            self,
+            first_block=0,
+            block_ids=_joined(earlier.block_ids, self.block_ids, first),
+            generations=_joined(earlier.generations, self.generations, first),
+        )
 
     def to_params(self) -> dict[str, Any]:
         return {
@@ -112,6 +147,7 @@ class PartialManifest:
             "tandem_epoch": str(self.epoch),
             "tandem_fingerprint": self.fingerprint,
             "tandem_lease_seconds": self.lease_seconds,
+            "tandem_first_block": self.first_block,
         }
 
     @classmethod
@@ -122,7 +158,8 @@ class PartialManifest:
         block_size = reader.integer("tandem_block_size", ge=1, le=MAX_BLOCK_SIZE)
         if num_tokens % block_size:
             invalid(PREFIX + "remote_num_tokens", num_tokens, f"a multiple of tandem_block_size {block_size}")
-        num_blocks = num_tokens // block_size
+        first_block = reader.fields.integer("tandem_first_block", ge=0, le=num_tokens // block_size) or 0
+        num_blocks = num_tokens // block_size - first_block
         block_ids = reader.groups("remote_block_ids", shape.num_block_groups, num_blocks)
         return cls(
             engine_id=reader.word("remote_engine_id"),
@@ -133,6 +170,7 @@ class PartialManifest:
             block_ids=block_ids,
             generations=reader.groups("tandem_generations", len(block_ids), num_blocks, u64=True),
             lease_seconds=reader.number("tandem_lease_seconds", le=MAX_LEASE_SECONDS),
+            first_block=first_block,
         )
 
 
@@ -155,8 +193,8 @@ class Manifest:
     port: int
     num_tokens: int
     block_size: int
-    block_ids: tuple[tuple[int, ...], ...]
-    generations: tuple[tuple[int, ...], ...]
+    block_ids: Groups
+    generations: Groups
     epoch: int
     fingerprint: str
     lease_id: str
@@ -269,5 +307,9 @@ class Manifest:
         )
 
 
-def _decimals(groups: tuple[tuple[int, ...], ...]) -> list[list[str]]:
+def _joined(earlier: Groups, later: Groups, first: int) -> Groups:
+    return tuple(old[:first] + new for old, new in zip(earlier, later, strict=True))
+
+
+def _decimals(groups: Groups) -> list[list[str]]:
     return [[str(value) for value in group] for group in groups]

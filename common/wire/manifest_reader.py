@@ -100,7 +100,7 @@ class ManifestReader:
                 got = f"{len(group)} entries" if isinstance(group, list | tuple) else shown(group)
                 raise InvalidRequestError(
                     f"{name}[{index}] must be a list of {num_blocks} entries (remote_num_tokens over "
-                    f"tandem_block_size, rounded up), got {got}",
+                    f"tandem_block_size, rounded up, without tandem_first_block), got {got}",
                     param=name,
                 )
             if u64:

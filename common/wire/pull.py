@@ -1,9 +1,9 @@
 """What one node asks another about prompts.
 
 ``POST /internal/v1/pull``: "what of this prompt can I read from you?". Two forms. *Rendezvous*: follow a prompt that is
-being computed under an agreed name; a long poll that answers as soon as more than ``after`` tokens are finished.
-*Content*: the longest prefix of these tokens that happens to be there. Both are answered with a manifest: a final one,
-under a lease, or a partial one without.
+being computed under an agreed name; a long poll that answers as soon as more than ``after`` tokens are finished, and
+leaves out the blocks of the first ``have``. *Content*: the longest prefix of these tokens that happens to be there.
+Both are answered with a manifest: a final one, under a lease, or a partial one without.
 
 ``POST /internal/v1/manifests/check``: "is this manifest, which a proxy brought me, as you made it?".
 """
@@ -27,14 +27,17 @@ MAX_SALT_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RendezvousQuery:
-    """``after``: tokens that the reader knows of; ``wait_seconds``: how long it waits for more."""
+    """``after``: tokens that the reader knows of; ``wait_seconds``: how long it waits for more. ``have``: tokens whose
+    blocks an answer may leave out, since an earlier one named them; 0 for a reader that starts anew, or is of a version
+    that does not put answers together."""
 
     id: str
     after: int
     wait_seconds: float
+    have: int = 0
 
     def to_body(self) -> dict[str, Any]:
-        return {"id": self.id, "after": self.after, "wait_seconds": self.wait_seconds}
+        return {"id": self.id, "after": self.after, "wait_seconds": self.wait_seconds, "have": self.have}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery 
             id=query_id,
             after=fields.integer("after", ge=0, le=MAX_PROMPT_TOKENS) or 0,
             wait_seconds=MAX_WAIT_SECONDS if wait_seconds is None else wait_seconds,
+            have=fields.integer("have", ge=0, le=MAX_PROMPT_TOKENS) or 0,
         )
     token_ids = fields.int_list("prompt_token_ids", le=vocab_size - 1) or ()
     if not 0 < len(token_ids) <= MAX_PROMPT_TOKENS:

@@ -169,7 +169,7 @@ class OnlyPeer:
         assert path == PULL_ROUTE
         query = parse_query(_over_the_wire(body), vocab_size=self._peer.model.cache_config.geometry.vocab_size)
         assert isinstance(query, RendezvousQuery)
-        found = await self._peer.rendezvous.wait(query.id, query.after, query.wait_seconds)
+        found = await self._peer.rendezvous.wait(query.id, query.after, query.wait_seconds, query.have)
         return _over_the_wire(nothing_new_answer(query.after) if found is None else found.to_params())
 
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:

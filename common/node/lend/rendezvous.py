@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class _Entry:
     rendezvous_id: str
     has_leg: bool = False
     part: PartialManifest | None = None
+    told: PartialManifest | None = None  # as it was when a reader was last answered
     manifest: Manifest | None = None
     error: TandemError | None = None
     is_released: bool = False
@@ -133,8 +135,13 @@ class RendezvousTable:
 
     # --- the reader's side
 
-    async def wait(self, rendezvous_id: str, after: int, wait_seconds: float) -> Manifest | PartialManifest | None:
+    async def wait(
+        self, rendezvous_id: str, after: int, wait_seconds: float, have: int = 0
+    ) -> Manifest | PartialManifest | None:
         """What is finished beyond ``after`` tokens, as soon as anything is; None: nothing new within ``wait_seconds``.
+
+        A part leaves out the blocks of the first ``have`` tokens when the reader has them from the last answer and they
+        are still the ones: else a long prompt would cost the square of its length.
 
         Raises:
             TransferError: ``unknown_pull``: no leg of this id has come within ``leg_wait_s``.
@@ -153,7 +160,8 @@ class RendezvousTable:
                     if entry.manifest is not None:
                         return entry.manifest
                     if entry.part is not None and entry.part.num_tokens > after:
-                        return entry.part
+                        told, entry.told = entry.told, entry.part
+                        return _untold(entry.part, told, have)
                     if self._entries.get(rendezvous_id) is not entry:
                         raise UnknownPullError(
                             f"no leg of rendezvous {rendezvous_id} is here, or came within {self._leg_wait_s:g} s"
@@ -220,6 +228,20 @@ class RendezvousTable:
         if entry.timer is not None:
             entry.timer.cancel()
             entry.timer = None
+
+
+def _untold(part: PartialManifest, told: PartialManifest | None, have: int) -> PartialManifest:
+    """All of the part, unless the last answer reached the reader (``have`` is what it said) and holds: a sequence that
+    was preempted meanwhile may have other blocks."""
+    num_blocks = have // part.block_size
+    if told is None or told.num_tokens != have:
+        return part
+    tables = zip(told.block_ids, told.generations, part.block_ids, part.generations, strict=True)
+    for told_ids, told_generations, ids, generations in tables:
+        first = bisect_left(ids, True, key=bool)  # null below a window, which has moved on
+        if ids[first:num_blocks] != told_ids[first:] or generations[first:num_blocks] != told_generations[first:]:
+            return part
+    return part.beyond(num_blocks)
 
 
 class UnknownPullError(TransferError):

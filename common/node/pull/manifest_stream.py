@@ -190,6 +190,7 @@ class RendezvousManifestStream(ManifestStream):
         self._id = rendezvous_id
         self._shape = shape
         self._read = read
+        self._part: PartialManifest | None = None  # of all answers so far, each of which says what is new
         self._prefix: ReadablePrefix | None = None
         self._error: TandemError | None = None
         self._is_closed = False
@@ -228,8 +229,8 @@ class RendezvousManifestStream(ManifestStream):
     async def _poll(self) -> None:
         try:
             while self.final is None:
-                after = self._prefix.num_tokens if self._prefix is not None else 0
-                query = RendezvousQuery(self._id, after, MAX_WAIT_SECONDS)
+                after = self._part.num_tokens if self._part is not None else 0
+                query = RendezvousQuery(self._id, after, MAX_WAIT_SECONDS, have=after)
                 answer = await self._peers.query(self._url, PULL_ROUTE, query.to_body(), POLL_TIMEOUT_S)
                 manifest = read_answer(answer, after=after, shape=self._shape)
                 if manifest is None:
@@ -237,6 +238,8 @@ class RendezvousManifestStream(ManifestStream):
                 if isinstance(manifest, Manifest):
                     # From here on the prompt is ours to release, even if what it says is not usable.
                     self._leases.hold(self._id, self._url, manifest.lease_seconds)
+                else:
+                    manifest = self._part = manifest.joined_to(self._part)
                 self._prefix = self._read(manifest)
                 self._wake()
         except InvalidRequestError as exc:

@@ -99,7 +99,7 @@ def add_pull_routes(
 async def _follow(rendezvous: RendezvousTable, query: RendezvousQuery) -> Response:
     """The long poll of the rendezvous form. A header tells an error of the leg from one of the query."""
     try:
-        found = await rendezvous.wait(query.id, query.after, query.wait_seconds)
+        found = await rendezvous.wait(query.id, query.after, query.wait_seconds, query.have)
     except (UnknownPullError, QueueFullError):
         raise
     except TandemError as exc:

@@ -92,6 +92,30 @@ async def test_poll_when_parts_come_then_asks_beyond_each_and_ends_with_the_fina
     assert served.holder.released == ["r"]
 
 
+async def test_poll_when_answers_say_what_is_new_then_they_are_put_together(
+    stream: RendezvousManifestStream, served: Served
+) -> None:
+    for known, num_tokens in ((0, 8), (8, 16), (16, 24)):
+        served.holder.answers += [part(num_tokens).beyond(known // BLOCK_SIZE).to_params()]
+        prefix = await beyond(stream, known)
+        assert (prefix.num_tokens, prefix.block_ids) == (num_tokens, part(num_tokens).block_ids)
+        assert prefix.block_generations == part(num_tokens).generations
+    served.holder.answers += [part(28).to_params()]  # all of it, as after an answer that got lost
+    assert (await beyond(stream, 24)).block_ids == part(28).block_ids
+    await until(lambda: len(served.holder.queries) == 5)
+    assert [query["have"] for query in served.holder.queries] == afters(served) == [0, 8, 16, 24, 28]
+
+
+async def test_poll_when_an_answer_leaves_out_what_was_never_told_then_it_is_no_manifest(
+    stream: RendezvousManifestStream, served: Served
+) -> None:
+    served.holder.answers += [part(8).to_params(), part(24).beyond(4).to_params()]
+    await beyond(stream, 0)
+    with pytest.raises(TransferError, match="tandem_first_block") as caught:
+        await beyond(stream, 8)
+    assert caught.value.code == "bad_manifest"
+
+
 async def test_close_when_nothing_is_final_then_the_leg_is_called_off(
     stream: RendezvousManifestStream, served: Served
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +82,75 @@ async def test_reader_when_it_comes_late_then_is_answered_at_once_as_often_as_it
     holder.table.finish("r", manifest())
     for after in (0, 8, 100):
         assert await holder.table.wait("r", after, LONG_S) == manifest()
+
+
+BLOCKS_PER_STEP = 32
+
+
+async def bytes_of_a_prompt(num_steps: int) -> int:
+    """What a reader that follows a prompt gets, all answers together, and puts together rightly."""
+    table, num_bytes = Holder().table, 0
+    table.open("r")
+    known: PartialManifest | None = None
+    for step in range(1, num_steps + 1):
+        finished = big_part(step * BLOCKS_PER_STEP)
+        table.advance("r", finished)
+        after = known.num_tokens if known is not None else 0
+        answer = await table.wait("r", after, LONG_S, after)
+        assert isinstance(answer, PartialManifest)
+        body = answer.to_params()
+        num_bytes += len(json.dumps(body))
+        known = PartialManifest.from_params(body).joined_to(known)
+        assert known == finished
+    return num_bytes
+
+
+def big_part(num_blocks: int) -> PartialManifest:
+    ids = tuple(range(1, num_blocks + 1))
+    return PartialManifest("engine", 7, "00ff", 4, 4 * num_blocks, (ids,), (tuple(2**62 + each for each in ids),), 30.0)
+
+
+async def test_parts_of_a_long_prompt_when_followed_then_their_bytes_grow_with_it_and_not_with_its_square() -> None:
+    short, long = await bytes_of_a_prompt(16), await bytes_of_a_prompt(128)
+    assert long < 9 * short
+    # Each block is named once: one manifest of everything, and what each of 128 answers says besides.
+    assert long < len(json.dumps(big_part(128 * BLOCKS_PER_STEP).to_params())) + 128 * 300
+
+
+async def test_reader_when_it_starts_anew_or_lost_an_answer_then_gets_everything(holder: Holder) -> None:
+    holder.table.open("r")
+    holder.table.advance("r", part(8))
+    assert await holder.table.wait("r", 0, LONG_S, 0) == part(8)
+    holder.table.advance("r", part(16))
+    assert await holder.table.wait("r", 8, LONG_S, 8) == part(16).beyond(2)
+    assert await holder.table.wait("r", 8, LONG_S, 8) == part(16)
+    holder.table.advance("r", part(24))
+    assert await holder.table.wait("r", 16, LONG_S) == part(24)
+    assert await holder.table.wait("r", 0, LONG_S, 16) == part(24)
+    assert await holder.table.wait("r", 16, LONG_S, 24) == part(24).beyond(6)
+
+
+async def test_part_when_blocks_changed_since_it_was_told_then_all_are_named_again(holder: Holder) -> None:
+    """A sequence that was preempted and computed again has other blocks, or the same ones in a later generation."""
+    holder.table.open("r")
+    holder.table.advance("r", part(8))
+    await holder.table.wait("r", 0, LONG_S, 0)
+    for changed in (
+        replace(part(12), block_ids=((1, 9, 3),)),
+        replace(part(16), block_ids=((1, 9, 3, 4),), generations=((1, 2, 30, 4),)),
+    ):
+        holder.table.advance("r", changed)
+        known = changed.num_tokens - 4
+        assert await holder.table.wait("r", known, LONG_S, known) == changed
+
+
+async def test_part_when_a_window_has_moved_on_then_only_what_is_new_is_named(holder: Holder) -> None:
+    holder.table.open("r")
+    holder.table.advance("r", replace(part(12), block_ids=((0, 2, 3),), generations=((0, 2, 3),)))
+    await holder.table.wait("r", 0, LONG_S, 0)
+    passed = replace(part(20), block_ids=((0, 0, 3, 4, 5),), generations=((0, 0, 3, 4, 5),))
+    holder.table.advance("r", passed)
+    assert await holder.table.wait("r", 12, LONG_S, 12) == passed.beyond(3)
 
 
 async def test_reader_when_its_time_is_over_then_hears_that_nothing_is_new(holder: Holder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ SHAPE = ManifestShape(num_block_groups=1, has_state=True, vocab_size=10)
 
 
 def test_queries_survive_their_bodies() -> None:
-    query = RendezvousQuery("abc", 32, 2.5)
+    query = RendezvousQuery("abc", 32, 2.5, have=16)
     assert parse_query(query.to_body(), vocab_size=10) == query
     assert parse_query(CONTENT.to_body(), vocab_size=10) == CONTENT
     assert parse_query({"id": "abc"}, vocab_size=10) == RendezvousQuery("abc", 0, 10.0)
@@ -39,6 +40,7 @@ def test_queries_survive_their_bodies() -> None:
     [
         *(("id", value) for value in (None, "", "a b", "x" * 257, 7, ["a"])),
         *(("after", value) for value in (-1, 2**24 + 1, "1", 1.5, True)),
+        *(("have", value) for value in (-1, 2**24 + 1, "1", 1.5, True)),
         *(("wait_seconds", value) for value in (-0.1, 10.1, "1", True)),
     ],
 )
@@ -67,6 +69,9 @@ def test_content_query_when_a_field_is_wrong_then_names_it(field: str, value: An
 
 def test_answers_survive_json_shapes() -> None:
     assert read_answer(PART.to_params(), after=4, shape=ManifestShape(num_block_groups=1)) == PART
+    rest = PART.beyond(1)
+    assert (rest.num_tokens, rest.block_ids, rest.generations) == (8, ((9,),), ((2**53 + 1,),))
+    assert read_answer(rest.to_params(), after=4, shape=ManifestShape(num_block_groups=1)) == rest
     assert read_answer(FINAL.to_params(), after=8, shape=SHAPE) == FINAL
     assert "prompt_token_ids" not in FINAL.to_params()
     assert read_answer(nothing_new_answer(32), after=32) is None
@@ -88,6 +93,9 @@ def test_answers_survive_json_shapes() -> None:
         ("tandem_lease_seconds", 0),
         ("tandem_block_size", 0),
         ("remote_engine_id", ""),
+        ("tandem_first_block", -1),
+        ("tandem_first_block", 3),
+        ("tandem_first_block", "1"),
     ],
 )
 def test_part_when_a_key_is_wrong_then_names_it(field: str, value: Any) -> None:
@@ -95,6 +103,39 @@ def test_part_when_a_key_is_wrong_then_names_it(field: str, value: Any) -> None:
         read_answer({**PART.to_params(), field: value}, after=4, shape=ManifestShape(num_block_groups=1))
     name = "remote_block_ids" if value == 12 else field  # two blocks are not those of 12 tokens
     assert caught.value.param == f"kv_transfer_params.{name}"
+
+
+def test_parts_when_put_together_then_the_later_word_counts() -> None:
+    later = PartialManifest("engine", 2**64 - 1, "00ff", 4, 16, ((8, 5, 7),), ((80, 50, 70),), 30.0, first_block=1)
+    whole = later.joined_to(PART)
+    assert (whole.first_block, whole.num_tokens) == (0, 16)
+    assert (whole.block_ids, whole.generations) == (((3, 8, 5, 7),), ((2**64 - 1, 80, 50, 70),))
+    assert whole.beyond(1) == later
+    assert PART.joined_to(whole) == PART.joined_to(None) == PART
+
+
+def test_part_when_the_key_of_its_first_block_is_absent_then_it_names_all() -> None:
+    """As a holder of an earlier version answers, whatever it was told of ``have``."""
+    params = PART.to_params()
+    del params["tandem_first_block"]
+    assert read_answer(params, after=4) == PART
+
+
+@pytest.mark.parametrize(
+    ("earlier", "key"),
+    [
+        (None, "tandem_first_block"),
+        (replace(PART, num_tokens=4, block_ids=((3,),), generations=((1,),)), "tandem_first_block"),
+        (replace(PART, epoch=1), "tandem_epoch"),
+    ],
+)
+def test_part_when_it_does_not_go_on_from_the_earlier_one_then_names_the_key(
+    earlier: PartialManifest | None, key: str
+) -> None:
+    later = PartialManifest("engine", 2**64 - 1, "00ff", 4, 12, ((5,),), ((50,),), 30.0, first_block=2)
+    with pytest.raises(InvalidRequestError) as caught:
+        later.joined_to(earlier)
+    assert caught.value.param == f"kv_transfer_params.{key}"
 
 
 @pytest.mark.parametrize(
