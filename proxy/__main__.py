@@ -27,6 +27,7 @@ little behind that reference counts do not free."""
 def main() -> int:
     config = parse_config(ProxyConfig, sys.argv[1:], os.environ, prog="tandem proxy")
     configure_logging(config.log_level, config.log_format, role="proxy", node="proxy")
+    config.warn_if_exposed()
     check_tracing(config.otlp_traces_endpoint)
     tls = Tls(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
     if tls is not None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from common.config.command_line import parse_config
 from common.config.flag import (
     bool_flag,
-    check_fields,
     choice_flag,
     flag,
     int_flag,
@@ -31,7 +30,6 @@ class NodeConfig(ProcessConfig):
     revision: str | None = flag(None, "revision of a hub model", metavar="REV")
     trust_remote_code: bool = bool_flag(False, "run code that comes with the model")
     served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
-    host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)
     advertise_host: str | None = flag(
         None, "address at which other nodes reach this one (default: --host)", metavar="ADDR"
@@ -110,7 +108,7 @@ class NodeConfig(ProcessConfig):
     peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.model:
             raise ConfigError("--model is required: a model folder or a hub id", param="--model")
         interval = self.prefix_cache_retention_interval

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from common.config.flag import (
     bool_flag,
-    check_fields,
     choice_flag,
     flag,
     int_flag,
@@ -27,7 +26,6 @@ NODE_KINDS = ("auto", "tandem", "vllm")
 class ProxyConfig(ProcessConfig):
     """The OpenAI front door: which nodes it drives, how it chooses, what it waits for."""
 
-    host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     port: int = int_flag(8000, "port to listen on (0: any free one)", 0, 65_535)
     prefill: tuple[str, ...] = urls_flag(
         "base URLs of the prefill nodes; dns+http://name:port is a node at each address of the name", parse_node_url
@@ -100,6 +98,6 @@ class ProxyConfig(ProcessConfig):
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.decode:
             raise ConfigError("--decode is required: at least one decode node's URL", param="--decode")

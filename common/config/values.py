@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 import urllib.parse
@@ -94,3 +95,12 @@ def parse_node_url(text: str) -> str:
         # Certificates are for names, and here addresses are called.
         raise ValueError(f"not a name to resolve such as {DNS_PREFIX}http://tandem-decode:8200")
     return DNS_PREFIX + url
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only this machine reaches ``host``, an address or a name; no name but ``localhost`` is looked up or
+    trusted."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

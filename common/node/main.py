@@ -27,6 +27,7 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
     def main() -> int:
         config = parse_node_config(sys.argv[1:], os.environ, role=role.value, default_port=default_port)
         configure_logging(config.log_level, config.log_format, role=role.value, node=config.node_name or role.value)
+        config.warn_if_exposed()
         check_tracing(config.otlp_traces_endpoint)
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])

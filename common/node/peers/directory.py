@@ -8,7 +8,6 @@ compared. From the handshake on its liveness is watched.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from common.config.values import is_loopback_host
 from common.errors import (
     InvalidRequestError,
     PrefillLegAbortedError,
@@ -227,7 +227,6 @@ def _is_loopback(url: str) -> bool:
     """False as well for what is no URL: the host comes from a request, and ``[`` or ``::1]`` break parsers."""
     try:
         httpx.URL(url)
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return is_loopback_host(urlsplit(url).hostname or "")
     except (httpx.InvalidURL, ValueError):
         return False

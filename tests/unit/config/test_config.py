@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,59 @@ def test_up_when_flags_are_shared_then_nodes_and_proxy_get_them() -> None:
     for each in (*(each for _, each in nodes), proxy):
         assert (each.log_level, each.cluster_key_file) == ("debug", "/key")
     assert {each.max_num_seqs for _, each in nodes} == {8}
+
+
+OTHERS_REACH = ("0.0.0.0", "::", "", "10.0.0.7", "node-1", "127.0.0.1.example.org", "localhost.example.org", "fe80::1")
+
+
+def parsers() -> tuple[Callable[..., ProcessConfig], ...]:
+    """Each process's configuration of argv and environment; of ``tandem up`` that of its proxy."""
+    return (
+        node,
+        lambda *argv, **environ: parse_config(ProxyConfig, ["--decode=http://a", *argv], environ, prog="tandem proxy"),
+        lambda *argv, **environ: parse_up(argv, environ).proxy_config(),
+    )
+
+
+@pytest.mark.parametrize("host", OTHERS_REACH)
+def test_host_when_others_reach_it_then_needs_a_cluster_key_or_says_that_it_is_insecure(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for parse in parsers():
+        with pytest.raises(ConfigError) as caught:
+            parse(f"--host={host}")
+        assert caught.value.param == "--host"
+        for part in (f"--host {host} ", "--cluster-key-file", "--insecure-internal"):
+            assert part in caught.value.message
+        keyed = parse(f"--host={host}", "--cluster-key-file=/key")
+        assert (keyed.host, keyed.is_exposed) == (host, False)
+        keyed.warn_if_exposed()
+        assert not caplog.records
+        for insecure in (
+            parse(f"--host={host}", "--insecure-internal"),
+            parse(f"--host={host}", TANDEM_INSECURE_INTERNAL="1"),
+        ):
+            assert (insecure.host, insecure.is_exposed) == (host, True)
+            insecure.warn_if_exposed()
+            [warning] = caplog.records
+            assert warning.levelname == "WARNING"
+            assert f"INSECURE: listening on {host} without --cluster-key-file" in warning.message
+            caplog.clear()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_host_when_only_this_machine_reaches_it_then_needs_no_key(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    for parse in parsers():
+        parse(f"--host={host}").warn_if_exposed()
+    assert not caplog.records
+
+
+def test_up_when_it_is_open_to_others_then_every_process_is_told_and_nodes_stay_on_loopback() -> None:
+    for argv, environ in (([], {"TANDEM_INSECURE_INTERNAL": "1"}), (["--insecure-internal"], {})):
+        config = parse_up(["--host=0.0.0.0", *argv], environ)
+        processes = [*(each for _, each in config.node_configs("m")), config.proxy_config()]
+        assert all("--insecure-internal" in to_argv(each) for each in processes)
+        assert [each.host for each in processes] == ["127.0.0.1", "127.0.0.1", "0.0.0.0"]
 
 
 def test_up_when_a_node_flag_is_bad_then_refused_before_anything_starts() -> None:

@@ -23,6 +23,7 @@ from common.cli.main import _commands
 from common.config.command_line import parse_config
 from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
+from common.errors import ConfigError
 from common.server.gate import OPEN_PATHS
 from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE, READY_ROUTE
 from proxy.app import create_app
@@ -213,6 +214,38 @@ def dockerfile() -> dict[str, Any]:
     return {name: module["steps_of"](found, name) for name in ("proxy", "node-cpu", "node-cuda")}
 
 
+def variables_of(target: str) -> dict[str, str]:
+    """What an image sets in the environment of its processes."""
+    steps = [step.text for step in dockerfile()[target] if step.word == "ENV"]
+    return dict(word.split("=", 1) for text in steps for word in shlex.split(text))
+
+
+def test_images_when_their_processes_get_no_cluster_key_then_they_refuse_to_listen_and_compose_gives_it() -> None:
+    """They listen beyond loopback; Kubernetes' manifests are held to the same rule by the test that parses them."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    roles = {
+        "proxy": "proxy",
+        "prefill": "prefill",
+        "decode": "decode",
+        "prefill-gpu": "prefill",
+        "decode-gpu": "decode",
+    }
+    assert {name for name, service in services.items() if service["image"].startswith("tandem-")} == set(roles)
+    for name, role in roles.items():
+        service = services[name]
+        environment = {variable: "1" if "${" in value else value for variable, value in service["environment"].items()}
+        environment |= variables_of(service["build"]["target"]) | {"TANDEM_DTYPE": "auto", "TANDEM_POLICY": "cost"}
+        environment["TANDEM_KV_CACHE_MEMORY"] = environment["TANDEM_MAX_MODEL_LEN"] = "4096"
+        config = config_of(role, environment)
+        assert (config.host, config.is_exposed) == ("0.0.0.0", False)
+        assert config.cluster_key_file == "/run/secrets/cluster_key"
+        assert service["secrets"] == ["cluster_key"]
+        del environment["TANDEM_CLUSTER_KEY_FILE"]
+        with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 .*--cluster-key-file.*--insecure-internal"):
+            config_of(role, environment)
+        assert config_of(role, {**environment, "TANDEM_INSECURE_INTERNAL": "1"}).is_exposed
+
+
 @pytest.mark.parametrize("target", ["proxy", "node-cpu", "node-cuda"])
 def test_image_when_read_then_starts_our_command_as_another_user_from_files_that_exist(target: str) -> None:
     steps = dockerfile()[target]
@@ -237,8 +270,8 @@ def test_node_image_when_ops_are_baked_in_then_no_volume_hides_them_and_nodes_lo
     steps = dockerfile()["node-cpu"]
     [folder] = [step.text for step in steps if step.word == "WORKDIR"]
     [baked] = [step.text.split()[-1] for step in steps if step.text.startswith("python -m common.models.prebuild")]
-    variables = dict(word.split("=", 1) for step in steps if step.word == "ENV" for word in shlex.split(step.text))
-    config = parse_node_config([], {**variables, "TANDEM_MODEL": "m"}, role="decode", default_port=8200)
+    variables = {**variables_of("node-cpu"), "TANDEM_CLUSTER_KEY_FILE": "/key", "TANDEM_MODEL": "m"}
+    config = parse_node_config([], variables, role="decode", default_port=8200)
     assert config.prebuilt_ops == f"{folder}/{baked}"
     mounts = {
         mount["mountPath"] for each in OVERLAYS for w in workloads(each) for mount in container_of(w)["volumeMounts"]
