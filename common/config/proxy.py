@@ -47,7 +47,9 @@ class ProxyConfig(ProcessConfig):
     session_affinity_seconds: float = seconds_flag(
         0.05, "cost: what staying on the decode node of the session's last turn (X-Session-Id) is worth", 0.0, 60.0
     )
-    max_concurrency: int = int_flag(1024, "requests in flight beyond which others wait", 1, 100_000)
+    max_concurrency: int = int_flag(
+        1024, "answers in flight (n of a request, for each prompt) beyond which requests wait", 1, 100_000
+    )
     max_queue_size: int = int_flag(
         1024, "waiting requests beyond which the answer is 429 (0: nobody waits)", 0, 100_000
     )
@@ -56,7 +58,9 @@ class ProxyConfig(ProcessConfig):
         30.0, "waiting for so long counts as one level of priority (0: priorities are absolute)", 0.0
     )
     api_key_limits_file: str | None = flag(
-        None, "JSON file with limits per API key: requests at once, requests and tokens a minute", metavar="FILE"
+        None,
+        "JSON file with limits per API key: requests at once, requests and tokens a minute, best priority",
+        metavar="FILE",
     )
     body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
     ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")

@@ -1,10 +1,15 @@
-"""What one API key may use: requests at once, requests a minute, tokens a minute.
+"""What one API key may use: requests at once, requests a minute, tokens a minute, and the best priority.
 
 The file is JSON: ``{"default": LIMITS, "keys": {KEY: LIMITS}}`` with ``LIMITS = {"max_concurrency": N,
-"requests_per_minute": N, "tokens_per_minute": N}``; a limit that is left out does not exist. ``KEY`` is a key of
-``--api-key-file`` or ``sha256:HEX`` of one. ``default`` holds for each key that is not named, for each by itself, and
-for all clients together when there are no keys. Rates are token buckets that hold one minute: a key that was quiet may
-use a minute's worth at once. Keys never appear in messages.
+"requests_per_minute": N, "tokens_per_minute": N, "best_priority": N}``; a limit that is left out does not exist, but
+for ``best_priority``, which is 0 then: no tenant comes before another one, or takes its place in the queue, unless the
+operator says so. ``KEY`` is a key of ``--api-key-file`` or ``sha256:HEX`` of one. ``default`` holds for each key that
+is not named, for each by itself, and for all clients together when there are no keys (who may ask for any priority, if
+it says nothing). Rates are token buckets that hold one minute: a key that was quiet may use a minute's worth at once.
+Keys never appear in messages.
+
+A request counts as its answers (``n`` for each prompt). Its tokens are charged twice: at admission the most that it may
+use, at its end what it did use (``Charge.settle``). What is over by then is a debt that later requests wait for.
 """
 
 from __future__ import annotations
@@ -20,24 +25,28 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import ConfigError, InvalidRequestError, RequestDroppedError
+from proxy.admission.request import AdmissionRequest
 
 OPTION = "--api-key-limits-file"
 MAX_LIMIT = 10**12
 """Larger limits are taken for mistakes."""
+BEST_PRIORITY = 0
+"""Of a key of which the file does not say: what requests have that do not ask for any."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None: no such limit."""
+    """None: no such limit. ``best_priority``: the lowest number that is allowed."""
 
     max_concurrency: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    best_priority: int | None = None
 
 
 class Bucket:
-    """A token bucket that holds and refills ``per_minute``. ``None``: endless."""
+    """A token bucket that holds and refills ``per_minute``. ``None``: endless. Below nothing it is a debt."""
 
     def __init__(self, per_minute: int | None, now_s: float) -> None:
         self._size = per_minute
@@ -54,7 +63,7 @@ class Bucket:
         return max(0.0, (amount - self._left) / rate)
 
     def take(self, amount: float) -> None:
-        """``amount`` that ``wait_s`` said is there; negative gives back."""
+        """``amount``, there or not; negative gives back."""
         if self._size is not None:
             self._left = min(float(self._size), self._left - amount)
 
@@ -69,16 +78,23 @@ class _Use:
 
 @dataclass(slots=True)
 class Charge:
-    """What a request was charged; ``give_back`` undoes it, once."""
+    """What a request was charged: ``settle`` or ``give_back``, once."""
 
     use: _Use | None
+    num_answers: int
     num_tokens: int
 
-    def give_back(self) -> None:
+    def settle(self, num_tokens: int) -> None:
+        """The request has ended and used so many tokens."""
         if self.use is not None:
-            self.use.requests.take(-1)
-            self.use.tokens.take(-self.num_tokens)
+            self.use.tokens.take(num_tokens - self.num_tokens)
             self.use = None
+
+    def give_back(self) -> None:
+        """Nothing was spent on the request."""
+        if self.use is not None:
+            self.use.requests.take(-self.num_answers)
+        self.settle(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +106,26 @@ class KeyLimits:
     _uses: dict[str | None, _Use] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def hold(self, key: str | None, num_tokens: int) -> Iterator[Charge]:
-        """One request of ``key`` for as long as the block runs. The caller has authenticated the key, so that there are
-        only so many.
+    def hold(self, request: AdmissionRequest) -> Iterator[Charge]:
+        """One request for as long as the block runs. The caller has authenticated its key, so that there are only so
+        many.
 
         Raises:
             RequestDroppedError: over a limit now.
-            InvalidRequestError: over the tokens a minute by itself: it can never be served.
+            InvalidRequestError: over a limit by itself: it can never be served.
         """
-        use = self._use(key)
-        limits = use.limits
-        if limits.max_concurrency is not None and use.num_open >= limits.max_concurrency:
+        use = self._use(request.key)
+        limits, num_answers = use.limits, request.num_answers
+        num_tokens = _check_alone(request, limits)
+        if limits.max_concurrency is not None and use.num_open + num_answers > limits.max_concurrency:
             raise _dropped(
-                f"{use.num_open} requests of this API key are in flight, its max_concurrency is "
-                f"{limits.max_concurrency}",
+                f"{use.num_open} answers of this API key are in flight, this request is for {num_answers}, its "
+                f"max_concurrency is {limits.max_concurrency}",
                 "rejected-concurrency",
                 1.0,
             )
-        if limits.tokens_per_minute is not None and num_tokens > limits.tokens_per_minute:
-            raise InvalidRequestError(
-                f"the request may use {num_tokens} tokens (its prompt, and max_tokens for each choice), the "
-                f"tokens_per_minute of this API key are {limits.tokens_per_minute}",
-                param="max_tokens",
-                code="over_token_limit",
-            )
         now_s = time.monotonic()
-        waits = ((use.requests, 1, "requests"), (use.tokens, num_tokens, "tokens"))
+        waits = ((use.requests, num_answers, "requests"), (use.tokens, num_tokens, "tokens"))
         for bucket, amount, name in waits:
             if wait_s := bucket.wait_s(amount, now_s):
                 limit = limits.requests_per_minute if name == "requests" else limits.tokens_per_minute
@@ -125,11 +135,11 @@ class KeyLimits:
                 raise _dropped(text, "rejected-rate-limit", wait_s)
         for bucket, amount, _ in waits:
             bucket.take(amount)
-        use.num_open += 1
+        use.num_open += num_answers
         try:
-            yield Charge(use, num_tokens)
+            yield Charge(use, num_answers, num_tokens)
         finally:
-            use.num_open -= 1
+            use.num_open -= num_answers
 
     def _use(self, key: str | None) -> _Use:
         use = self._uses.get(key)
@@ -139,6 +149,39 @@ class KeyLimits:
             requests, tokens = Bucket(limits.requests_per_minute, now_s), Bucket(limits.tokens_per_minute, now_s)
             use = self._uses[key] = _Use(limits, requests, tokens)
         return use
+
+
+def _check_alone(request: AdmissionRequest, limits: Limits) -> int:
+    """The tokens to charge. Raises InvalidRequestError for what the key may never ask for."""
+    best = limits.best_priority
+    if best is None and request.key is not None:
+        best = BEST_PRIORITY
+    if best is not None and request.priority < best:
+        raise InvalidRequestError(
+            f"priority must be at least {best} for this API key (its best_priority), got {request.priority}",
+            param="priority",
+            code="priority_not_allowed",
+        )
+    for name in ("max_concurrency", "requests_per_minute"):
+        limit = getattr(limits, name)
+        if limit is not None and request.num_answers > limit:
+            raise InvalidRequestError(
+                f"the request is for {request.num_answers} answers (n for each prompt), the {name} of this API key is "
+                f"{limit}",
+                param="n",
+                code="over_request_limit",
+            )
+    limit = limits.tokens_per_minute
+    if limit is None or request.num_tokens <= limit:
+        return request.num_tokens
+    if request.is_open_ended and request.num_prompt_tokens <= limit:
+        return limit  # what it uses beyond is a debt
+    raise InvalidRequestError(
+        f"the request may use {request.num_tokens} tokens (its prompt, and max_tokens for each choice), the "
+        f"tokens_per_minute of this API key are {limit}",
+        param="max_tokens",
+        code="over_token_limit",
+    )
 
 
 def read_key_limits(path: str, api_keys: Collection[str]) -> KeyLimits:
@@ -176,8 +219,9 @@ def _read_limits(path: str, body: Any, where: str) -> Limits:
     for name, value in body.items():
         if name not in names:
             raise _bad(path, f"{where} has {name}; the limits are {', '.join(names)}")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
-            raise _bad(path, f"{where}: {name} must be a whole number from 1 to {MAX_LIMIT}, got {value!r}")
+        least = -MAX_LIMIT if name == "best_priority" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_LIMIT:
+            raise _bad(path, f"{where}: {name} must be a whole number from {least} to {MAX_LIMIT}, got {value!r}")
     return Limits(**body)
 
 

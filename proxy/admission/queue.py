@@ -1,10 +1,11 @@
 """Who may begin now, who waits, who is turned away.
 
-Life of a request here: 1 its API key's limits (``proxy.admission.key_limits``), 2 a free place of ``max_running``: it
-begins; else 3 it waits, the lower its ``priority`` the earlier, in order of arrival within one, and all the earlier the
-longer it has waited (``aging_s`` of waiting count as one level), 4 it begins when its turn comes, or is dropped. Leaves
-by: the end of its work, which gives its place to the next; the client's leaving, from wherever it is; or a drop, whose
-reason says whether anything had been spent on it: ``rejected-...`` at arrival, ``evicted-...`` later.
+Life of a request here: 1 its API key's limits (``proxy.admission.key_limits``), 2 a place of ``max_running`` for each
+of its answers (all of them, for one that has more): it begins; else 3 it waits, the lower its ``priority`` the earlier,
+in order of arrival within one, and all the earlier the longer it has waited (``aging_s`` of waiting count as one level;
+nobody overtakes whoever is first and needs more places than are free), 4 it begins when its turn comes, or is dropped.
+Leaves by: the end of its work, which gives its places to the next; the client's leaving, from wherever it is; or a
+drop, whose reason says whether anything had been spent on it: ``rejected-...`` at arrival, ``evicted-...`` later.
 
 Drops: the queue is full and nobody in it matters less (``rejected-queue-full``; else the one whose turn is last makes
 room: ``evicted-priority``); its turn would come after its deadline (``rejected-deadline``, or ``evicted-deadline`` once
@@ -23,7 +24,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from common.errors import RequestDroppedError, TandemError
-from proxy.admission.key_limits import KeyLimits
+from proxy.admission.key_limits import Charge, KeyLimits
+from proxy.admission.request import AdmissionRequest
 
 RECENT = 64
 """Finished requests whose mean time predicts how long others wait."""
@@ -31,20 +33,6 @@ MAX_RETRY_AFTER_S = 60
 """The most that ``Retry-After`` says: predictions reach no further."""
 SWEEP_S = 0.25
 """Seconds between two checks for waiting requests that will miss their deadlines."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """What a request brings to admission. Times are on ``time.monotonic``'s clock.
-
-    ``key``: digest of its API key, None without one. ``num_tokens``: prompt and the longest answer, for the key's rate.
-    """
-
-    arrival_s: float
-    priority: int = 0
-    deadline_s: float | None = None
-    key: str | None = None
-    num_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +46,7 @@ class AdmissionQueue:
     """Event loop only. ``on_drop`` is told the reason of each drop.
 
     Args:
-        max_running: requests that are worked on at once.
+        max_running: answers that are worked on at once.
         max_waiting: requests that wait; 0: nobody does.
         max_wait_s: longest wait.
         aging_s: waiting for so long counts as one level of priority; 0: priorities are absolute.
@@ -84,21 +72,23 @@ class AdmissionQueue:
         self._num_arrived = 0
         self._service_s: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._sweeper: asyncio.TimerHandle | None = None
-        self.num_running = 0
+        self._num_taken = 0  # places
+        self.num_running = 0  # requests
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
-    async def admitted(self, request: AdmissionRequest) -> AsyncIterator[None]:
-        """The block runs when the request's turn has come, and its end gives the place on.
+    async def admitted(self, request: AdmissionRequest) -> AsyncIterator[Charge]:
+        """The block runs when the request's turn has come, and its end gives the place on. It is to settle the
+        charge.
 
         Raises:
             RequestDroppedError: it is turned away; nothing of the block has run.
         """
         try:
-            with self._limits.hold(request.key, request.num_tokens) as charge:
+            with self._limits.hold(request) as charge:
                 try:
                     await self._take_place(request)
                 except BaseException:
@@ -106,10 +96,10 @@ class AdmissionQueue:
                     raise
                 started_s = time.monotonic()
                 try:
-                    yield
+                    yield charge
                 finally:
                     self._service_s.append(time.monotonic() - started_s)
-                    self._pass_on()
+                    self._leave(request)
         except RequestDroppedError as exc:
             self._on_drop(str(exc.dropped))
             raise
@@ -127,8 +117,7 @@ class AdmissionQueue:
     # --- a place
 
     async def _take_place(self, request: AdmissionRequest) -> None:
-        if self.num_running < self._max_running and not self._waiting:
-            self.num_running += 1
+        if not self._waiting and self._try_enter(request):
             return
         waiter = self._enqueue(request)
         limit_s, is_deadline = self._max_wait_s, False
@@ -140,8 +129,9 @@ class AdmissionQueue:
         except BaseException as exc:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+                self._pass_on()  # whoever is first now may need fewer places
             elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self._pass_on()  # its turn came in the very moment in which it left
+                self._leave(request)  # its turn came in the very moment in which it left
             if isinstance(exc, TimeoutError):
                 raise self._too_late(request, is_deadline=is_deadline) from None
             raise
@@ -157,6 +147,7 @@ class AdmissionQueue:
         if len(self._waiting) >= self._max_waiting:
             self._make_room(request)
         self._waiting.insert(position, waiter)
+        self._pass_on()  # it may need fewer places than whoever was first
         if request.deadline_s is not None and self._sweeper is None:
             self._sweep_later()
         return waiter
@@ -164,7 +155,7 @@ class AdmissionQueue:
     def _make_room(self, request: AdmissionRequest) -> None:
         last = self._waiting[-1] if self._waiting else None
         if last is None or last.request.priority <= request.priority:
-            text = f"{self.num_running} requests in flight (--max-concurrency {self._max_running})"
+            text = f"{self._num_taken} answers in flight (--max-concurrency {self._max_running})"
             text += f" and {len(self._waiting)} waiting (--max-queue-size {self._max_waiting})"
             raise self._drop("rejected-queue-full", text)
         text = (
@@ -172,18 +163,33 @@ class AdmissionQueue:
         )
         self._evict(self._waiting.pop(), self._drop("evicted-priority", text))
 
-    def _pass_on(self) -> None:
-        """A place is free: the next one's, unless nobody waits."""
-        while self._waiting:
-            waiter = self._waiting.pop(0)
-            if waiter.turn.done():
-                continue
-            if self._misses_deadline(waiter.request, -1):
-                self._evict(waiter, self._too_late(waiter.request, is_deadline=True))
-                continue
-            waiter.turn.set_result(None)
-            return
+    def _num_places(self, request: AdmissionRequest) -> int:
+        return min(request.num_answers, self._max_running)
+
+    def _try_enter(self, request: AdmissionRequest) -> bool:
+        if self._num_taken + self._num_places(request) > self._max_running:
+            return False
+        self._num_taken += self._num_places(request)
+        self.num_running += 1
+        return True
+
+    def _leave(self, request: AdmissionRequest) -> None:
+        self._num_taken -= self._num_places(request)
         self.num_running -= 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """What places are free are those of whoever is next, as far as they go."""
+        while self._waiting:
+            waiter = self._waiting[0]
+            if not waiter.turn.done():
+                if self._misses_deadline(waiter.request, -1):
+                    self._evict(waiter, self._too_late(waiter.request, is_deadline=True))
+                elif self._try_enter(waiter.request):
+                    waiter.turn.set_result(None)
+                else:
+                    return
+            del self._waiting[0]
 
     @staticmethod
     def _evict(waiter: _Waiter, error: TandemError) -> None:
@@ -218,6 +224,7 @@ class AdmissionQueue:
             else:
                 kept.append(waiter)
         self._waiting[:] = kept
+        self._pass_on()
         if any(waiter.request.deadline_s is not None for waiter in kept):
             self._sweep_later()
 

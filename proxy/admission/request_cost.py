@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fastapi import Request
 
 from common.errors import InvalidRequestError
-from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest
+from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest, num_answers
+from common.openai.sampling import MAX_TOKENS
 from common.server.gate import api_key_digest_of
 from common.wire.headers import DEADLINE_HEADER
-from proxy.admission.queue import AdmissionRequest
+from proxy.admission.request import AdmissionRequest
 
 MAX_DEADLINE_MS = 86_400_000
 """A day: no request waits or runs longer."""
@@ -19,17 +21,47 @@ CHARS_PER_TOKEN = 4
 """Of a text whose tokens are estimated: English in common vocabularies."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Tokens of a request: of its prompts (of text: a quarter of its characters), and of each of its answers when it is
+    as long as it may be; None: ``max_tokens`` was not given, and the context is the bound."""
+
+    num_prompt_tokens: int
+    max_answer_tokens: int | None
+
+    @classmethod
+    def of(cls, parsed: GenerationRequest) -> RequestCost:
+        """Takes as long as the body is."""
+        max_tokens = parsed.sampling.max_tokens
+        if isinstance(parsed, ChatRequest):
+            return cls(_num_chars(parsed.messages) // CHARS_PER_TOKEN, max_tokens)
+        num_tokens = sum(
+            -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt) for prompt in parsed.prompts
+        )
+        return cls(num_tokens, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens)
+
+    def num_answer_tokens(self, num_answers: int, max_model_len: int | None) -> int:
+        """Of all answers. ``max_model_len``: of the nodes; None: unknown."""
+        if self.max_answer_tokens is not None:
+            return num_answers * self.max_answer_tokens
+        room = MAX_TOKENS if max_model_len is None else max(0, max_model_len - self.num_prompt_tokens)
+        return num_answers * room
+
+
 def read_admission_request(
-    request: Request, parsed: GenerationRequest, num_tokens: int, arrival_s: float
+    request: Request, parsed: GenerationRequest, cost: RequestCost, max_model_len: int | None, arrival_s: float
 ) -> AdmissionRequest:
-    """``num_tokens``: as ``estimate_tokens``. Raises InvalidRequestError for a malformed deadline."""
+    """Raises InvalidRequestError for a malformed deadline."""
     deadline_s = read_deadline_s(request.headers)
     return AdmissionRequest(
         arrival_s=arrival_s,
         priority=parsed.priority,
         deadline_s=None if deadline_s is None else arrival_s + deadline_s,
         key=api_key_digest_of(request),
-        num_tokens=num_tokens,
+        num_answers=num_answers(parsed),
+        num_prompt_tokens=cost.num_prompt_tokens,
+        num_answer_tokens=cost.num_answer_tokens(num_answers(parsed), max_model_len),
+        is_open_ended=cost.max_answer_tokens is None,
     )
 
 
@@ -45,21 +77,6 @@ def read_deadline_s(headers: Mapping[str, str]) -> float | None:
             param=DEADLINE_HEADER,
         )
     return int(given) / 1000
-
-
-def estimate_tokens(parsed: GenerationRequest) -> int:
-    """Tokens of the prompts (of text: a quarter of its characters) and of the longest answers."""
-    if isinstance(parsed, ChatRequest):
-        num_prompt = _num_chars(parsed.messages) // CHARS_PER_TOKEN
-        num_answers = parsed.output.n
-        longest = parsed.sampling.max_tokens or 0
-    else:
-        num_prompt = sum(
-            -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt) for prompt in parsed.prompts
-        )
-        num_answers = parsed.output.n * len(parsed.prompts)
-        longest = DEFAULT_COMPLETION_TOKENS if parsed.sampling.max_tokens is None else parsed.sampling.max_tokens
-    return num_prompt + num_answers * longest
 
 
 def _num_chars(value: object) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -33,9 +34,11 @@ from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
-from proxy.admission.queue import AdmissionQueue, AdmissionRequest
-from proxy.admission.request_cost import estimate_tokens, read_admission_request
-from proxy.http.tokenizer import PromptTokenizer
+from proxy.admission.key_limits import Charge
+from proxy.admission.queue import AdmissionQueue
+from proxy.admission.request import AdmissionRequest
+from proxy.admission.request_cost import RequestCost, read_admission_request
+from proxy.http.tokenizer import PromptTokenizer, Tokenised
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import LegFailedError, RelayedAnswer
 from proxy.legs.job import Job
@@ -105,12 +108,13 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
-            parsed, num_tokens = await run_for_body(request, lambda: _parse(parse, body))
+            parsed, cost = await run_for_body(request, lambda: _parse(parse, body))
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
-            admission_request = read_admission_request(request, parsed, num_tokens, arrival_s)
+            max_model_len = self._pool.max_model_len()
+            admission_request = read_admission_request(request, parsed, cost, max_model_len, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
         job = Job(
@@ -139,9 +143,10 @@ class GenerateService:
     ) -> None:
         with self._metrics.track(route, job.arrival_s, client.record, job.span), self._follow(job, route, client):
             try:
-                async with self._admission.admitted(admission_request), self._bounded(admission_request):
+                async with self._admission.admitted(admission_request) as charge, self._bounded(admission_request):
                     self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
-                    await self._run_admitted(http, job, request, client)
+                    with _settled(charge, job, client):
+                        await self._run_admitted(http, job, request, admission_request, client)
             except RelayedAnswer as exc:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
@@ -151,13 +156,21 @@ class GenerateService:
         about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
         return self._recent.follow(client.entry, about, client.record)
 
-    async def _run_admitted(self, http: Request, job: Job, request: GenerationRequest, client: ClientStream) -> None:
+    async def _run_admitted(
+        self,
+        http: Request,
+        job: Job,
+        request: GenerationRequest,
+        admission_request: AdmissionRequest,
+        client: ClientStream,
+    ) -> None:
         num_bytes = body_bytes_of(http)
         done = await self._tokenizer.tokenise(request, job.body, job.prompts, num_bytes=num_bytes)
         job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
         if num_bytes > LONG_BYTES:
             # What the legs' bodies have in common is remembered: putting them together takes no time then.
             await run_for_body(http, lambda: job.encoder.encode(job.body))
+        client.record.num_prompt_tokens = _num_prompt_tokens(done, estimate=admission_request.num_prompt_tokens)
         await self._orchestrator.run(job, client)
 
     @contextlib.asynccontextmanager
@@ -212,10 +225,44 @@ class GenerateService:
 
 def _parse(
     parse: Callable[[Mapping[str, Any]], GenerationRequest], body: Mapping[str, Any]
-) -> tuple[GenerationRequest, int]:
-    """The checked request, and the tokens that it may use; takes as long as the body is."""
+) -> tuple[GenerationRequest, RequestCost]:
+    """Takes as long as the body is."""
     parsed = parse(body)
-    return parsed, estimate_tokens(parsed)
+    return parsed, RequestCost.of(parsed)
+
+
+@contextlib.contextmanager
+def _settled(charge: Charge, job: Job, client: ClientStream) -> Iterator[None]:
+    """Settles ``charge`` by what the request used, whatever ends it: nothing when the client got an error instead of an
+    answer. Of a whole answer that nobody waited for the tokens are not known: the charge stays as it is."""
+    try:
+        yield
+    except Exception:
+        charge.settle((_num_used(job, client) or 0) if client.is_started else 0)
+        raise
+    finally:
+        used = _num_used(job, client)
+        if used is not None:
+            charge.settle(used)
+
+
+def _num_used(job: Job, client: ClientStream) -> int | None:
+    record = client.record
+    if record.num_prompt_tokens is None:
+        return 0
+    if record.num_output_tokens is None and not job.is_stream:
+        return None
+    return record.num_prompt_tokens + (record.num_output_tokens or 0)
+
+
+def _num_prompt_tokens(done: Tokenised, *, estimate: int) -> int:
+    """Of all prompts, of which some may have no ids here."""
+    counts = [
+        len(prompt) if isinstance(prompt, list | tuple) else keys.num_tokens if keys is not None else None
+        for prompt, keys in itertools.zip_longest(done.prompts, done.prompt_keys)
+    ]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else estimate
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:

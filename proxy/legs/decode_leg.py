@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import orjson
 
 from common.errors import DeadlineExceededError, QueueFullError, TransferError
 from common.metrics.outcomes import Outcome, outcome_of_answer
+from common.wire.fields import is_int
 from common.wire.headers import PREFILL_NODE_HEADER
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.errors import LegFailedError, RelayedAnswer, TransferFailedError
@@ -18,7 +20,7 @@ from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.protocol import check_draining, judge, open_decode_leg, status_reason
 from proxy.legs.stream_progress import StreamProgress
-from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
 from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
 from proxy.node_http.errors import NodeClientError
@@ -87,8 +89,10 @@ class DecodeLegs:
             await self._pass_stream(node, job, answer, leg, client, progress)
         else:
             body = await answer.read()
-            outcome = _outcome_of_whole(node, body)
+            answer_json = _read_whole(node, body)
             leg.succeed()
+            outcome = _outcome_of_whole(answer_json)
+            _count_usage(answer_json, client.record)
             await client.send_whole(answer.status, answer.headers, body, outcome)
 
     @staticmethod
@@ -123,7 +127,7 @@ class DecodeLegs:
                     client.go_on()
                 has_passed = True
                 await client.send_chunk(data)
-                gaps.passed(data)
+                client.record.num_output_tokens = (client.record.num_output_tokens or 0) + gaps.passed(data)
             if progress.failure is not None:
                 judge(leg, progress.failure.status)
                 raise progress.failure
@@ -144,14 +148,25 @@ async def _read_end(chunks: AsyncIterator[bytes]) -> None:
             await anext(chunks, None)
 
 
-def _outcome_of_whole(node: Node, body: bytes) -> Outcome:
+def _read_whole(node: Node, body: bytes) -> dict[str, Any]:
     """Raises LegFailedError for what is no JSON object."""
     try:
-        answer = json.loads(body)
+        answer = orjson.loads(body)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
         raise LegFailedError(f"decode node {node.name} answers what is no JSON object", reason="garbage")
+    return answer
+
+
+def _count_usage(answer: Mapping[str, Any], record: RequestRecord) -> None:
+    usage = answer.get("usage")
+    if isinstance(usage, dict) and is_int(usage.get("prompt_tokens")) and is_int(usage.get("completion_tokens")):
+        record.num_prompt_tokens = usage["prompt_tokens"]
+        record.num_output_tokens = usage["completion_tokens"]
+
+
+def _outcome_of_whole(answer: Mapping[str, Any]) -> Outcome:
     choices = answer.get("choices")
     choices = choices if isinstance(choices, list) else ()
     return outcome_of_answer(each.get("finish_reason") for each in choices if isinstance(each, dict))

@@ -19,10 +19,17 @@ from common.telemetry.tracing import NO_SPAN, RequestSpan
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's outcome: ``ABORT`` until another one is known, because a request whose client leaves is cancelled
-    wherever it is."""
+    """What became of one request.
+
+    Attributes:
+        outcome: ``ABORT`` until another one is known: a request whose client leaves is cancelled wherever it is.
+        num_prompt_tokens: None: no node has heard of it.
+        num_output_tokens: of what the client got: of a stream, its events with a choice; None: not known.
+    """
 
     outcome: Outcome = Outcome.ABORT
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
 
 
 class ProxyMetrics(Metrics):

@@ -17,12 +17,14 @@ class TokenGaps:
         self._is_on = num_choices == 1
         self._last_s: float | None = None
 
-    def passed(self, data: bytes) -> None:
-        """A piece of the stream went out. The tokens of one piece share the gap before it, which counts once."""
-        num_tokens = data.count(_TOKEN) if self._is_on else 0
-        if not num_tokens:
-            return
+    def passed(self, data: bytes) -> int:
+        """A piece of the stream went out; returns how many tokens it has, of all choices. They share the gap before
+        it, which counts once."""
+        num_tokens = data.count(_TOKEN)
+        if not num_tokens or not self._is_on:
+            return num_tokens
         now_s = time.monotonic()
         if self._last_s is not None:
             self._observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
+        return num_tokens

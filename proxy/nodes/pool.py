@@ -123,6 +123,11 @@ class NodePool:
         infos = [node.info for node in self._nodes.values() if node.is_up and node.info.model is not None]
         return {model for info in infos for model in (info.model, *info.more_models) if model is not None}
 
+    def max_model_len(self) -> int | None:
+        """The longest context of a node that is up; None when none says."""
+        lengths = (node.info.max_model_len for node in self._nodes.values() if node.is_up)
+        return max((length for length in lengths if length is not None), default=None)
+
     # --- who belongs to it
 
     def find(self, url: str) -> Node | None:

@@ -32,13 +32,15 @@ class Admission:
         """Requests that wait: for the engine, or for the first part of a prompt that a peer computes."""
         return self._core.num_waiting + self.num_waiting_for_peer
 
-    def check(self) -> None:
-        """Raises DrainingError, or QueueFullError when too many requests wait for the engine already."""
+    def check(self, num_answers: int) -> None:
+        """Raises DrainingError, or QueueFullError when too many requests wait for the engine already, each counted as
+        its answers; one that alone has too many begins when nobody waits."""
         self._drain.check_admission()
         waiting = self._core.num_waiting
-        if waiting > self._max_queue:
+        if waiting and waiting + num_answers > self._max_queue + 1:
             raise QueueFullError(
-                f"{waiting} requests are waiting on {self._node_name}, --max-queue is {self._max_queue}"
+                f"{waiting} requests are waiting on {self._node_name} and this one is for {num_answers} answers, "
+                f"--max-queue is {self._max_queue}"
             )
 
     @contextlib.asynccontextmanager

@@ -33,7 +33,14 @@ from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import EventStream, ResponseBuilder, response_id
 from common.node.serving.tracing import RequestTrace
 from common.openai import responses
-from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
+from common.openai.protocol import (
+    ChatRequest,
+    GenerationRequest,
+    check_model,
+    num_answers,
+    parse_chat,
+    parse_completion,
+)
 from common.request import Request
 from common.server.disconnect import run_until_disconnect
 from common.server.gate import is_peer, request_id_of, wants_trace
@@ -110,7 +117,7 @@ class Serving:
         span = self._tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
         record = RequestRecord(self._metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
         try:
-            self._admission.check()
+            self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
             jobs = await self._prompts.jobs(http, request)

@@ -68,6 +68,7 @@ class FakeNode:
     role: str | None = None
     epoch: str = "77"
     model: str = "fake"
+    usage: dict[str, int] | None = None  # of whole answers
     fingerprint: str = "f00d"
     pull: bool = False
     resume: bool = False
@@ -196,7 +197,8 @@ class FakeNode:
         headers = {REPORT_HEADER: self.report} if self.report else {}
         if body.get("stream"):
             return StreamingResponse(self._events(body), media_type="text/event-stream", headers=headers)
-        return JSONResponse({"node": self.name, "object": "text_completion"}, headers=headers)
+        usage = {"usage": self.usage} if self.usage else {}
+        return JSONResponse({"node": self.name, "object": "text_completion", **usage}, headers=headers)
 
     def _lease_id(self) -> str:
         return f"{self.name}-lease-{next(self.num_leases)}"

@@ -136,6 +136,63 @@ def test_keys_when_one_is_over_its_limits_then_the_other_is_served(start_cluster
     assert cluster.metric("tandem_requests_dropped_total", reason="rejected-rate-limit") == 1
 
 
+@pytest.fixture
+def limited(start_cluster: StartCluster, tmp_path: Path) -> Cluster:
+    """A proxy whose clients may use 120 tokens a minute together; its node has a context of 128."""
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps({"default": {"tokens_per_minute": 120}}))
+    return start_cluster(0, api_key_limits_file=str(limits))
+
+
+CHAT = {"messages": [{"role": "user", "content": "a" * 76}]}  # 20 tokens, with the role
+
+
+def test_chat_without_max_tokens_when_it_runs_then_it_holds_what_it_may_use_and_at_its_end_what_it_used(
+    limited: Cluster,
+) -> None:
+    node = limited.decode[0]
+    node.has_choices, node.fault = True, Fault.STALL
+    post = limited.client.post
+    with limited.client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        assert next(answer.iter_lines())
+        node.fault = Fault.NONE
+        refused = post("/v1/chat/completions", json=CHAT)
+        assert refused.headers["x-tandem-dropped"] == "rejected-rate-limit"
+    # It was left after a prompt of 20 tokens and an answer of one.
+    wait_for(lambda: limited.metric("tandem_requests_running") == 0, "the first to end")
+    assert post("/v1/completions", json={"prompt": "a" * 40, "max_tokens": 80}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "usage", "num_used"),
+    [
+        ({"stream": True}, None, 23),  # three events with a choice
+        ({}, {"prompt_tokens": 19, "completion_tokens": 31}, 50),
+        ({}, None, 120),  # nobody says: as much as it may have been
+    ],
+)
+def test_request_when_it_has_ended_then_its_key_has_used_what_it_used(
+    limited: Cluster, body: dict[str, bool], usage: dict[str, int] | None, num_used: int
+) -> None:
+    node = limited.decode[0]
+    node.has_choices, node.usage = True, usage
+    assert limited.client.post("/v1/chat/completions", json={**CHAT, **body}).status_code == 200
+    left = 120 - num_used
+    for num_tokens, status in ((min(120, left + 50), 429), *([(left - 10, 200)] if left else [])):
+        answer = limited.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": num_tokens - 1})
+        assert answer.status_code == status, answer.text
+
+
+def test_request_when_nodes_fail_or_refuse_it_then_it_has_used_nothing(limited: Cluster) -> None:
+    node = limited.decode[0]
+    for node.status in (500, 400):
+        node.fault = Fault.STATUS
+        assert limited.client.post("/v1/chat/completions", json=CHAT).status_code >= 400
+    node.fault = Fault.NONE
+    answer = limited.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 110})
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -145,6 +202,7 @@ def test_keys_when_one_is_over_its_limits_then_the_other_is_served(start_cluster
         ('{"default": {"rpm": 1}}', "default has rpm; the limits are max_concurrency"),
         ('{"default": {"max_concurrency": 0}}', "max_concurrency must be a whole number from 1 to"),
         ('{"default": {"max_concurrency": true}}', "got True"),
+        ('{"default": {"best_priority": 0.5}}', "best_priority must be a whole number from -1000000000000 to"),
         ('{"keys": {"secret": {}}}', "entry 1 of keys is not a key of --api-key-file"),
         ('{"keys": {"known": 5}}', "entry 1 of keys must be an object, got int"),
     ],

@@ -283,25 +283,140 @@ def test_key_when_at_its_concurrency_then_rejected_and_others_are_not() -> None:
 def test_key_when_its_requests_a_minute_are_used_then_told_when_there_is_one() -> None:
     limits = KeyLimits(Limits(requests_per_minute=2))
     for _ in range(2):
-        with limits.hold("key", 0):
+        with limits.hold(admission_request(key="key")):
             pass
-    with pytest.raises(RequestDroppedError, match="requests_per_minute of 2") as caught, limits.hold("key", 0):
+    refused = limits.hold(admission_request(key="key"))
+    with pytest.raises(RequestDroppedError, match="requests_per_minute of 2") as caught, refused:
         pass
     assert caught.value.dropped == "rejected-rate-limit"
     assert caught.value.retry_after_s == 30
-    with limits.hold("other key", 0):
+    with limits.hold(admission_request(key="other key")):
         pass
 
 
 def test_key_when_its_tokens_a_minute_are_used_then_rejected_and_too_large_ones_are_the_clients_fault() -> None:
     limits = KeyLimits(Limits(tokens_per_minute=100))
-    with limits.hold("key", 60):
+    some = admission_request(key="key", num_prompt_tokens=10, num_answer_tokens=50)
+    with limits.hold(some):
         pass
-    with pytest.raises(RequestDroppedError) as caught, limits.hold("key", 60):
+    with pytest.raises(RequestDroppedError) as caught, limits.hold(some):
         pass
     assert 11 <= caught.value.retry_after_s <= 12  # 20 tokens at 100 a minute
-    with pytest.raises(InvalidRequestError, match="may use 101 tokens"), limits.hold("key", 101):
+    many = admission_request(key="key", num_prompt_tokens=10, num_answer_tokens=91)
+    with pytest.raises(InvalidRequestError, match="may use 101 tokens"), limits.hold(many):
         pass
+
+
+def test_key_when_a_request_has_used_less_or_more_than_its_charge_then_the_difference_is_settled() -> None:
+    limits = KeyLimits(Limits(tokens_per_minute=100))
+    most = admission_request(key="key", num_prompt_tokens=10, num_answer_tokens=90)
+    with limits.hold(most) as charge:
+        charge.settle(30)
+    with limits.hold(admission_request(key="key", num_prompt_tokens=70)) as charge:
+        charge.settle(100)
+        charge.settle(0)  # once only
+    with pytest.raises(RequestDroppedError) as caught, limits.hold(admission_request(key="key", num_prompt_tokens=1)):
+        pass
+    assert 18 <= caught.value.retry_after_s <= 19  # a debt of 30, and 1, at 100 a minute
+
+
+def test_key_when_a_request_may_fill_the_context_then_charged_a_minute_at_most_and_its_prompt_must_fit() -> None:
+    limits = KeyLimits(Limits(tokens_per_minute=100))
+
+    def open_ended(num_prompt_tokens: int) -> AdmissionRequest:
+        return admission_request(
+            key="key", num_prompt_tokens=num_prompt_tokens, num_answer_tokens=4000, is_open_ended=True
+        )
+
+    with limits.hold(open_ended(20)) as charge:
+        with pytest.raises(RequestDroppedError), limits.hold(admission_request(key="key", num_prompt_tokens=1)):
+            pass
+        charge.settle(25)
+    with limits.hold(admission_request(key="key", num_prompt_tokens=75)):
+        pass
+    with pytest.raises(InvalidRequestError, match="tokens_per_minute of this API key are 100"):
+        limits.hold(open_ended(101)).__enter__()
+
+
+def test_key_when_a_request_is_for_several_answers_then_each_counts() -> None:
+    limits = KeyLimits(Limits(max_concurrency=4), {"b": Limits(requests_per_minute=4)})
+    with limits.hold(admission_request(key="a", num_answers=3)):
+        with pytest.raises(RequestDroppedError, match="3 answers of this API key are in flight, this request is for 2"):
+            limits.hold(admission_request(key="a", num_answers=2)).__enter__()
+        with limits.hold(admission_request(key="a")):
+            pass
+    with limits.hold(admission_request(key="b", num_answers=3)):
+        pass
+    with pytest.raises(RequestDroppedError, match="requests_per_minute of 4"):
+        limits.hold(admission_request(key="b", num_answers=2)).__enter__()
+    for key, name in (("a", "max_concurrency"), ("b", "requests_per_minute")):
+        with pytest.raises(InvalidRequestError, match=f"for 5 answers .*the {name} of this API key is 4") as caught:
+            limits.hold(admission_request(key=key, num_answers=5)).__enter__()
+        assert (caught.value.param, caught.value.code) == ("n", "over_request_limit")
+
+
+def test_key_when_it_asks_for_a_priority_then_none_better_than_the_operator_allows() -> None:
+    limits = KeyLimits(Limits(), {"vip": Limits(best_priority=-5)})
+    for key, priority in ((None, -(2**31)), ("a", 0), ("a", 9), ("vip", -5)):
+        with limits.hold(admission_request(priority, key=key)):
+            pass
+    for key, priority, best in (("a", -1, 0), ("vip", -6, -5)):
+        with pytest.raises(InvalidRequestError, match=f"at least {best} .* got {priority}") as caught:
+            limits.hold(admission_request(priority, key=key)).__enter__()
+        assert (caught.value.param, caught.value.code) == ("priority", "priority_not_allowed")
+    with pytest.raises(InvalidRequestError, match="at least 3"):
+        KeyLimits(Limits(best_priority=3)).hold(admission_request(2)).__enter__()
+
+
+def test_queue_when_a_tenant_asks_for_a_better_priority_then_nobody_elses_request_is_evicted() -> None:
+    async def work() -> None:
+        async with closing(line(max_waiting=1)) as requests:
+            await requests.send("running", admission_request(key="a"))
+            await requests.send("waiting", admission_request(key="a"))
+            with pytest.raises(InvalidRequestError):
+                await requests.admission.admitted(admission_request(-1, key="b")).__aenter__()
+            assert requests.dropped == {}
+            await requests.end("running")
+            assert requests.began == ["running", "waiting"]
+
+    run(work)
+
+
+def test_places_when_requests_are_for_several_answers_then_each_takes_one_and_nobody_overtakes_the_first() -> None:
+    async def work() -> None:
+        async with closing(line(max_running=4)) as requests:
+            await requests.send("three", admission_request(num_answers=3))
+            await requests.send("two", admission_request(num_answers=2))
+            await requests.send("one", admission_request())
+            assert (requests.began, requests.admission.num_running) == (["three"], 1)
+            await requests.send("urgent", admission_request(-1))
+            assert requests.began == ["three", "urgent"]
+            await requests.end("three")
+            assert requests.began == ["three", "urgent", "two", "one"]
+            await requests.send("thousand", admission_request(num_answers=1000))
+            for name in ("urgent", "two"):
+                await requests.end(name)
+            assert "thousand" not in requests.began
+            await requests.end("one")
+            assert requests.began[-1] == "thousand"
+            await requests.send("next", admission_request())
+            assert requests.began[-1] == "thousand"
+
+    run(work)
+
+
+def test_places_when_the_first_of_the_queue_leaves_then_the_next_may_have_room() -> None:
+    async def work() -> None:
+        async with closing(line(max_running=2)) as requests:
+            await requests.send("one", admission_request())
+            await requests.send("two", admission_request(num_answers=2))
+            await requests.send("another", admission_request())
+            assert requests.began == ["one"]
+            requests.tasks["two"].cancel()
+            await settle()
+            assert requests.began == ["one", "another"]
+
+    run(work)
 
 
 def test_key_when_its_request_is_dropped_from_the_queue_then_it_was_charged_nothing() -> None:
