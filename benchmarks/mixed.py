@@ -46,20 +46,24 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="under way at once")
     parser.add_argument("--tokens", type=int, default=2000, help="of each prompt")
     parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens of the nodes")
+    parser.add_argument("--local", action="store_true", help="prompts go to the decode node")
     parser.add_argument("--stream", type=int, default=400, help="tokens of the idle stream")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    max_tokens = max(MAX_TOKENS, args.tokens + 1)
     if not 2 <= args.stream <= STREAM_TOKENS:
         parser.error(f"--stream {args.stream} is not from 2 to {STREAM_TOKENS}")
-    if not 1 <= args.tokens <= MAX_TOKENS - 1:
-        parser.error(f"--tokens {args.tokens} is not from 1 to {MAX_TOKENS - 1}")
+    if args.tokens < 1:
+        parser.error(f"--tokens {args.tokens} is below 1")
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         path = make_checkpoint(args.family, args.size, getattr(torch, args.dtype), Path(folder))
-        tokenizer = build_tokenizer(SIZES[args.size]["vocab"], MAX_TOKENS)
+        config = path / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": max_tokens}))
+        tokenizer = build_tokenizer(SIZES[args.size]["vocab"], max_tokens)
         tokenizer.save_pretrained(path)
         letter = tokenizer.convert_tokens_to_ids("a")
-        nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=MAX_TOKENS - 64)
+        nodes = argparse.Namespace(model=str(path), dtype=args.dtype, chunk=args.chunk, tokens=max_tokens - 64)
         spawn = multiprocessing.get_context("spawn")
         with (
             service(nodes, is_proxy_apart=True) as (proxy, decode),
@@ -78,6 +82,7 @@ def main() -> None:
         median, late = _part(values, 0.5), _part(values, 0.99)
         print(f"{name:<7} intervals {len(values):5}  median {median:7.2f} ms  p99 {late:7.2f} ms")
     print(f"p99 loaded / idle {_part(loaded, 0.99) / _part(idle, 0.99):.2f}")
+    print(f"longest gap {max(loaded):.2f} ms, {max(loaded) / _part(loaded, 0.5):.2f} median steps")
 
 
 async def _round(
@@ -107,7 +112,8 @@ async def _round(
 
         following = asyncio.create_task(follow_each_other())
         await asyncio.sleep(START_S)
-        sending = asyncio.get_running_loop().run_in_executor(sender, send_prompts, proxy, bodies)
+        url = decode if args.local else proxy
+        sending = asyncio.get_running_loop().run_in_executor(sender, send_prompts, url, bodies)
         try:
             done, _ = await asyncio.wait((sending, following), return_when=asyncio.FIRST_COMPLETED)
             if following in done:
@@ -120,14 +126,14 @@ async def _round(
     return _intervals(alone), [value for arrivals in beside for value in _intervals(arrivals)]
 
 
-def send_prompts(proxy: str, bodies: Sequence[bytes]) -> tuple[float, float]:
+def send_prompts(url: str, bodies: Sequence[bytes]) -> tuple[float, float]:
     """All at once, and when the first began and the last was answered. Runs in a process of its own: the clock is the
     machine's."""
 
     async def send() -> None:
         headers = {"content-type": "application/json"}
         async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers=headers) as client:
-            answers = await asyncio.gather(*(client.post(proxy + COMPLETIONS_ROUTE, content=body) for body in bodies))
+            answers = await asyncio.gather(*(client.post(url + COMPLETIONS_ROUTE, content=body) for body in bodies))
         for answer in answers:
             answer.raise_for_status()
 

@@ -31,6 +31,10 @@ trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
 # Three workers, for tests wait often: one has the tests that start services, the others all else (tests/conftest.py).
 .venv/bin/python -m pytest -m "$markers" --numprocesses 3 "$@" || status=$?
+if [ -z "$markers" ] && [ $# -eq 0 ]; then
+    # Again on devices whose memory is late (tests/support/late_device.py).
+    LATE_DEVICE=1 .venv/bin/python -m pytest -m "not full" tests/e2e/test_{identity,pipelining,two_turns}.py tests/e2e/test_fa{ilures_matrix,ults_*}.py || status=$?
+fi
 wait "$types" || status=$?
 cat "$types_log"
 exit "$status"

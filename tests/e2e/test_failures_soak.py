@@ -1,4 +1,5 @@
-"""Two prefill and two decode nodes under mixed load while one node after the other is killed or frozen."""
+"""Two prefill and two decode nodes on late devices, under mixed load, while one node after the other is killed or
+frozen, and clients leave, send what no client means, and stand still half-way."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.support.client import metric, wait_settled
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference
-from tests.support.service import Service
+from tests.support.service import LATE_DEVICE_VARIABLE, Service
 
 NUM_CLIENTS = 6
 NUM_TOKENS = 16
@@ -78,11 +79,17 @@ def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) 
         assert strikes >= 3
         assert tally.counts["right"] > 2 * duration_s, tally.counts
         assert tally.counts["left"] > duration_s / 10, tally.counts
+        assert tally.counts["hostile"] + tally.counts["hostile cut"] > duration_s / 10, tally.counts
         assert after[0] <= before[0] + OPEN_FILES_SLACK, report
         assert after[1] <= before[1] + MEMORY_SLACK_MIB, report
         for node in nodes:
             assert num_open_files(node) <= marks[node.url][0] + OPEN_FILES_SLACK, report
             assert resident_mib(node) <= marks[node.url][1] + MEMORY_SLACK_MIB, report
+
+
+@pytest.fixture(autouse=True)
+def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LATE_DEVICE_VARIABLE, "1")
 
 
 def test_service_when_nodes_are_killed_three_times_then_no_answer_is_wrong_and_nothing_leaks(

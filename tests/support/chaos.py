@@ -11,6 +11,8 @@ import json
 import os
 import random
 import signal
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -19,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -30,6 +33,8 @@ from tests.support.service import Node, Service, wait_ready
 
 ANSWER_TIMEOUT_S = 60.0
 """A request without an end after this hangs."""
+NUM_STANDING = 12
+"""Connections that stand still half-way at a time."""
 ERRORS = {
     429: {"queue_full"},
     502: {"transfer_failed", "peer_restarted", "peer_unreachable"},
@@ -176,6 +181,7 @@ def clients(
     url: str, questions: Sequence[Question], reference: Reference, tally: Tally, *, count: int, seed: int
 ) -> Iterator[None]:
     """``count`` clients ask one thing after the other while the block runs; one request in six is left in the middle.
+    One more is hostile.
 
     Leaving the block waits until each has read its last answer.
     """
@@ -191,6 +197,7 @@ def clients(
                 ask(url, question, reference, tally, stream=draw.random() < 0.5)
 
     threads = [threading.Thread(target=run, args=(random.Random(seed + index),)) for index in range(count)]
+    threads.append(threading.Thread(target=be_hostile, args=(url, random.Random(seed), tally, done)))
     for thread in threads:
         thread.start()
     try:
@@ -199,6 +206,53 @@ def clients(
         done.set()
         for thread in threads:
             thread.join(ANSWER_TIMEOUT_S + 30)
+
+
+HOSTILE_BODIES = (
+    b"{" * 100_000,
+    b'{"prompt": ' + b"[" * 50_000,
+    b'{"prompt": "\\ud800", "max_tokens": ' + b"9" * 4000 + b"}",
+    json.dumps({"prompt": ["x"] * 2048, "n": 128}).encode(),
+    json.dumps({"prompt": [7] * 1_000_000}).encode(),
+    json.dumps({"prompt": "x", "stop": ["y" * 1000] * 1000}).encode(),
+    json.dumps({"prompt": "x", "logit_bias": {str(token): 1 for token in range(50_000)}}).encode(),
+    json.dumps({"prompt": [5, 6, 7], "max_tokens": -1, "temperature": "hot"}).encode(),
+    json.dumps(
+        {"prompt": [5] * 50, "kv_transfer_params": {"do_remote_prefill": True, "tandem_output_row": "AA=="}}
+    ).encode(),
+)
+"""Requests that no client means: refused with a 4xx, or answered, but never a fault of the service."""
+
+
+def be_hostile(url: str, draw: random.Random, tally: Tally, done: threading.Event) -> None:
+    """Hostile bodies one after the other; between them connections that stand still half-way, or are reset."""
+    host = urlsplit(url)
+    address = (str(host.hostname), int(host.port or 80))
+    standing: list[socket.socket] = []
+    while not done.is_set():
+        body = draw.choice(HOSTILE_BODIES)
+        try:
+            response = httpx.post(url + COMPLETIONS_ROUTE, content=body, timeout=ANSWER_TIMEOUT_S)
+            if response.status_code >= 500 and response.status_code not in ERRORS:
+                tally.add_wrong(f"{body[:40]!r}: status {response.status_code}: {response.text[:200]}")
+            tally.add("hostile")
+        except httpx.TimeoutException:
+            tally.add_hung(f"{body[:40]!r}: no end")
+        except httpx.HTTPError:  # refused before the body was read to its end
+            tally.add("hostile cut")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        with contextlib.suppress(OSError):  # the proxy is being started again
+            standing.append(socket.create_connection(address))
+            standing[-1].sendall(head[: draw.randrange(len(head))])
+        if len(standing) > NUM_STANDING:
+            left = standing.pop(draw.randrange(len(standing)))
+            if draw.random() < 0.5:  # closed by a reset
+                left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            left.close()
+            tally.add("half open")
+        done.wait(draw.random() * 0.2)
+    for each in standing:
+        each.close()
 
 
 def strike(service: Service, node: Node, *, freeze_s: float) -> None:
