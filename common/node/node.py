@@ -17,7 +17,7 @@ import logging
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
-from common.errors import NodeUnavailableError, RequestAbortedError
+from common.errors import NodeUnavailableError, RequestAbortedError, TransferError
 from common.kv_cache.observe.stats import CacheStats
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics, Samples
@@ -128,7 +128,11 @@ class Node:
         await asyncio.to_thread(self._puller.close)
         await self.remote_leases.close()
         await self.peers.close()
-        await asyncio.to_thread(self.backend.close)
+        try:
+            await asyncio.to_thread(self.backend.close)
+        except TransferError as exc:
+            # It ends with the process, whose memory nobody uses any more.
+            logger.error("the transfer agent was not ended: %s", exc.message)
         await asyncio.to_thread(self.tracer.close)
 
     @property

@@ -16,7 +16,7 @@ from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
 from common.node.pull.pull_task import FinishedPull, PullTask, RemotePrefix
 from common.transfer.codes import TransferCode
-from common.transfer.jobs import PullReason
+from common.transfer.jobs import DoneCallback, PullJob, PullOutcome, PullReason, PullStatus, TerminalCallback
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import BLOCK_SIZE, BLOCKS, SLOTS, PeerHolder
 
@@ -368,6 +368,39 @@ async def test_peer_when_lost_during_a_part_then_its_destination_is_given_back_o
         while not it.num_terminal:
             await asyncio.sleep(0.005)
     assert it.num_terminal == 1
+
+
+async def test_part_when_it_failed_and_may_still_be_written_then_nothing_else_is_read_into_its_memory(
+    start_pull: StartPull, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first read brings later would not be noticed in what a second one had proved."""
+    submitted: list[str] = []
+
+    def submit(job: PullJob, on_done: DoneCallback, on_terminal: TerminalCallback) -> None:
+        submitted.append(job.pull_id)
+        on_done(PullOutcome(job.pull_id, PullStatus.FAILED, False, 64, 1, 0.1, TransferCode.PEER_DISCONNECTED))
+
+    monkeypatch.setattr(reader.puller, "submit", submit)
+    it = start_pull()
+    it.manifests.give(it.holder.prefix(8))
+    result = await it.result()
+    assert (result.ok, result.terminal, result.reason) == (False, False, TransferCode.PEER_DISCONNECTED)
+    assert submitted == ["seq/part-1"]
+
+
+async def test_pull_when_it_breaks_down_with_a_part_in_flight_then_its_destination_is_kept(
+    start_pull: StartPull, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[str] = []
+    monkeypatch.setattr(reader.puller, "submit", lambda job, *_: submitted.append(job.pull_id))
+    it = start_pull()
+    it.manifests.give(it.holder.prefix(8))
+    await it.until(lambda: submitted)
+    await asyncio.sleep(0)
+    it.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await it.task
+    assert it.pull.failed("broken").terminal is False
 
 
 async def test_part_when_the_holder_made_its_agent_anew_then_is_read_after_a_new_handshake(
