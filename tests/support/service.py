@@ -122,14 +122,22 @@ class Node:
         return dict(response.json())
 
 
-def start_node(role: str, model: Path, folder: Path, *flags: str, port: int | None = None, **environment: str) -> Node:
-    """``role`` is ``prefill`` or ``decode``. Does not wait: see ``wait_ready``."""
+def start_node(
+    role: str,
+    model: Path,
+    folder: Path,
+    *flags: str,
+    port: int | None = None,
+    program: Sequence[str] = (),
+    **environment: str,
+) -> Node:
+    """``role`` is ``prefill`` or ``decode``. ``program``: a module that runs in place of the role's own, and the words
+    that it takes before the flags. Does not wait: see ``wait_ready``."""
     port = port or free_port()
-    argv = ["--model", str(model), "--port", str(port), "--device", "cpu", *flags]
+    usual = ("tests.support.late_node", role) if os.environ.get(LATE_DEVICE_VARIABLE) else (f"{role}_node",)
+    module, *words = program or usual
+    argv = [*words, "--model", str(model), "--port", str(port), "--device", "cpu", *flags]
     environment = {"TANDEM_TEST_HOOKS": "1", **environment}
-    module = f"{role}_node"
-    if os.environ.get(LATE_DEVICE_VARIABLE):
-        module, argv = "tests.support.late_node", [role, *argv]
     process = WarmProcess(module, argv, folder / f"{role}-{port}.log", **environment)
     return Node(role, f"http://127.0.0.1:{port}", process)
 
@@ -159,7 +167,8 @@ def wait_ready(node: Node, timeout_s: float = START_TIMEOUT_S) -> None:
 
 @dataclass
 class Service:
-    """Context manager: everything is ready inside, and ended after it."""
+    """Context manager: everything is ready inside, and ended after it. ``is_faulty``: nodes take faults from marked
+    requests (``tests.support.faulty_node``)."""
 
     model: Path
     prefill_flags: Sequence[str] = ()
@@ -168,6 +177,7 @@ class Service:
     num_prefill: int = 1
     num_decode: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    is_faulty: bool = False
     prefill: list[Node] = field(default_factory=list, init=False)
     decode: list[Node] = field(default_factory=list, init=False)
     proxy: Node = field(init=False)
@@ -180,7 +190,7 @@ class Service:
                 (self.prefill, "prefill", self.prefill_flags, self.num_prefill),
                 (self.decode, "decode", self.decode_flags, self.num_decode),
             ):
-                nodes += [start_node(role, self.model, folder, *flags, **self.environment) for _ in range(number)]
+                nodes += [self._start(role, folder, *flags) for _ in range(number)]
             for node in (*self.prefill, *self.decode):
                 wait_ready(node)
             self.proxy = start_proxy(self.prefill, self.decode, folder, *self.proxy_flags)
@@ -214,7 +224,7 @@ class Service:
         flags = self.prefill_flags if node.role == "prefill" else self.decode_flags
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         port = int(node.url.rpartition(":")[2])
-        node.process = start_node(node.role, self.model, folder, *flags, port=port, **self.environment).process
+        node.process = self._start(node.role, folder, *flags, port=port).process
 
     def bring_back(self, node: Node, wait_s: float = 0.5) -> None:
         """After ``node`` stood still: UCX may end a holder that wakes up with answers nobody waits for any more
@@ -223,6 +233,10 @@ class Service:
         if node.process.popen.poll() is not None:
             self.start_again(node)
             wait_ready(node)
+
+    def _start(self, role: str, folder: Path, *flags: str, port: int | None = None) -> Node:
+        program = ("tests.support.faulty_node", role) if self.is_faulty else ()
+        return start_node(role, self.model, folder, *flags, port=port, program=program, **self.environment)
 
     def _stop(self) -> None:
         for node in reversed(list(self.nodes)):

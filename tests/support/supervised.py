@@ -60,12 +60,19 @@ def _parent(pid: int) -> int:
 
 
 class Up:
-    """One ``tandem up``. Leaving the context ends it and whatever it left behind."""
+    """One ``tandem up``, by ``program``. Leaving the context ends it and whatever it left behind."""
 
-    def __init__(self, folder: Path, *flags: str, ignore_sigint: bool = False, **environment: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        program: str = "common.cli",
+        ignore_sigint: bool = False,
+        **environment: str,
+    ) -> None:
         self.log = folder / "up.log"
         self.base_port = free_base_port()
-        argv = [sys.executable, "-m", "common.cli", "up", "--port", str(self.base_port), *flags]
+        argv = [sys.executable, "-m", program, "up", "--port", str(self.base_port), *flags]
         if ignore_sigint:  # as a shell does to what a script starts with `&`
             argv = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *argv]
         with self.log.open("wb") as output:
