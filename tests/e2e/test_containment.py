@@ -1,5 +1,5 @@
 """A request whose lookup, admission, forward, sampling or detokenisation raises fails alone, with a typed error: fifty
-others beside it are right, and nothing of it is left."""
+others beside it are right, and nothing of it is left. (Each place of the engine by itself: ``tests/engine``.)"""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def check_untouched(service: Service, pids: Sequence[int]) -> None:
     ("place", "after", "error"),
     [
         ("lookup", 0, IN_ENGINE),
-        ("admission", 0, IN_ENGINE),
-        ("forward", 0, IN_ENGINE),
+        pytest.param("admission", 0, IN_ENGINE, marks=pytest.mark.full),
+        pytest.param("forward", 0, IN_ENGINE, marks=pytest.mark.full),
         ("forward", 310, IN_ENGINE),
-        ("sampling", 0, IN_ENGINE),
-        ("sampling", 310, IN_ENGINE),
-        ("detokenise", 0, INTERNAL),
+        pytest.param("sampling", 0, IN_ENGINE, marks=pytest.mark.full),
+        pytest.param("sampling", 310, IN_ENGINE, marks=pytest.mark.full),
+        pytest.param("detokenise", 0, INTERNAL, marks=pytest.mark.full),
         ("detokenise", 10, INTERNAL),
     ],
 )
@@ -91,7 +91,9 @@ def test_request_when_a_place_raises_for_it_then_it_fails_alone(
     check_untouched(service, pids)
 
 
-@pytest.mark.parametrize("place", ["lookup", "admission", "forward"])
+@pytest.mark.parametrize(
+    "place", [*(pytest.param(place, marks=pytest.mark.full) for place in ("lookup", "admission")), "forward"]
+)
 def test_prefill_leg_when_a_place_raises_for_it_then_only_its_prompt_is_computed_elsewhere(
     service: Service, reference: Reference, place: str
 ) -> None:

@@ -66,16 +66,9 @@ class Stream:
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """One prefill node; ``param``: how many decode nodes, and the proxy's flags."""
-    num_decode, proxy_flags = getattr(request, "param", (1, ()))
-    with Service(
-        checkpoint(FAMILY),
-        prefill_flags=NODE_FLAGS,
-        decode_flags=NODE_FLAGS,
-        proxy_flags=proxy_flags,
-        num_decode=num_decode,
-        is_faulty=True,
-    ) as running:
+    """One prefill node; ``param``: fields of the service that are not the usual ones."""
+    fields = {"prefill_flags": NODE_FLAGS, "decode_flags": NODE_FLAGS, **getattr(request, "param", {})}
+    with Service(checkpoint(FAMILY), is_faulty=True, **fields) as running:
         yield running
 
 
@@ -136,7 +129,8 @@ def test_streams_when_the_engine_under_them_dies_then_are_told_and_the_node_that
     check_serves(service, reference, seed=7811)
 
 
-@pytest.mark.parametrize("service", [(2, ("--migration-limit", "1"))], indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("service", [{"num_decode": 2, "proxy_flags": ("--migration-limit", "1")}], indirect=True)
 def test_streams_when_they_may_move_and_the_engine_under_them_dies_then_go_on_elsewhere(
     service: Service, reference: Reference
 ) -> None:
@@ -157,6 +151,7 @@ def test_streams_when_they_may_move_and_the_engine_under_them_dies_then_go_on_el
     check_serves(service, reference, seed=7830)
 
 
+@pytest.mark.full
 def test_prompts_when_the_engine_of_their_prefill_node_dies_then_decode_node_hears_at_once_and_computes_them(
     service: Service, reference: Reference
 ) -> None:
@@ -175,6 +170,24 @@ def test_prompts_when_the_engine_of_their_prefill_node_dies_then_decode_node_hea
     check_serves(service, reference, seed=7841)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("service", [{"decode_flags": (*NODE_FLAGS, "--engine-hang-seconds", "5")}], indirect=True)
+def test_stream_when_a_step_under_it_hangs_then_is_told_and_the_process_ends_although_its_engine_does_not(
+    service: Service,
+) -> None:
+    prefill, decode = service.prefill[0], service.decode[0]
+    salt = mark(name_of(decode), "hang", after=120)
+    stream = Stream(service.url, completion_body(random_tokens(80, seed=7812), 3500, cache_salt=salt))
+    stream.join()
+    assert stream.error is not None
+    assert '"code":"no_node"' in stream.error.replace(" ", "")
+    assert decode.process.popen.wait(END_S) == FAILED_STATUS
+    log = decode.process.log.read_text()
+    assert f"node dead name={name_of(decode)}: a step takes longer than --engine-hang-seconds 5" in log
+    assert prefill.process.popen.poll() is None
+
+
+@pytest.mark.full
 def test_up_when_the_engine_of_a_node_dies_then_has_a_ready_node_again_and_the_pair_serves(tmp_path: Path) -> None:
     flags = (*SMALL_FLAGS, "--policy", "round_robin", "--model", str(checkpoint(FAMILY)))
     with Up(tmp_path, *flags, program="tests.support.faulty_up") as up:
