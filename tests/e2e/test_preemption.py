@@ -18,6 +18,9 @@ NUM_REQUESTS = 6
 PROMPT_TOKENS, NUM_TOKENS = 100, 156
 NUM_BLOCKS = 44
 """6 sequences end with 16 blocks each: less than half of them fit."""
+LONG_TOKENS = 350
+"""Sequences that end with 29 blocks: no two of them fit, so that any two which overlap will do, however busy the machine
+is when their clients come."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,11 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_sto
     assert info(decode)["num_blocks"] == NUM_BLOCKS + 1
     start = decode.check_cache()
     prompts = [random_tokens(PROMPT_TOKENS, seed=1600 + index) for index in range(NUM_REQUESTS)]
-    answers = together([lambda p=prompt: complete(proxy.url, p, NUM_TOKENS) for prompt in prompts])
+    answers = together([lambda p=prompt: complete(proxy.url, p, LONG_TOKENS) for prompt in prompts])
     assert metric(decode, "preemptions_total") > 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.trace["placement"] == "remote"
-        greedy = reference.greedy(prompt, NUM_TOKENS)
+        greedy = reference.greedy(prompt, LONG_TOKENS)
         assert greedy.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None
     wait_settled(service.prefill[0], decode)
     end = decode.check_cache()
