@@ -455,6 +455,7 @@ class EngineCore:
                     output_token_ids=sequence.output_token_ids,
                     eos_token_ids=sequence.request.eos_token_ids,
                     index=sequence.index,
+                    counts=sequence.token_counts,
                 )
             )
         return self._sampler.sample(logits, tasks)

@@ -2,26 +2,39 @@
 
 Order: logit bias, minimum length, penalties; greedy rows take the largest; the others are divided by the temperature,
 cut by min_p, top_k and top_p, and drawn. A draw is one uniform number through the inverse of the cumulative
-distribution. With a seed that number is a hash of (seed, fork, position), so a request's tokens do not depend on what
-it is batched with, on the node, or on how often it was resumed. Reported log-probabilities are of the model's own
+distribution. With a seed that number is a hash of (seed, fork, position), and what it draws from depends on the row
+alone (equal scores rank by token id, sums have an order of their own): a request's tokens do not depend on what it is
+batched with, on the node, or on how often it was resumed. Reported log-probabilities are of the model's own
 distribution, before all of this.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.engine.token_counts import TokenCounts
 from common.request import SamplingParams, TokenLogprob
 
 _UNIFORM_BITS = 52
 """Random bits of one uniform number u in [0, 1). With 52 of them u is at most 1 - 2**-52, so that u times a total stays
 below the total in float64."""
+_TIES = 64
+"""Ranks taken beyond those that are asked for: equals of the last one mostly end there, so that nobody has to look for
+more of them in the whole row."""
+_NUCLEUS = (1024, 16384)
+"""Ranks that are taken, in turn, of a row with top_p alone before all of it is sorted: most distributions have the mass
+in the first ones, and in a vocabulary of 150,000 a sort takes ten times as long."""
+_WIDTH = 64
+"""Columns of the narrowest table of probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class SampleTask:
             that the seed is hashed with.
         index: the fork number (0 without forks); it is hashed with the seed as well.
         eos_token_ids: masked, with the stop tokens, until ``min_tokens`` are out.
+        counts: the sequence's own, so that penalties need not count all of it again; None: they do.
     """
 
     params: SamplingParams
@@ -41,6 +55,7 @@ class SampleTask:
     output_token_ids: Sequence[int]
     index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    counts: TokenCounts | None = None
 
     @property
     def masks_stops(self) -> bool:
@@ -129,62 +144,115 @@ def _mask_stops(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
 def _penalise(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
     """Repetition (over prompt and output) scales, frequency and presence (over the output) subtract; as OpenAI and
     vLLM do."""
-    rows = [row for row, task in enumerate(tasks) if task.has_penalties]
-    if not rows:
-        return
-    chosen = [tasks[row] for row in rows]
-    affected = scores[rows]
-    output = _counts([task.output_token_ids for task in chosen], affected)
-    seen = (output > 0) | (_counts([task.prompt_token_ids for task in chosen], affected) > 0)
-
-    def column(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=scores.dtype, device=scores.device)[:, None]
-
-    repetition = column(task.params.repetition_penalty for task in chosen)
-    scaled = torch.where(affected > 0, affected / repetition, affected * repetition)
-    affected = torch.where(seen, scaled, affected)
-    affected -= column(task.params.frequency_penalty for task in chosen) * output
-    affected -= column(task.params.presence_penalty for task in chosen) * (output > 0)
-    scores[rows] = affected
+    prompts: dict[int, array[int]] = {}
+    for row, task in enumerate(tasks):
+        if not task.has_penalties:
+            continue
+        params, counts = task.params, task.counts or TokenCounts()
+        counts.update(task.prompt_token_ids, task.output_token_ids, scores.shape[1], prompts)
+        if params.repetition_penalty != 1.0 and counts.prompt is not None:
+            seen = torch.cat([_copied(counts.prompt, scores), _copied(counts.added, scores)])
+            found = scores[row, seen]
+            penalty = params.repetition_penalty
+            scores[row, seen] = torch.where(found > 0, found / penalty, found * penalty)
+        if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+            output, times = _copied(counts.output, scores), _copied(counts.times, scores)
+            scores[row, output] = scores[row, output] - params.frequency_penalty * times - params.presence_penalty
 
 
-def _counts(token_ids: Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """[R, vocab] how often each token occurs in each list."""
-    counts = torch.zeros_like(like)
-    for row, ids in enumerate(token_ids):
-        if ids:
-            counts[row] = torch.bincount(_ids(ids, like), minlength=like.shape[1])[: like.shape[1]]
-    return counts
+def _copied(values: array[Any], like: Tensor) -> Tensor:
+    """On the device of ``like``. A copy: an array that a tensor looks into cannot grow."""
+    dtype = torch.long if values.typecode == "q" else torch.float32
+    if not values:
+        return torch.empty(0, dtype=dtype, device=like.device)
+    return torch.frombuffer(values, dtype=dtype).to(like.device, copy=True)
 
 
 def _draw(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """scores [R, vocab], temperatures above 0; uniform [R] -> token ids [R]."""
+    """scores [R, vocab], temperatures above 0; uniform [R] -> token ids [R].
+
+    Rows that are computed in the same way go through it together; which ones these are changes no row's result.
+    """
     vocab_size = scores.shape[1]
-    scores = scores / torch.tensor([p.temperature for p in params], dtype=scores.dtype, device=scores.device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=scores.dtype, device=scores.device)[:, None]
-    if bool((min_p > 0).any()):
-        floor = scores.amax(-1, keepdim=True) + min_p.log()  # log 0 = -inf: nothing is below
+    scores = scores / _column([p.temperature for p in params], scores)
+    if any(p.min_p > 0 for p in params):
+        floor = scores.amax(-1, keepdim=True) + _column([_log(p.min_p) for p in params], scores)
         scores = scores.masked_fill(scores < floor, float("-inf"))
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    cut = [k < vocab_size or p.top_p < 1.0 for k, p in zip(top_k, params, strict=True)]
     tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
-    whole_rows = [row for row, is_cut in enumerate(cut) if not is_cut]
-    cut_rows = [row for row, is_cut in enumerate(cut) if is_cut]
-    if whole_rows:
-        tokens[whole_rows] = _invert(scores[whole_rows].double().softmax(-1), uniform[whole_rows])
-    if cut_rows:
-        # Most likely first; no further than the largest k, which spares the sort of a whole vocabulary.
-        kept, order = scores[cut_rows].topk(max(top_k[row] for row in cut_rows), dim=-1)
-        places = torch.arange(kept.shape[1], device=scores.device)
-        limits = _ids([top_k[row] for row in cut_rows], scores)[:, None]
-        top_p = torch.tensor([params[row].top_p for row in cut_rows], dtype=torch.float64, device=scores.device)[
-            :, None
-        ]
-        probs = kept.masked_fill(places >= limits, float("-inf")).double().softmax(-1)
-        before = probs.cumsum(-1) - probs
-        probs = probs.masked_fill((before >= top_p) & (places > 0) & (top_p < 1.0), 0.0)
-        tokens[cut_rows] = order.gather(1, _invert(probs, uniform[cut_rows])[:, None])[:, 0]
+    whole: list[int] = []
+    nucleus: list[int] = []
+    largest: list[int] = []
+    for row, p in enumerate(params):
+        (largest if 0 < p.top_k < vocab_size else nucleus if p.top_p < 1.0 else whole).append(row)
+    for rows, draw in ((whole, _draw_whole), (nucleus, _draw_nucleus), (largest, _draw_largest)):
+        if rows:
+            tokens[rows] = draw(scores[rows], [params[row] for row in rows], uniform[rows])
     return tokens
+
+
+def _draw_whole(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """From the whole vocabulary."""
+    return _invert(scores.double().softmax(-1), uniform)
+
+
+def _draw_nucleus(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """From the most likely tokens that have ``top_p`` of the whole."""
+    top_p = _column([p.top_p for p in params], uniform)
+    probs = scores.double().softmax(-1)
+    tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
+    rows = torch.arange(len(params), device=scores.device)
+    for count in (*_NUCLEUS, scores.shape[1]):
+        order = _rank(scores[rows], min(count, scores.shape[1]))[1]
+        ranked = probs[rows].gather(1, order)
+        tokens[rows] = order.gather(1, _invert(_cut(ranked, top_p[rows]), uniform[rows])[:, None])[:, 0]
+        rows = rows[ranked.cumsum(-1)[:, -1] < top_p[rows, 0]]  # what these have beyond the ranks counts too
+        if not rows.shape[0]:
+            break
+    return tokens
+
+
+def _draw_largest(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
+    """From the ``top_k`` most likely tokens, and of these from those that have ``top_p`` of their sum."""
+    # Each row's sum is over a width that its own k gives: another width could be summed in another order.
+    widths = [min(max(_WIDTH, 1 << (p.top_k - 1).bit_length()), scores.shape[1]) for p in params]
+    values, order = _rank(scores, max(widths))
+    tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
+    for width in set(widths):
+        rows = [row for row, own in enumerate(widths) if own == width]
+        limits = _ids([params[row].top_k for row in rows], scores)[:, None]
+        kept = values[rows, :width].masked_fill(torch.arange(width, device=scores.device) >= limits, float("-inf"))
+        top_p = _column([params[row].top_p for row in rows], uniform)
+        places = _invert(_cut(kept.double().softmax(-1), top_p), uniform[rows])
+        tokens[rows] = order[rows].gather(1, places[:, None])[:, 0]
+    return tokens
+
+
+def _cut(probs: Tensor, top_p: Tensor) -> Tensor:
+    """``probs`` [R, n], most likely first, without those that come after ``top_p`` [R, 1]; the first one stays."""
+    before = probs.cumsum(-1) - probs
+    is_out = (before >= top_p) & (top_p < 1.0)
+    is_out[:, 0] = False
+    return probs.masked_fill(is_out, 0.0)
+
+
+def _rank(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row of ``scores`` [R, vocab] and their places, [R, count] each: the largest first,
+    equal ones by place. (``topk`` orders equals, and picks the last ones among them, as its k makes it.)"""
+    width = count + _TIES
+    if width >= scores.shape[1]:
+        values, places = scores.sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], places[:, :count]
+    values, places = scores.topk(width, dim=-1)
+    places, by_place = places.sort(-1)
+    values, by_value = values.gather(1, by_place).sort(dim=-1, descending=True, stable=True)
+    places = places.gather(1, by_value)
+    if count:
+        last = values[:, count - 1]
+        for row in ((values[:, -1] == last) & (last > float("-inf"))).nonzero()[:, 0].tolist():
+            num_larger = int((values[row] > last[row]).sum())
+            equals = (scores[row] == last[row]).nonzero()[:, 0]
+            places[row, num_larger:count] = equals[: count - num_larger]
+    return values[:, :count], places[:, :count]
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -206,13 +274,21 @@ def _report(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> lis
     own = logprobs.gather(1, tokens[rows][:, None])
     ranks = ((logprobs > own).sum(-1) + 1).tolist()
     most = min(max(wanted[row] or 0 for row in rows), logits.shape[1])
-    values, order = logprobs.topk(most, dim=-1)
+    values, order = _rank(logprobs, most)
     columns = zip(rows, own[:, 0].tolist(), ranks, order.tolist(), values.tolist(), strict=True)
     for row, logprob, rank, top_ids, top_values in columns:
         count = wanted[row] or 0
         top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
         results[row] = TokenLogprob(ids[row], logprob, rank, top)
     return results
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _ids(values: Sequence[int], like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from common.engine.token_counts import TokenCounts
 from common.kv_cache.keys import PrefixKeys
 from common.request import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -60,6 +61,7 @@ class Sequence:
         self.last_step = 0
         self.is_prompt_done = False
         self.num_preemptions = 0
+        self.token_counts = TokenCounts()
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

@@ -30,16 +30,17 @@ def test_outputs_when_batched_in_a_small_pool_equal_those_of_requests_run_alone(
     assert used(model) == (0, 0, 0, 0)
 
 
-def test_preempted_requests_when_recomputed_give_the_same_output() -> None:
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.2, "frequency_penalty": 0.1}], ids=["", "penalties"])
+def test_preempted_requests_when_recomputed_give_the_same_output(sampling: dict[str, float]) -> None:
     prompts = [tokens(seed, 60) for seed in range(6)]
     roomy, _ = engine(kv_cache_memory=64 << 20)
     for index, prompt in enumerate(prompts):
-        roomy.add_request(request(f"r{index}", prompt, max_tokens=100))
+        roomy.add_request(request(f"r{index}", prompt, max_tokens=100, **sampling))
     expected = collect(roomy)
     # 28 blocks for six sequences that need ten each in the end.
     core, model = engine(kv_cache_memory=400_000, max_model_len=192)
     for index, prompt in enumerate(prompts):
-        core.add_request(request(f"r{index}", prompt, max_tokens=100))
+        core.add_request(request(f"r{index}", prompt, max_tokens=100, **sampling))
     outputs: dict[tuple[str, int], list[int]] = {}
     for step in run(core):
         assert model.manager.check() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.sampler import Sampler, SampleTask
+from common.engine.token_counts import TokenCounts
 from common.request import SamplingParams
 
 VOCAB = 50
@@ -102,6 +104,57 @@ def test_sample_when_seeded_then_does_not_depend_on_the_batch() -> None:
     assert [t for i, t in enumerate(backwards) if i != 4] == [t for i, t in enumerate(together) if i != 4]
 
 
+def _tied_rows(num_rows: int, vocab_size: int, seed: int) -> Tensor:
+    """As a bfloat16 head gives them: some hundred distinct values among thousands of tokens; some rows of one value."""
+    rows = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+    rows[::7] = (rows[::7] * 2).round() / 2
+    rows[5::16] = 0.0
+    return rows.bfloat16().float()
+
+
+@pytest.mark.parametrize("vocab_size", [50, 3000, 20_000])
+def test_sample_when_scores_are_equal_then_neither_tokens_nor_logprobs_depend_on_the_batch(vocab_size: int) -> None:
+    rng = random.Random(vocab_size)
+    logits = _tied_rows(48, vocab_size, seed=1)
+    tasks = [
+        task(
+            seed=row,
+            temperature=rng.choice([0.7, 1.0, 1.3]),
+            top_k=rng.choice([0, 0, 1, 3, 40, 64, 65, 700, vocab_size - 1]),
+            top_p=rng.choice([1.0, 1.0, 0.95, 0.5]),
+            min_p=rng.choice([0.0, 0.0, 0.02]),
+            logprobs=rng.choice([None, 0, 1, 5, 20]),
+        )
+        for row in range(48)
+    ]
+    alone = [Sampler().sample(logits[row : row + 1], [tasks[row]])[0] for row in range(48)]
+    for _ in range(12):
+        rows = rng.sample(range(48), rng.choice([2, 5, 16, 48]))
+        assert Sampler().sample(logits[rows], [tasks[row] for row in rows]) == [alone[row] for row in rows]
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 64, 200, 4000])
+def test_sample_when_scores_are_equal_then_top_k_keeps_the_first_tokens(top_k: int) -> None:
+    logits = torch.zeros(400, 5000)
+    logits[:, 4990] = 1.0
+    drawn = {r.token_id for r in Sampler().sample(logits, [task(seed=s, top_k=top_k) for s in range(400)])}
+    assert drawn <= {4990, *range(top_k - 1)}
+    assert len(drawn) > min(top_k, 100) / 2
+    best = Sampler().sample(logits[:1], [task(seed=1, logprobs=4)])[0].top
+    assert [token for token, _ in best] == [4990, 0, 1, 2]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.999])
+def test_sample_when_the_mass_is_spread_over_tens_of_thousands_of_tokens_then_top_p_keeps_the_first_ones(
+    top_p: float,
+) -> None:
+    size = 40_000
+    drawn = [
+        r.token_id for r in Sampler().sample(torch.zeros(60, size), [task(seed=s, top_p=top_p) for s in range(60)])
+    ]
+    assert 0.8 * top_p * size < max(drawn) < top_p * size + 1
+
+
 @pytest.mark.parametrize("changed", [{"index": 1}, {"output_token_ids": [0]}, {"params": SamplingParams(seed=2)}])
 def test_sample_when_fork_position_or_seed_differs_then_draws_anew(changed: dict[str, object]) -> None:
     flat = torch.zeros(1, 4096)
@@ -136,6 +189,38 @@ def test_sample_when_penalties_are_set_then_scores_equal_the_naive_reference() -
         assert float((found - expected.softmax(-1)).abs().max()) < 0.025
         greedy = Sampler().sample(logits[row : row + 1], [task(prompt, output, temperature=0.0, **setting)])[0]
         assert greedy.token_id == int(expected.argmax())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sample_when_a_sequence_is_counted_step_by_step_then_tokens_are_those_of_counting_all_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    params = [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "frequency_penalty": 0.3},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.2, "temperature": 0.0},
+        {},
+    ]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(20))] for _ in params]
+    outputs: list[list[int]] = [[] for _ in params]
+    counts = [TokenCounts() for _ in params]
+    for step in range(40):
+        rows = rng.sample(range(len(params)), rng.randrange(1, len(params) + 1))  # others wait, or are preempted
+        logits = random_logits(len(rows), seed=1000 * seed + step)
+        whole = [task(prompts[row], outputs[row], **{"seed": row, **params[row]}) for row in rows]
+        kept = [replace(each, counts=counts[row]) for row, each in zip(rows, whole, strict=True)]
+        tokens = Sampler().sample(logits, kept)
+        assert tokens == Sampler().sample(logits, whole)
+        for row, token in zip(rows, tokens, strict=True):
+            outputs[row].append(token.token_id)
+
+
+def test_sample_when_a_sequence_was_counted_then_its_prompt_is_not_read_again() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 9] = 2.0, 1.5
+    penalised = replace(task(prompt=[7] * 3, temperature=0.0, repetition_penalty=2.0), counts=TokenCounts())
+    assert Sampler().sample(logits, [penalised])[0].token_id == 9
+    blank = replace(penalised, prompt_token_ids=[])
+    assert Sampler().sample(logits, [blank])[0].token_id == 9
 
 
 def test_sample_when_a_frequent_token_leads_by_less_than_its_penalty_then_greedy_takes_the_next() -> None:

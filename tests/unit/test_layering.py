@@ -74,6 +74,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.cli": ("bench", "log_sink", "supervisor", "flags", "up", "probe", "docs", "main", "__main__"),
     "common.engine": (
         "rates",
+        "token_counts",
         "sampler",
         "plan",
         "sequence",
