@@ -150,8 +150,8 @@ class Node:
             await asyncio.sleep(WATCH_S)
             still_s = still_s + WATCH_S if self.engine.num_turns == seen_turns else 0.0
             seen_turns = self.engine.num_turns
-            if still_s >= self.config.engine_hang_seconds:
-                self.engine.give_up(f"a step takes longer than --engine-hang-seconds {still_s:g}")
+            if still_s >= (limit_s := self.config.engine_hang_seconds):
+                self.engine.give_up(f"a step takes longer than --engine-hang-seconds {limit_s:g}")
         logger.critical("node dead name=%s: %s", self.name, self.death)
         self.drain.fail(NodeUnavailableError(f"{self.name} ends: {self.death}"))
 

@@ -19,7 +19,7 @@ from common.config.node import NodeConfig
 from common.errors import EngineDeadError
 from common.metrics.table import Role
 from common.node import app as node_app
-from common.node import runtime
+from common.node import engine_thread, runtime
 from common.node.node import Node
 from common.server.drain import Drain
 from common.transfer.backend import TransferBackend
@@ -124,7 +124,8 @@ async def test_node_when_a_part_of_it_dies_then_probes_say_so_metrics_stay_and_r
 async def test_node_when_a_step_hangs_then_is_dead_and_when_it_is_only_idle_then_is_not(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit_s = 1.5  # above the time between two turns of an idle engine
+    limit_s = 1.0
+    monkeypatch.setattr(engine_thread, "MAX_IDLE_WAIT_S", limit_s / 20)
     object.__setattr__(running.node, "config", Limits(limit_s))
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.sleep(2 * limit_s)
@@ -141,7 +142,7 @@ async def test_node_when_a_step_hangs_then_is_dead_and_when_it_is_only_idle_then
         monkeypatch.setattr(running.node.core, "step", hang)
         answer = await running.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_node")
-        assert "--engine-hang-seconds 1.5" in (await running.status("/health"))[1]
+        assert '--engine-hang-seconds 1"' in (await running.status("/health"))[1]
         assert running.drain.failed.is_set()
         goes_on.set()
 
