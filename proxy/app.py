@@ -21,6 +21,7 @@ from common.openai.errors import install_error_handlers
 from common.server import drain as draining
 from common.server.gate import OPEN_PATHS, Gate, GateMiddleware
 from common.server.json_body import read_json_object
+from common.server.loop_lag import LoopLag
 from common.server.versions import installed_versions
 from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
@@ -130,12 +131,15 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
         generate = GenerateService(pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent)
         app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
+        lag = LoopLag(metrics.observe_lag)
+        lag.start()
         pool.start()
         tokenizer.start()
         discovery.start()
         try:
             yield
         finally:
+            lag.close()
             admission.close()
             await discovery.close()
             await tokenizer.close()

@@ -56,6 +56,14 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
     LabelValues(
+        ("event_loop_lag_seconds",),
+        "cause",
+        {
+            "any": "as it was, whatever the reason: a busy machine too",
+            "own": "as much of it at most as the process has computed meanwhile: what its own work may have caused",
+        },
+    ),
+    LabelValues(
         ("prompt_tokens_total",),
         "source",
         {"computed": "here", "cached": "found here", "transferred": "pulled from another node"},

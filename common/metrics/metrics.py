@@ -119,6 +119,11 @@ class Metrics:
     def observe_itl(self, seconds: float) -> None:
         self.observe("request_itl_seconds", seconds)
 
+    def observe_lag(self, seconds: float, own_s: float) -> None:
+        """The event loop was late by ``seconds``, of which ``own_s`` at most are this process's own work."""
+        self.observe("event_loop_lag_seconds", seconds, cause="any")
+        self.observe("event_loop_lag_seconds", own_s, cause="own")
+
     def observe_phase(self, phase: str, seconds: float | None) -> None:
         """``phase``: queue, prefill, transfer, first_token, decode. ``None``: it did not happen."""
         if seconds is not None:

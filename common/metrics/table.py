@@ -168,6 +168,11 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("node_up", "1 while the node answers (also while it drains), else 0.", "node", roles=PROXY),
     _gauge("breaker_state", "A node's circuit breaker: 0 closed, 1 half-open, 2 open.", "node", roles=PROXY),
     _counter("breaker_opened_total", "How often a node's breaker opened.", "node", roles=PROXY, sourced=True),
+    _histogram(
+        "event_loop_lag_seconds",
+        "How late the event loop woke, looked at 40 times a second: everything in the process waits so long.",
+        "cause",
+    ),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )
 

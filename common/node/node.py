@@ -37,6 +37,7 @@ from common.node.pull.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id
 from common.node.serving.admission import Admission
 from common.server.drain import Drain
+from common.server.loop_lag import LoopLag
 from common.server.versions import build_labels, installed_versions
 from common.telemetry.create import create_tracer
 from common.transfer.jobs import PullReason
@@ -108,10 +109,12 @@ class Node:
         self.pull_times = LinearCost()
         self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
         self._watching: asyncio.Task[None] | None = None
+        self._lag = LoopLag(self.metrics.observe_lag)
         self._cache_stats = model.manager.stats()
         self.metrics.set_source(self._samples)
 
     def start(self) -> None:
+        self._lag.start()
         self.bridge.open()
         self.remote_leases.start()
         self._quarantine_keeper.start()
@@ -122,6 +125,7 @@ class Node:
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        self._lag.close()
         await self._quarantine_keeper.close()
         await asyncio.to_thread(self.engine.close)
         await self.bridge.close()

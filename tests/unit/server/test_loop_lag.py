@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from common.server.loop_lag import INTERVAL_S, LoopLag
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_lag_when_the_loop_is_held_up_then_told_with_what_of_it_was_computed_here(is_own: bool) -> None:
+    seen: list[tuple[float, float]] = []
+    lag = LoopLag(lambda late_s, own_s: seen.append((late_s, own_s)))
+    lag.start()
+    await asyncio.sleep(4 * INTERVAL_S)
+    assert seen
+    seen.clear()
+    if is_own:
+        until_s = time.process_time() + 0.5
+        while time.process_time() < until_s:
+            pass
+    else:
+        time.sleep(0.5)  # noqa: ASYNC251 - as a machine that gives the process no time
+    while not seen:
+        await asyncio.sleep(INTERVAL_S)
+    late_s, own_s = seen[0]
+    assert late_s > 0.4
+    assert (own_s > 0.4) is is_own
+    lag.close()
+    seen.clear()
+    await asyncio.sleep(4 * INTERVAL_S)
+    assert seen == []
