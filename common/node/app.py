@@ -33,6 +33,7 @@ from common.server import drain
 from common.server.gate import install_middleware
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.text.tokenizer import TextCodec
+from common.text.tokenizer_document import plain_backend
 from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE
 
 
@@ -68,7 +69,12 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
     loaded = model.loaded
     codec = None
     if loaded.tokenizer is not None:
-        codec = TextCodec(loaded.tokenizer, vocab_size=loaded.geometry.vocab_size, max_model_len=model.max_model_len)
+        codec = TextCodec(
+            loaded.tokenizer,
+            vocab_size=loaded.geometry.vocab_size,
+            max_model_len=model.max_model_len,
+            backend=plain_backend(loaded.tokenizer),
+        )
     handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
     prompts = PromptReader(
         codec,

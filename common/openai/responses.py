@@ -7,9 +7,10 @@ chunk with ``usage`` and no choices, then ``SSE_DONE``. A stream that fails afte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from common.openai.errors import error_body
 from common.request import FinishReason
@@ -226,7 +227,7 @@ def models_response(model: str, *, created: int, max_model_len: int) -> Json:
 
 def sse_event(data: Mapping[str, Any]) -> bytes:
     """One ``data:`` event. JSON escapes newlines, so one line is always enough."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def sse_error(error: Exception) -> bytes:

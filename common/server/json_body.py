@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from common.errors import InvalidRequestError, RequestAbortedError
 from common.server.gate import BODY_BYTES_KEY, BODY_THREADS_KEY
-from common.wire.json_text import LONG_BYTES, JsonBounds, parse_json
+from common.wire.json_text import LEG_EXTRA, LONG_BYTES, JsonBounds, parse_json
 
 BODY_KEY = "tandem.body"
 """Where a route that has read the body itself leaves it in the scope."""
@@ -25,8 +25,8 @@ BODY_KEY = "tandem.body"
 _T = TypeVar("_T")
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object.
+async def read_json_object(request: Request, *, is_leg: bool = False) -> dict[str, Any]:
+    """The request's body as a JSON object. ``is_leg``: it may come from a proxy, which has added to it.
 
     Raises:
         InvalidRequestError: as ``parse_json``, or no object.
@@ -39,7 +39,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
         except ClientDisconnect as exc:
             raise RequestAbortedError("the client closed the connection while sending the body") from exc
     request.scope.setdefault("state", {})[BODY_BYTES_KEY] = len(raw)
-    return await run_for_body(request, lambda: parse_json_object(raw))
+    return await run_for_body(request, lambda: parse_json_object(raw, LEG_EXTRA if is_leg else 0))
 
 
 def body_bytes_of(request: Request) -> int:
@@ -57,9 +57,9 @@ async def run_for_body(request: Request, work: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(state.get(BODY_THREADS_KEY), work)
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """``raw`` as a JSON object; errors as ``read_json_object``."""
-    value = parse_json(raw, JsonBounds())
+def parse_json_object(raw: bytes, extra: int = 0) -> dict[str, Any]:
+    """``raw`` as a JSON object; errors as ``read_json_object``. ``extra``: as of ``JsonBounds``."""
+    value = parse_json(raw, JsonBounds(extra))
     if not isinstance(value, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json")
     return value

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidRequestError
 from common.openai.logprobs import TokenPiece
@@ -57,6 +59,13 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 MAX_CHARS_PER_TOKEN = 32
 """Characters per token of the context. A longer text is taken not to fit: tokenising it to find out would cost seconds
 and gigabytes."""
+USUAL_CHARS_PER_TOKEN = 4
+"""Of English in common vocabularies. A text with more of them is counted in pieces first, up to the context's length:
+the objects of a whole text's tokens take memory, and the interpreter's lock when they are made and freed."""
+PIECE_CHARS = 100_000
+"""Characters of one piece: 10 to 50 ms."""
+CUT_TOKENS = 8
+"""More tokens than a cut may add to a text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -75,12 +84,23 @@ class TextCodec:
         tokenizer: a Hugging Face tokenizer.
         vocab_size: rows of the model's embedding, which may be more than the tokenizer knows.
         max_model_len: the model's context; None: texts of any length are tokenised.
+        backend: what ``tokenizer`` is a plain wrapper round, if it is one
+            (``common.text.tokenizer_document.plain_backend``): its batches take a third of the time, and release the
+            interpreter's lock, so that a long text does not hold up the event loop from a thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._backend = backend
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
@@ -88,6 +108,9 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return ids
         return [int(token_id) for token_id in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -97,7 +120,7 @@ class TextCodec:
             InvalidRequestError: a given id is not in the vocabulary, or the text has no tokens or is far too long.
         """
         if isinstance(prompt, str):
-            self._check_length("prompt", prompt)
+            self.check_length("prompt", prompt)
             token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
             if not token_ids:
                 raise InvalidRequestError(f"prompt {shown(prompt)} has no tokens", param="prompt")
@@ -130,20 +153,37 @@ class TextCodec:
             raise InvalidRequestError(
                 f"the chat template refused the messages: {type(exc).__name__}: {exc}", param="messages"
             ) from exc
-        self._check_length("messages", text)
+        self.check_length("messages", text)
         token_ids = self.encode(text, add_special_tokens=False)
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
         return token_ids
 
-    def _check_length(self, name: str, text: str) -> None:
-        if self._max_model_len is not None and len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
-            raise InvalidRequestError(
+    def check_length(self, name: str, text: str) -> None:
+        """Raises InvalidRequestError for a text that is far too long to be tokenised."""
+        if self._max_model_len is None:
+            return
+        if len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
+            self._refuse_length(
                 f"{name} must have at most {MAX_CHARS_PER_TOKEN} characters for each token of the model's context of "
                 f"{self._max_model_len} tokens, got {len(text)} characters",
-                param=name,
-                code="context_length_exceeded",
+                name,
             )
+        if len(text) <= max(PIECE_CHARS, self._max_model_len * USUAL_CHARS_PER_TOKEN):
+            return
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            num_tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)) - CUT_TOKENS
+            if num_tokens > self._max_model_len:
+                self._refuse_length(
+                    f"{name} has more than {num_tokens} tokens, more than the model's context of "
+                    f"{self._max_model_len} tokens",
+                    name,
+                )
+
+    @staticmethod
+    def _refuse_length(message: str, name: str) -> NoReturn:
+        raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
     def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
         """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""
@@ -168,6 +208,8 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; invalid bytes become replacement characters."""
+        if self._backend is not None:
+            return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> TokenPiece:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+
 from common.errors import InvalidRequestError
 from common.openai.protocol import ChatRequest, parse_chat
 from common.text.light_tokenizer import LightTokenizer
@@ -205,6 +207,22 @@ def _chat_ids(codec: TextCodec, request: ChatRequest) -> tuple[int, ...] | None:
         return tuple(codec.encode_chat(request))
     except InvalidRequestError:
         return None
+
+
+def plain_backend(tokenizer: Any) -> Backend | None:
+    """The ``tokenizers`` object that a transformers tokenizer is a plain wrapper round, by its answers to the probes;
+    None when it is more."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        return None
+    for text in PROBE_TEXTS:
+        for special in (True, False):
+            ids = list(tokenizer.encode(text, add_special_tokens=special))
+            [encoding] = backend.encode_batch_fast([text], add_special_tokens=special)
+            [decoded] = backend.decode_batch([ids], skip_special_tokens=special)
+            if encoding.ids != ids or decoded != tokenizer.decode(ids, skip_special_tokens=special):
+                return None
+    return backend
 
 
 def create_codec(document: TokenizerDocument) -> TextCodec:

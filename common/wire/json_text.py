@@ -20,6 +20,9 @@ MAX_VALUES = 1_250_000
 MAX_ITEMS = 250_000
 """Objects, lists and texts (keys too) in one body: 20,000 messages of a chat have 100,000. Each costs ten times what a
 number does."""
+LEG_EXTRA = 50_000
+"""Values and items that a body may have more when it comes from a proxy, which has bounded it before: for each of 2,048
+prompts it names where the prompt is computed."""
 LONG_BYTES = 32 * 1024
 """Texts up to this are short: parsing and checking one takes 2 ms at most, in either way."""
 MAX_DEPTH = 64
@@ -35,15 +38,15 @@ _TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 
 
 class JsonBounds:
-    """What is left of the bounds for one request: its body, and the JSON in texts of the body. ``what`` names the text
-    in errors."""
+    """What is left of the bounds for one body, or for the JSON in its texts. ``extra``: values and items beyond the
+    bounds."""
 
-    def __init__(self) -> None:
-        self._values_left = MAX_VALUES
-        self._items_left = MAX_ITEMS
+    def __init__(self, extra: int = 0) -> None:
+        self._max_values = self._values_left = MAX_VALUES + extra
+        self._max_items = self._items_left = MAX_ITEMS + extra
 
     def take(self, raw: bytes, what: str) -> None:
-        """Raises InvalidRequestError when ``raw`` holds more than is left."""
+        """Raises InvalidRequestError, which names ``what``, when ``raw`` holds more than is left."""
         items = raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
         values = items + raw.count(b",")
         if items > self._items_left or values > self._values_left:
@@ -62,10 +65,10 @@ class JsonBounds:
         items = num_texts + outside.count(b"[") + outside.count(b"{")
         return items, items + outside.count(b",")
 
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
+    def _refuse(self, what: str) -> NoReturn:
         raise InvalidRequestError(
-            f"{what} must hold at most {MAX_ITEMS} objects, lists and texts, and {MAX_VALUES} values in all, got more",
+            f"{what} must hold at most {self._max_items} objects, lists and texts, and {self._max_values} values in "
+            "all, got more",
             code="too_many_values",
         )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
+from fastapi.responses import Response
 
 from common.errors import InvalidRequestError
 from common.node.serving.prompt_jobs import PromptReader
@@ -28,21 +31,25 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
         return responses.models_response(model_name, created=started_s, max_model_len=max_model_len)
 
     @app.post(TOKENIZE_ROUTE)
-    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+    async def tokenize(http: HttpRequest) -> Response:
         body = await read_json_object(http)
+        # In a thread: a long text takes seconds, in which this node would not beat and seem dead to its peers.
+        return Response(await asyncio.to_thread(_tokenize, body), media_type="application/json")
+
+    def _tokenize(body: Mapping[str, Any]) -> bytes:
         fields = Fields(body)
         check_model(fields.string("model"), (model_name,))
         if body.get("messages") is not None:
             # Only the fields that make the prompt are checked here: what a chat request says of its answer is ignored.
             chat = parse_chat({**body, TRANSFER_PARAMS_KEY: prefill_leg_params()})
-            token_ids = await asyncio.to_thread(prompts.codec.encode_chat, chat)
+            token_ids = prompts.codec.encode_chat(chat)
         else:
             prompt = fields.string("prompt")
             if prompt is None:
                 raise InvalidRequestError("prompt or messages is required", param="prompt")
             add_special_tokens = fields.boolean("add_special_tokens", True)
-            # In a thread: a body of 16 MiB takes seconds, in which this node would not beat and seem dead to its peers.
-            token_ids = await asyncio.to_thread(prompts.codec.encode, prompt, add_special_tokens=add_special_tokens)
+            prompts.codec.check_length("prompt", prompt)
+            token_ids = prompts.codec.encode(prompt, add_special_tokens=add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": max_model_len,
@@ -50,15 +57,18 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
             "token_strs": None,
         }
         if fields.boolean("return_token_strs"):
-            pieces = await asyncio.to_thread(prompts.codec.pieces, token_ids)
-            answer["token_strs"] = [piece.text for piece in pieces]
-        return answer
+            answer["token_strs"] = [piece.text for piece in prompts.codec.pieces(token_ids)]
+        return orjson.dumps(answer)
 
     @app.post(DETOKENIZE_ROUTE)
-    async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        fields = Fields(await read_json_object(http))
+    async def detokenize(http: HttpRequest) -> Response:
+        body = await read_json_object(http)
+        return Response(await asyncio.to_thread(_detokenize, body), media_type="application/json")
+
+    def _detokenize(body: Mapping[str, Any]) -> bytes:
+        fields = Fields(body)
         check_model(fields.string("model"), (model_name,))
         token_ids = fields.int_list("tokens", le=prompts.codec.vocab_size - 1)
         if token_ids is None:
             raise InvalidRequestError("tokens is required", param="tokens")
-        return {"prompt": await asyncio.to_thread(prompts.codec.decode, token_ids)}
+        return orjson.dumps({"prompt": prompts.codec.decode(token_ids)})

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import orjson
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from common.engine.outputs import RequestOutput
 from common.errors import TandemError
 from common.metrics.outcomes import outcome_of
-from common.node.serving.choices import ChoiceDelta
+from common.node.serving.choices import Choice, ChoiceDelta
 from common.node.serving.prompt_jobs import ANSWERS_PER_TURN, PromptJob
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.tracing import RequestTrace
@@ -32,6 +33,10 @@ from common.wire.headers import REPORT_HEADER
 from common.wire.resume import state_line
 
 logger = logging.getLogger(__name__)
+
+THREAD_BODY_TOKENS = 200
+"""Tokens, each with up to 20 alternatives, beyond which what a client reads of them is put together off the event loop:
+it takes up to 10 ms."""
 
 JobOutputs = AsyncGenerator[tuple[PromptJob, RequestOutput], None]
 RunJob = Callable[[GenerationRequest, PromptJob], JobOutputs]
@@ -77,25 +82,30 @@ class ResponseBuilder:
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for _ in deltas:
                 pass
-        choices = []
-        for choice in itertools.chain.from_iterable(job.choices for job in self._jobs):
-            build = responses.chat_choice if self._is_chat else responses.completion_choice
-            assert choice.finish_reason is not None
-            choices.append(
-                build(
-                    choice.index,
-                    choice.text,
-                    finish_reason=choice.finish_reason,
-                    stop_reason=choice.stop_reason,
-                    logprobs=choice.all_logprobs(),
-                    token_ids=choice.token_ids if self._request.output.return_token_ids else None,
-                )
-            )
+        num_tokens = sum(len(choice.token_ids) for job in self._jobs for choice in job.choices)
+        body = await asyncio.to_thread(self._whole_body) if num_tokens > THREAD_BODY_TOKENS else self._whole_body()
+        return Response(body, media_type="application/json", headers=self.report_headers())
+
+    def _whole_body(self) -> bytes:
         build_body = responses.chat_response if self._is_chat else responses.completion_response
-        return JSONResponse(
-            build_body(choices=choices, usage=self._usage(), trace=self._trace_block(), **self._envelope),
-            headers=self.report_headers(),
+        body = build_body(choices=[], usage=self._usage(), trace=self._trace_block(), **self._envelope)
+        # One by one: log-probabilities of many tokens are megabytes, and one call holds the interpreter's lock.
+        choices = b",".join(self._whole_choice(choice) for job in self._jobs for choice in job.choices)
+        before, separator, after = orjson.dumps(body).partition(b'"choices":[')
+        return before + separator + choices + after
+
+    def _whole_choice(self, choice: Choice) -> bytes:
+        build = responses.chat_choice if self._is_chat else responses.completion_choice
+        assert choice.finish_reason is not None
+        whole = build(
+            choice.index,
+            choice.text,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            logprobs=choice.all_logprobs(),
+            token_ids=choice.token_ids if self._request.output.return_token_ids else None,
         )
+        return orjson.dumps(whole)
 
     def report_headers(self) -> dict[str, str]:
         """Where the request ran and where the time to its first token went, for the proxy."""
@@ -110,7 +120,9 @@ class ResponseBuilder:
                 async for delta in deltas:
                     self._unreported += delta.output_token_ids
                     if delta.is_visible:
-                        event = responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+                        make = partial(self._event, delta)
+                        is_long = len(delta.token_ids) > THREAD_BODY_TOKENS  # an echoed prompt
+                        event = await asyncio.to_thread(make) if is_long else make()
                         yield self._state_line(delta) + event if self._request.reports_state else event
                         is_started = True
             include_usage = self._request.output.include_usage
@@ -130,6 +142,10 @@ class ResponseBuilder:
         except BaseException:  # the client is gone
             self._record.close(outcome_of(why_gone(self._scope)))
             raise
+
+    def _event(self, delta: ChoiceDelta) -> bytes:
+        chunk = responses.chat_chunk if self._is_chat else responses.completion_chunk
+        return responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
 
     def _state_line(self, delta: ChoiceDelta) -> bytes:
         """What the client knows once it has the event that follows, with the tokens that had no event of their own."""
@@ -178,7 +194,8 @@ class ResponseBuilder:
                 if choice.finish_reason is not None:
                     continue  # a stop string ended it a step ago
                 self._record.tokens(choice.index, len(output.token_ids))
-                delta = choice.add(output)
+                is_long = output.prompt_logprobs is not None and len(output.prompt_logprobs) > THREAD_BODY_TOKENS
+                delta = await asyncio.to_thread(choice.add, output) if is_long else choice.add(output)
                 if delta.finish_reason is not None:
                     unfinished -= 1
                     if output.finish_reason is None:

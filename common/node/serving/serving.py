@@ -96,7 +96,7 @@ class Serving:
         return await self._read_and_serve(http, parse_chat)
 
     async def _read_and_serve(self, http: HttpRequest, parse: Callable[..., GenerationRequest]) -> Response:
-        body = await read_json_object(http)
+        body = await read_json_object(http, is_leg=True)
         with self._telling_reader(body):
             request = await run_for_body(http, lambda: parse(body, is_from_peer=is_peer(http)))
             return await self._serve(http, request)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.errors import InvalidRequestError
-from common.wire.json_text import LONG_BYTES, MAX_ITEMS, MAX_VALUES, JsonBounds, parse_json
+from common.wire.json_text import LEG_EXTRA, LONG_BYTES, MAX_ITEMS, MAX_VALUES, JsonBounds, parse_json
 
 LONG = b'"' + b"x" * LONG_BYTES + b'"'
 
@@ -79,3 +79,12 @@ def test_bounds_when_several_texts_share_them_then_what_one_took_the_next_lacks(
     assert parse_json(b'{"a":[]}', bounds, "arguments") == {"a": []}
     with pytest.raises(InvalidRequestError, match="arguments must hold"):
         parse_json(b"[[],[],[],[],[],[]]", bounds, "arguments")
+
+
+def test_bounds_when_a_proxy_has_added_to_a_body_then_its_nodes_take_what_it_took() -> None:
+    most = b"[" + b",".join([b"[]"] * (MAX_ITEMS - 1)) + b"]"
+    assert parse_json(most, JsonBounds())
+    leg = most[:-1] + b',{"do_remote_decode":true}]'
+    assert parse_json(leg, JsonBounds(LEG_EXTRA))
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_ITEMS} objects"):
+        parse_json(leg, JsonBounds())

@@ -1,0 +1,71 @@
+"""Texts that cannot fit are refused before they cost anything, and long ones do not hold the interpreter's lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.openai.protocol import parse_chat
+from common.text.tokenizer import MAX_CHARS_PER_TOKEN, PIECE_CHARS, TextCodec
+from common.text.tokenizer_document import PROBE_TEXTS, plain_backend
+from tests.unit.text.vocabulary import train_byte_level
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_byte_level()
+
+
+def test_text_when_it_has_too_many_characters_for_the_context_then_refused_untokenised(tokenizer: Any) -> None:
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer), max_model_len=10)
+    most = "a" * (10 * MAX_CHARS_PER_TOKEN)
+    assert codec.encode_prompt(most)
+    chat = parse_chat({"messages": [{"role": "user", "content": most}]})
+    for ask, param in (
+        (lambda: codec.encode_prompt(most + "a"), "prompt"),
+        (lambda: codec.encode_chat(chat), "messages"),
+    ):
+        with pytest.raises(
+            InvalidRequestError, match=r"at most 32 characters for each token .* of 10 tokens"
+        ) as refused:
+            ask()
+        assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
+
+
+def test_text_when_its_tokens_pass_the_context_then_no_more_of_it_is_tokenised_than_shows_it(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer), max_model_len=50_000)
+    seen: list[int] = []
+    encode = TextCodec.encode
+
+    def watched(self: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        seen.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextCodec, "encode", watched)
+    with pytest.raises(InvalidRequestError, match="more than the model's context of 50000 tokens") as refused:
+        codec.encode_prompt("zq" * (8 * PIECE_CHARS))
+    assert refused.value.code == "context_length_exceeded"
+    assert seen == [PIECE_CHARS]
+
+
+def test_backend_when_the_tokenizer_is_a_plain_wrapper_then_it_makes_the_same_of_texts(tokenizer: Any) -> None:
+    backend = plain_backend(tokenizer)
+    assert backend is not None
+    slow, fast = (TextCodec(tokenizer, vocab_size=len(tokenizer), backend=each) for each in (None, backend))
+    for text in PROBE_TEXTS:
+        ids = slow.encode(text)
+        assert fast.encode(text) == ids
+        assert fast.decode(ids) == slow.decode(ids)
+
+
+def test_backend_when_the_tokenizer_does_more_than_wrap_then_it_is_not_used(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **options: encode(text.lower(), **options), raising=False)
+    assert plain_backend(tokenizer) is None
+    assert plain_backend(object()) is None
