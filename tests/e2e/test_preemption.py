@@ -19,8 +19,8 @@ PROMPT_TOKENS, NUM_TOKENS = 100, 156
 NUM_BLOCKS = 44
 """6 sequences end with 16 blocks each: less than half of them fit."""
 LONG_TOKENS = 350
-"""Sequences that end with 29 blocks: no two of them fit, so that any two which overlap will do, however busy the machine
-is when their clients come."""
+"""Sequences that end with 29 blocks: no two of them fit, so that any two which overlap will do, however busy the
+machine is when their clients come."""
 
 
 @pytest.fixture(scope="module")
