@@ -60,7 +60,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         "cause",
         {
             "any": "as it was, whatever the reason: a busy machine too",
-            "own": "as much of it at most as the process has computed meanwhile: what its own work may have caused",
+            "own": "of that, what its own work can have caused: no wait for a processor, no more than it computed",
         },
     ),
     LabelValues(

@@ -53,6 +53,8 @@ MAX_PROMPTS = 2048
 """Prompts of one completion request."""
 MAX_ANSWERS = 2048
 """``n`` times the prompts of one request: each answer is an object of its own for as long as the request runs."""
+MAX_TEMPLATE_KWARGS = 256
+"""Variables that a chat may give its template: each rendering copies the table of them."""
 MAX_TOOLS = 1024
 """Of one chat: a template prints them all."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -199,7 +201,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         tools=_tools(fields),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        chat_template_kwargs=dict(fields.mapping("chat_template_kwargs") or {}),
+        chat_template_kwargs=_template_kwargs(fields),
         cache_salt=_cache_salt(fields),
         priority=_priority(fields),
         transfer_mode=mode,
@@ -355,6 +357,16 @@ def _tools(fields: Fields) -> tuple[dict[str, Any], ...] | None:
     return tuple(
         {key: item for key, item in tool.items() if key != CACHE_CONTROL} for tool in tools if isinstance(tool, dict)
     )
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    given = fields.mapping("chat_template_kwargs") or {}
+    if len(given) > MAX_TEMPLATE_KWARGS:
+        raise InvalidRequestError(
+            f"chat_template_kwargs must hold at most {MAX_TEMPLATE_KWARGS} variables, got {len(given)}",
+            param="chat_template_kwargs",
+        )
+    return dict(given)
 
 
 def _cache_salt(fields: Fields) -> str | None:

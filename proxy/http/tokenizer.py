@@ -198,12 +198,10 @@ class PromptTokenizer:
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         if texts and codec is None:
             return Tokenised(body, list(prompts))
-        all_ids: list[Sequence[int]] = []
-        for prompt in request.prompts:
-            if codec is None or not isinstance(prompt, str):
-                all_ids.append(prompt)  # type: ignore[arg-type]  # without a codec there are no texts
-            else:
-                all_ids.append(codec.encode_prompt(prompt))
+        all_ids: list[Sequence[int]] = list(request.prompts)  # type: ignore[arg-type]  # ids, but for texts
+        if codec is not None and texts:
+            ids_of_texts = iter(codec.encode_prompts(texts))
+            all_ids = [next(ids_of_texts) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         keys: Sequence[PromptKeys | None] = ()
         if len(all_ids) <= MAX_KEYED_PROMPTS:
             keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)

@@ -125,7 +125,7 @@ class PromptReader:
 
     def _encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
         """Blocks; 10 ms for each 20,000 characters."""
-        return [EncodedPrompt(self.codec.encode_prompt(prompt)) for prompt in prompts]
+        return [EncodedPrompt(token_ids) for token_ids in self.codec.encode_prompts(prompts)]
 
     def _given(self, prompt: PromptIds) -> EncodedPrompt:
         """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,9 @@ class SpyCodec:
     def __init__(self) -> None:
         self.threads: set[int] = set()
 
-    def encode_prompt(self, prompt: Prompt) -> list[int]:
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         self.threads.add(threading.get_ident())
-        return [len(prompt)]
+        return [[len(prompt)] for prompt in prompts]
 
 
 def reader(codec: SpyCodec, counts: list[int]) -> PromptReader:

@@ -297,6 +297,11 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
         (lambda more: completion(prompt=["a"] * (2048 + more)), "prompt", "2048"),
         (lambda more: completion(logit_bias={str(key): 1 for key in range(1024 + more)}), "logit_bias", "1024"),
         (lambda more: completion(stop_token_ids=list(range(1024 + more))), "stop_token_ids", "1024"),
+        (
+            lambda more: chat(chat_template_kwargs=dict.fromkeys(map(str, range(256 + more)))),
+            "chat_template_kwargs",
+            "256",
+        ),
         (lambda more: chat(tools=[{"type": "function"}] * (1024 + more)), "tools", "1024"),
         (lambda more: chat(messages=[{"role": "user", "content": ""}] * (10_000 + more)), "messages", "10000"),
     ],

@@ -27,7 +27,7 @@ async def test_lag_when_the_loop_is_held_up_then_told_with_what_of_it_was_comput
         await asyncio.sleep(INTERVAL_S)
     late_s, own_s = seen[0]
     assert late_s > 0.4
-    assert (own_s > 0.4) is is_own
+    assert own_s > 0.4 if is_own else own_s < 0.2
     lag.close()
     seen.clear()
     await asyncio.sleep(4 * INTERVAL_S)
