@@ -296,6 +296,6 @@ class PollLoop:
             logger.debug("releasing a read from %s: %s", handle.peer.name, exc)
 
     def _count_unterminated(self) -> None:
-        since_s = tuple(entry.since_s for entry in self._unterminated if entry.holds_destination)
         with self._queue.condition:
-            self._queue.unterminated_since_s = since_s
+            self._queue.num_unterminated = sum(entry.holds_destination for entry in self._unterminated)
+            self._queue.unterminated_since_s = min((entry.since_s for entry in self._unterminated), default=None)

@@ -74,8 +74,9 @@ class PullQueue:
         recreations: who waits for a new agent.
         is_woken: the poll thread must not sleep before it has read the queue again.
         is_closing: nothing new is taken, everything open is reported.
-        unterminated_since_s: since when each read that outlived its pull, and may still write, has done so, in seconds
-            on ``time.monotonic``.
+        num_unterminated: reads that outlived their pulls and may still write destinations.
+        unterminated_since_s: since when the oldest read that outlived its pull has done so, also one that holds scratch
+            memory alone, on ``time.monotonic``; None without any.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,8 @@ class PullQueue:
         self.recreations: list[Recreation] = []
         self.is_woken = False
         self.is_closing = False
-        self.unterminated_since_s: tuple[float, ...] = ()
+        self.num_unterminated = 0
+        self.unterminated_since_s: float | None = None
 
     def check_open(self) -> None:
         """Raises TransferError (``closed``). The caller holds the lock."""

@@ -159,14 +159,15 @@ class Puller:
     def num_unterminated(self) -> int:
         """Pulls whose outcome had ``terminal=False`` and whose transfer is still not terminal."""
         with self._queue.condition:
-            return len(self._queue.unterminated_since_s)
+            return self._queue.num_unterminated
 
     @property
     def oldest_unterminated_s(self) -> float:
-        """Seconds for which the oldest of them has been without a terminal status; 0.0 without any."""
+        """Seconds for which the oldest read that outlived its pull has been without a terminal status, one that holds
+        scratch memory alone included; 0.0 without any."""
         with self._queue.condition:
             since_s = self._queue.unterminated_since_s
-        return time.monotonic() - min(since_s) if since_s else 0.0
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop the thread; pulls without an outcome are reported FAILED (reason ``closed``), ``terminal`` as it is

@@ -52,6 +52,10 @@ class UnitPool:
     def generation(self, unit_id: int) -> int:
         return self._generations.generation(self.name, unit_id)
 
+    def generations(self, unit_ids: Sequence[int]) -> tuple[int, ...]:
+        """0 of the null entry."""
+        return self._generations.generations(self.name, unit_ids)
+
     def tag(self, unit_id: int) -> int:
         return self._generations.tag(self.name, unit_id)
 

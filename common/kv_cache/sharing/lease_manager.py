@@ -141,8 +141,7 @@ class LeaseManager:
 
     def _generations(self, tables: Tables) -> Tables:
         return tuple(
-            tuple(group.pool.generation(block_id) if block_id else 0 for block_id in table)
-            for group, table in zip(self._coordinator.groups, tables, strict=True)
+            group.pool.generations(table) for group, table in zip(self._coordinator.groups, tables, strict=True)
         )
 
     def end(self, lease: Lease) -> None:

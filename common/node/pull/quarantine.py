@@ -27,7 +27,8 @@ MAX_SHARE = 0.05
 """The share of a pool that may be in quarantine: a node works nearly as well without it."""
 
 MAX_AGE_S = 60.0
-"""How long a read may outlive its pull before the agent is made again however little memory it holds."""
+"""How long a read may outlive its pull before the agent is made again however little memory it holds. One of
+generations holds some of the puller's scratch memory, of which there is little, and nothing of a pool."""
 
 DRAIN_S = 2.0
 """How long other reads may take to end before their agent does."""
@@ -93,11 +94,11 @@ class QuarantineKeeper:
     async def _reason(self) -> str | None:
         if self._has_failed:
             return "the last attempt failed"
-        if not self._puller.num_unterminated:
-            return None
         age_s = self._puller.oldest_unterminated_s
         if age_s > MAX_AGE_S:
             return f"a read has outlived its pull by {age_s:.1f} s, the bound is {MAX_AGE_S:.0f} s"
+        if not self._puller.num_unterminated:
+            return None
         try:
             stats = await self._read_stats()
         except TimeoutError:  # the engine is in a long step

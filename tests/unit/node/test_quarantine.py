@@ -15,11 +15,13 @@ from common.kv_cache.observe.stats import CacheStats
 from common.node.pull import quarantine
 from common.node.pull.quarantine import QuarantineKeeper
 from common.transfer.codes import TransferCode
+from common.transfer.generation_check import SCRATCH_SEGMENTS
+from common.transfer.jobs import PullStatus
 from common.transfer.regions import Peer
 from common.transfer.testing.faulty import Fault, FaultyBackend
 from tests.support.transfer_memory import EndpointMemory
-from tests.support.transfer_rigs import EPOCH, Rig, Rigs
-from tests.support.transfer_sites import PATIENCE_S, Site, wait_for
+from tests.support.transfer_rigs import EPOCH, SHORT_S, Rig, Rigs
+from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for
 from tests.unit.kv_cache.world import make_config
 
 
@@ -29,6 +31,7 @@ class Scene:
 
     rig: Rig
     faulty: FaultyBackend
+    holder: Holder
     peer: Peer
     stats: CacheStats | None
     num_asked: int = 0
@@ -71,7 +74,7 @@ def scene(memory: EndpointMemory) -> Iterator[Scene]:
     holder = site.holder(epoch=EPOCH)
     faulty = FaultyBackend(site.backend(memory))
     rig = rigs(faulty)
-    scene = Scene(rig, faulty, rig.backend.add_peer(holder.metadata), KVCacheManager(make_config()).stats())
+    scene = Scene(rig, faulty, holder, rig.backend.add_peer(holder.metadata), KVCacheManager(make_config()).stats())
     scene.quarantine()
     yield scene
     rigs.close()
@@ -119,6 +122,25 @@ async def test_keeper_when_a_read_is_too_old_then_the_agent_is_new_however_littl
     await asyncio.sleep(0.06)
     assert await scene.keeper.check()
     assert scene.num_recreated == 1
+
+
+@pytest.mark.asyncio
+async def test_keeper_when_reads_of_generations_hang_then_their_scratch_memory_comes_back(
+    scene: Scene, memory: EndpointMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold no memory of a pool: only their age tells. Once they have all of scratch, nothing can be pulled."""
+    scene.faulty.inject(Fault("hang", count=SCRATCH_SEGMENTS, on="generations"))
+    for unit in range(1, SCRATCH_SEGMENTS + 1):
+        scene.rig.submit(scene.peer, [(unit, unit)], pull_id=f"pull-{unit}", timeout_s=SHORT_S)
+    outcomes = [scene.rig.outcome() for _ in range(SCRATCH_SEGMENTS)]
+    assert {(each.reason, each.terminal) for each in outcomes} == {("deadline", True)}
+    assert scene.rig.pull(scene.peer, [(40, 40)], timeout_s=SHORT_S).message.endswith("waiting_for_scratch")
+    assert scene.rig.puller.num_unterminated == 0
+    assert not await scene.keeper.check()
+    monkeypatch.setattr(quarantine, "MAX_AGE_S", 0.01)
+    assert await scene.keeper.check()
+    assert scene.rig.puller.oldest_unterminated_s == 0.0
+    assert scene.rig.pull(scene.rig.backend.add_peer(scene.holder.metadata), [(40, 40)]).status is PullStatus.OK
 
 
 @pytest.mark.asyncio
