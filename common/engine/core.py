@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
+from common.engine.finished_prompts import FinishedPrompts
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
-from common.engine.plan import Segment, StepPlan
+from common.engine.plan import Segment
 from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
-from common.engine.sampler import Sampler, SampleTask
+from common.engine.sampling.sampler import Sampler, SampleTask
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
 from common.errors import EngineDeadError, InvalidRequestError, TandemError
@@ -87,6 +88,9 @@ class EngineCore:
             recompute_on_load_failure=recompute_on_load_failure,
             local_prefill_limit=local_prefill_limit,
             clock=clock,
+        )
+        self._prompts = FinishedPrompts(
+            scheduler, manager, runner, self._live, self._outputs, lease_seconds=lease_seconds, clock=clock
         )
         self._is_stalled = False
         self._num_failed_forwards = 0
@@ -170,9 +174,7 @@ class EngineCore:
             row = self._remote.finish(sequence, result)
             if row is None:
                 return
-            sequence.is_prompt_done = True
-            sequence.prompt_done_s = self._clock()
-            for ready in self._start_sampling(sequence):
+            for ready in self._prompts.begin_output(sequence):
                 ready.pending_row = row
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this request's
             self._fail(sequence, exc, is_read_over=result.terminal)
@@ -192,7 +194,7 @@ class EngineCore:
         deadline_s = self._clock() + self._lease_seconds
         lease = self._manager.lease_prefix(keys, keys.num_tokens, lease_id, deadline_s, deeper_than=deeper_than)
         if lease is not None:
-            self._run_copies(lease_id)
+            self._prompts.run_copies(lease_id)
         return lease
 
     def num_local_tokens(self, keys: PrefixKeys) -> int:
@@ -259,7 +261,8 @@ class EngineCore:
                 to_sample.append((sequence, row))
                 continue
             try:
-                self._finish_prompt(sequence, row, to_sample)  # an exact prefix hit: done without a forward
+                # An exact prefix hit: done without a forward.
+                to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
         self._sample(to_sample)
@@ -280,14 +283,15 @@ class EngineCore:
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
             self._append_prompt_logprobs(sequence, segment.start, hidden)
         if sequence.num_uncomputed_tokens:
-            self._report_progress(sequence)
+            self._prompts.report_progress(sequence)
             return
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
         if sequence.is_prompt_done:
             to_sample.append((sequence, hidden[-1]))
         else:
             # Kept in host memory: a view would pin the whole step's rows, and manifests are made on other threads.
-            self._finish_prompt(sequence, hidden[-1].to("cpu", copy=True), to_sample)
+            row = hidden[-1].to("cpu", copy=True)
+            to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
 
     def _start_again(self, schedule: Schedule, cause: Exception) -> None:
         """A forward raised. Nothing of it was published, but the states that it ran on may be half advanced: all that
@@ -332,84 +336,6 @@ class EngineCore:
             self._live.end(sequence, donate=True)
         except Exception as exc:  # noqa: BLE001  # as in finish_pull
             self._fail(sequence, exc)
-
-    def _report_progress(self, sequence: Sequence) -> None:
-        """Reports which blocks of a prompt are finished, to the node that pulls them already."""
-        if not sequence.request.wants_progress or sequence.sampling is not None:
-            return
-        progress = self._manager.progress(sequence.seq_id)
-        if progress.num_tokens > sequence.num_reported_tokens:
-            sequence.num_reported_tokens = progress.num_tokens
-            self._outputs.add(sequence, progress=progress)
-
-    def _run_copies(self, lease_id: str) -> None:
-        """Block copies that must not wait for the next step: the lease's reader pulls their destinations."""
-        if copies := self._manager.take_block_copies():
-            try:
-                self._runner.launch(StepPlan(block_copies=copies)).wait()
-            except BaseException:
-                self._manager.release_lease(lease_id)
-                raise
-
-    def _finish_prompt(
-        self, sequence: Sequence, row: torch.Tensor, to_sample: list[tuple[Sequence, torch.Tensor]]
-    ) -> None:
-        """The last prompt token's row is known: publish it, then hand the prompt out, or go on to sample from it."""
-        sequence.is_prompt_done = True
-        sequence.prompt_done_s = self._clock()
-        sampling = sequence.sampling
-        self._manager.finish_prompt(sequence.seq_id, row, seal=sampling is None)
-        if sampling is None:
-            deadline = self._clock() + self._lease_seconds
-            lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
-            self._run_copies(sequence.request.request_id)
-            sequence.finish_reason = FinishReason.LENGTH
-            self._outputs.add(sequence, handoff=lease)
-            self._live.end(sequence, donate=True)
-        else:
-            to_sample.extend((ready, row) for ready in self._start_sampling(sequence))
-
-    def _start_sampling(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences that can be sampled from a finished prompt's last row: this one and its forks; none when only
-        the prompt was asked for."""
-        if self._finish_without_sampling(sequence):
-            return []
-        return [sequence, *self._fork(sequence)]
-
-    def _finish_without_sampling(self, sequence: Sequence) -> bool:
-        """Ends a sequence that asked for its prompt only (``max_tokens`` 0, with echo), and each of its forks."""
-        if sequence.sampling is None or sequence.sampling.max_tokens > 0:
-            return False
-        sequence.finish_reason = FinishReason.LENGTH
-        for index in range(sequence.request.num_forks):
-            self._outputs.add(sequence, index=index)
-        self._live.end(sequence, donate=True)
-        return True
-
-    def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """Makes the other continuations of a finished prompt; returns those that can be sampled now.
-
-        A child without memory waits like a new request and finds the prompt in the cache, or computes it.
-        """
-        if sequence.index or sequence.sampling is None:
-            return []
-        ready: list[Sequence] = []
-        request = sequence.request
-        for index in range(len(self._live.of_request(request.request_id)), request.num_forks):
-            child = Sequence(request, index, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
-            child.remote = None
-            self._live.add(child)
-            if self._scheduler.has_room() and self._manager.fork(sequence.seq_id, child.seq_id):
-                child.keys = self._manager.sequence(child.seq_id).keys
-                child.num_computed_tokens = child.num_prompt_tokens
-                child.is_prompt_done = True
-                child.prompt_done_s = sequence.prompt_done_s
-                child.prompt_logprobs = sequence.prompt_logprobs
-                self._scheduler.add_running(child)
-                ready.append(child)
-            else:
-                self._scheduler.add(child)
-        return ready
 
     def _append_prompt_logprobs(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
         assert sequence.prompt_logprobs is not None

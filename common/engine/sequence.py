@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from common.engine.token_counts import TokenCounts
+from common.engine.sampling.token_counts import TokenCounts
 from common.kv_cache.keys import PrefixKeys
 from common.request import FinishReason, Request, SamplingParams, TokenLogprob
 

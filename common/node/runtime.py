@@ -19,7 +19,7 @@ from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.model_runner import ModelRunner
-from common.engine.sampler import Sampler
+from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.errors import ConfigError
 from common.kv_cache.layout import LAYOUT_VERSION

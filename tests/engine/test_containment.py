@@ -14,7 +14,7 @@ import torch
 from common.engine.core import MAX_FAILED_FORWARDS, EngineCore
 from common.engine.model_runner import Forward
 from common.engine.plan import StepPlan
-from common.engine.sampler import SampleTask
+from common.engine.sampling.sampler import SampleTask
 from common.errors import EngineDeadError, TandemError
 from common.node.runtime import NodeModel
 from common.request import Request

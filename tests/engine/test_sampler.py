@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.sampler import Sampler, SampleTask
-from common.engine.token_counts import TokenCounts
+from common.engine.sampling.sampler import Sampler, SampleTask
+from common.engine.sampling.token_counts import TokenCounts
 from common.request import SamplingParams
 
 VOCAB = 50

@@ -120,7 +120,7 @@ class Faults:
         ModelRunner.launch = faulty_launch  # type: ignore[method-assign]
 
     def _in_sampler(self) -> None:
-        from common.engine.sampler import Sampler
+        from common.engine.sampling.sampler import Sampler
 
         sample = Sampler.sample
 

@@ -74,8 +74,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.cli": ("bench", "log_sink", "supervisor", "flags", "up", "probe", "docs", "main", "__main__"),
     "common.engine": (
         "rates",
-        "token_counts",
-        "sampler",
+        "sampling",
         "plan",
         "sequence",
         "shared_prefixes",
@@ -84,8 +83,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "outputs",
         "live_sequences",
         "remote_prefixes",
+        "finished_prompts",
         "core",
     ),
+    "common.engine.sampling": ("token_counts", "sampler"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.kv_cache": (
         "keys",

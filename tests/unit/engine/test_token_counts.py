@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 
-from common.engine.token_counts import TokenCounts
+from common.engine.sampling.token_counts import TokenCounts
 
 VOCAB = 40
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.engine.token_counts import TokenCounts
+from common.engine.sampling.token_counts import TokenCounts
 from common.request import SamplingParams, TokenLogprob
 
 _UNIFORM_BITS = 52
