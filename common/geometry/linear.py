@@ -115,6 +115,8 @@ def bailing_hybrid(model_type: str, config: RawConfig, dtype: str) -> ModelGeome
     listed = config.get("layer_types") or [
         "linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)
     ]
+    # What transformers saves has the attention's rotary size as ``head_dim``, and the mixer's beside it.
+    head_dim = get(config, "linear_head_dim", get(config, "head_dim", 128))
     return assemble(
         model_type,
         dtype,
@@ -124,7 +126,7 @@ def bailing_hybrid(model_type: str, config: RawConfig, dtype: str) -> ModelGeome
         state=kimi_delta_state(
             dtype,
             num_heads=int(get(config, "num_attention_heads", 32)),
-            head_dim=int(get(config, "head_dim", 128)),
+            head_dim=int(head_dim),
             kernel=int(get(config, "short_conv_kernel_size", 4)),
         ),
         latent_size=int(get(config, "kv_lora_rank", 512)) + int(get(config, "qk_rope_head_dim", 64)),

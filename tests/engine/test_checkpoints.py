@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
+from common.geometry.families import FAMILIES
+from common.geometry.geometry import model_geometry
 from common.models.adapter.arguments import stock_cache
 from common.models.loading.loader import load_model
 from common.models.loading.quiet import quiet_transformers
 from tests.engine.harness import Harness, Work, random_tokens, stock_greedy, stock_logits, stock_model, tolerance
 from tests.support.models import checkpoint
+from tests.unit.test_docs_models import NEEDED
 
 PROMPT = random_tokens(40, 71)
 
@@ -54,6 +57,13 @@ def test_checkpoint_when_in_shards_with_its_head_tied_or_not_then_is_what_was_sa
     head = loaded.model.get_output_embeddings().weight
     assert torch.equal(head, loaded.model.get_input_embeddings().weight) is tied
     assert loaded.head.logits(rows).shape == (3, loaded.geometry.vocab_size)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_config_when_fields_are_missing_then_it_means_what_transformers_makes_of_it_and_saves(model_type: str) -> None:
+    given = NEEDED.get(model_type, {})
+    saved = AutoConfig.for_model(model_type, **given).to_dict()
+    assert model_geometry({"model_type": model_type, **given}, "float32") == model_geometry(saved, "float32")
 
 
 # The raw config is read without torch; what it leads to must be what the weights are. Each of these is a field that the

@@ -117,7 +117,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "bailing_hybrid": {
             **_LATENTS,
-            "head_dim": 8,
+            "head_dim": 16,
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
             "n_group": 2,

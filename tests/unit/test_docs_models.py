@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,10 @@ MIXERS = {
     (CONV,): "short convolution",
 }
 # Where the config class's own defaults have no attention, or no layers at all.
-NEEDED = {
+NEEDED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
 }
 WITHOUT_FUNCTIONS = {"MiniMaxLightningAttention": "lightning attention", None: "none"}
 
