@@ -60,7 +60,8 @@ class EvictionPolicy:
     """One per cache manager. Plain least recently used; others give other orders and listen."""
 
     def order(self, pool_name: str) -> EvictionOrder:
-        """The order of one pool; called once for each."""
+        """The order of one pool; called once for each: "slots" of states, whose units are slots; "blocks" of the first
+        attention group, "blocks_1" of the next and so on (``KVCacheGroup.pool_name``), whose units are blocks."""
         return LruOrder()
 
     def admitted(self, keys: PrefixKeys, num_tokens: int) -> None:

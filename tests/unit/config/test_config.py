@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli.flags import parse_up
+from common.cli.flags import UpConfig, parse_up
 from common.config.command_line import flag_table, parse_config, to_argv
 from common.config.flag import flags_of
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig, parse_node_config
 from common.config.process import ProcessConfig
 from common.config.proxy import ProxyConfig
-from common.config.values import format_size, parse_size
+from common.config.values import format_size, parse_int, parse_seconds, parse_share, parse_size
 from common.errors import ConfigError
 from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES
@@ -141,6 +142,26 @@ def test_value_when_out_of_bounds_then_error_names_flag_value_and_bound(argv: li
     assert error.value.param == argv[0]
 
 
+@pytest.mark.parametrize(
+    "config", [NodeConfig(model="m"), ProxyConfig(decode=("http://d:1",)), UpConfig()], ids=["node", "proxy", "up"]
+)
+def test_every_flag_when_beyond_a_bound_then_error_names_it_with_value_and_bound(config: Any) -> None:
+    for each in flags_of(type(config)):
+        beyond: dict[Any, Any] = {"none of them": ", ".join(each.choices)} if each.choices else {}
+        for bound, step in ((each.minimum, -1), (each.maximum, 1)):
+            if bound is not None:
+                each.check(bound)
+                beyond[bound + step] = each.format(bound)
+        assert beyond or each.parse not in NUMBERS, each.option
+        for value, bound in beyond.items():
+            with pytest.raises(ConfigError) as caught:
+                dataclasses.replace(config, **{each.name: value})
+            assert caught.value.param == each.option
+            shown = value if each.choices else each.format(value)
+            assert caught.value.message.startswith(f"{each.option} {shown} is ")
+            assert caught.value.message.endswith(bound)
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 24, 1024])
 def test_block_size_when_within_bounds_then_any_whole_number(block_size: int) -> None:
     assert node("--block-size", str(block_size)).block_size == block_size
@@ -219,6 +240,7 @@ def test_up_when_flags_are_shared_then_nodes_and_proxy_get_them() -> None:
     assert {each.max_num_seqs for _, each in nodes} == {8}
 
 
+NUMBERS = (parse_int, parse_seconds, parse_share, parse_size)
 OTHERS_REACH = ("0.0.0.0", "::", "", "10.0.0.7", "node-1", "127.0.0.1.example.org", "localhost.example.org", "fe80::1")
 
 

@@ -181,7 +181,7 @@ def test_records_when_prompts_never_repeat_then_ghosts_stay_bounded() -> None:
 
 def test_policy_when_unknown_then_config_error_names_the_flag() -> None:
     with pytest.raises(ConfigError, match="--eviction-policy"):
-        create_policy(make_config(policy="fifo"))
+        create_policy(make_config(policy="no such policy"))
     for name in EVICTION_POLICIES:
         assert create_policy(make_config(policy=name)) is not None
 
