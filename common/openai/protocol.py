@@ -51,6 +51,8 @@ __all__ = [
 
 MAX_PROMPTS = 2048
 """Prompts of one completion request."""
+MAX_TOKENS_TOGETHER = 500_000
+"""Tokens of all prompts of a request with several: what the nodes tell each other of a prompt names them again."""
 MAX_ANSWERS = 2048
 """``n`` times the prompts of one request: each answer is an object of its own for as long as the request runs."""
 MAX_TEMPLATE_KWARGS = 256
@@ -231,7 +233,18 @@ def parse_prompts(value: object) -> tuple[Prompt, ...]:
         return (_one_prompt("prompt", value),)
     if len(value) > MAX_PROMPTS:
         raise InvalidRequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
-    return tuple(_one_prompt(f"prompt[{index}]", item) for index, item in enumerate(value))
+    prompts = tuple(_one_prompt(f"prompt[{index}]", item) for index, item in enumerate(value))
+    check_tokens_together(sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)), len(prompts))
+    return prompts
+
+
+def check_tokens_together(num_tokens: int, num_prompts: int) -> None:
+    """Raises InvalidRequestError for several prompts that have too many tokens together."""
+    if num_prompts > 1 and num_tokens > MAX_TOKENS_TOGETHER:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts must have at most {MAX_TOKENS_TOGETHER} tokens together, got {num_tokens}",
+            param="prompt",
+        )
 
 
 def _one_prompt(where: str, value: object) -> Prompt:

@@ -16,11 +16,10 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidRequestError
 from common.openai.logprobs import TokenPiece
-from common.openai.protocol import ChatRequest, Prompt, check_token_ids
+from common.openai.protocol import ChatRequest, Prompt, check_token_ids, check_tokens_together
 from common.text.boundaries import Conversation, semantic_boundaries
 from common.text.detokenizer import REPLACEMENT, Decoder
 from common.wire.fields import shown
-from common.wire.json_text import MAX_VALUES
 
 
 class Tokenizer(Decoder, Protocol):
@@ -60,8 +59,6 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
 MAX_CHARS_PER_TOKEN = 32
 """Characters per token of the context. A longer text is taken not to fit: tokenising it to find out would cost seconds
 and gigabytes."""
-MAX_TOKENS_TOGETHER = MAX_VALUES
-"""Tokens of all texts of one request: as many as there may be of ids."""
 USUAL_CHARS_PER_TOKEN = 4
 """Of English in common vocabularies. A text with more of them is counted in pieces first, up to the context's length:
 the objects of a whole text's tokens take memory, and the interpreter's lock when they are made and freed."""
@@ -142,12 +139,7 @@ class TextCodec:
         for prompt in prompts:
             all_ids.append(self.encode_prompt(prompt))
             num_tokens += len(all_ids[-1])
-            if num_tokens > MAX_TOKENS_TOGETHER:
-                raise InvalidRequestError(
-                    f"the prompts must have at most {MAX_TOKENS_TOGETHER} tokens together, got {num_tokens} in the "
-                    f"first {len(all_ids)} of {len(prompts)}",
-                    param="prompt",
-                )
+            check_tokens_together(num_tokens, num_prompts=len(all_ids))
         return all_ids
 
     def encode_chat(self, request: ChatRequest) -> list[int]:

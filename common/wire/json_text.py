@@ -9,31 +9,35 @@ ones that orjson does not take exactly are read by ``json``, whose words errors 
 from __future__ import annotations
 
 import json
+import re
 from typing import NoReturn
 
 import orjson
 
 from common.errors import InvalidRequestError
 
-MAX_VALUES = 1_250_000
+MAX_VALUES = 1_100_000
 """Values in one body: enough for the token ids of a prompt that fills a context of a million."""
-MAX_ITEMS = 250_000
-"""Objects, lists and texts (keys too) in one body: 20,000 messages of a chat have 100,000. Each costs ten times what a
+MAX_ITEMS = 200_000
+"""Objects, lists and texts (keys too) in one body: 10,000 messages of a chat have 50,000. Each costs ten times what a
 number does."""
-LEG_EXTRA = 50_000
-"""Values and items that a body may have more when it comes from a proxy, which has bounded it before: for each of 2,048
-prompts it names where the prompt is computed."""
+LEG_EXTRA = 150_000
+"""Values and items that a body may have more when it comes from a proxy, which has bounded it before: of each of 2,048
+prompts it says where the prompt is, block by block."""
 LONG_BYTES = 32 * 1024
 """Texts up to this are short: parsing and checking one takes 2 ms at most, in either way."""
+MAX_DIGITS = 20
+"""Of whole numbers of 64 bits, with the sign of negative ones."""
 MAX_DEPTH = 64
 """Levels of nested objects and lists: code that walks a deeper body recursively could exhaust its stack."""
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 _MAYBE_BEYOND_64_BITS = b"0" * 19
-_BEYOND_64_BITS = b"0" * 20
 _MARKS = b'"[{,'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
 _NO_MARKS_NOR_DIGITS = bytes(set(range(256)) - set(_MARKS + b"0123456789.+-eE"))
+# Neither a fraction nor an exponent.
+_LONG_WHOLE_NUMBER = re.compile(rb"(?<![.\deE+-])-?\d{19,}(?![.\deE])")
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -78,7 +82,7 @@ def parse_json(raw: bytes, bounds: JsonBounds, what: str = "the body") -> object
 
     Raises:
         InvalidRequestError: not UTF-8, not JSON (with the position), deeper than ``MAX_DEPTH`` or beyond ``bounds``;
-            or long, with a number of 20 digits or more, which only short texts may have.
+            or long, with a whole number beyond 64 bits, which only short texts may have.
     """
     if len(raw) <= LONG_BYTES:
         value = _parse_short(raw, what)
@@ -93,10 +97,10 @@ def parse_json(raw: bytes, bounds: JsonBounds, what: str = "the body") -> object
 
 
 def _parse_long(raw: bytes, what: str) -> object:
-    if _BEYOND_64_BITS in raw.translate(_DIGITS_TO_ZERO):
-        outside = _outside_texts(_without_escapes(raw).translate(_DIGITS_TO_ZERO, _NO_MARKS_NOR_DIGITS))
-        if _BEYOND_64_BITS in outside:
-            raise _invalid(f"{what} holds a number of 20 digits or more: JSON beyond {LONG_BYTES} bytes must not")
+    if _MAYBE_BEYOND_64_BITS in raw.translate(_DIGITS_TO_ZERO):
+        outside = _outside_texts(_without_escapes(raw).translate(None, _NO_MARKS_NOR_DIGITS))
+        if any(map(_is_beyond_64_bits, _LONG_WHOLE_NUMBER.finditer(outside))):
+            raise _invalid(f"{what} holds a whole number beyond 64 bits, which JSON beyond {LONG_BYTES} bytes must not")
     try:
         value: object = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
@@ -105,6 +109,11 @@ def _parse_long(raw: bytes, what: str) -> object:
         # Not chained: the error holds the whole text.
         raise _invalid(f"{what} is not JSON: {exc.msg} at line {exc.lineno} column {exc.colno}") from None
     return value
+
+
+def _is_beyond_64_bits(number: re.Match[bytes]) -> bool:
+    digits = number[0]
+    return len(digits) > MAX_DIGITS or not -(2**63) <= int(digits) < 2**64
 
 
 def _parse_short(raw: bytes, what: str) -> object:

@@ -295,6 +295,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
         (lambda more: completion(prompt=["a"] * (16 + more), n=128), "n", "2048 answers"),
         (lambda more: completion(prompt=["a"] * 2048, n=1 + more), "n", "2048 answers"),
         (lambda more: completion(prompt=["a"] * (2048 + more)), "prompt", "2048"),
+        (lambda more: completion(prompt=[[1], [7] * (499_999 + more)]), "prompt", "500000 tokens together, got 500001"),
         (lambda more: completion(logit_bias={str(key): 1 for key in range(1024 + more)}), "logit_bias", "1024"),
         (lambda more: completion(stop_token_ids=list(range(1024 + more))), "stop_token_ids", "1024"),
         (
@@ -316,10 +317,10 @@ def test_counts_when_at_their_bound_then_taken_and_one_more_is_refused(
 
 
 def test_arguments_of_tool_calls_when_they_hold_too_much_together_then_refused() -> None:
-    arguments = "[" + ",".join(["[]"] * 100_000) + "]"
+    arguments = "[" + ",".join(["[]"] * 90_000) + "]"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     assert chat(messages=[{"role": "assistant", "tool_calls": [call] * 2}])
-    with pytest.raises(InvalidRequestError, match="250000 objects") as refused:
+    with pytest.raises(InvalidRequestError, match="200000 objects") as refused:
         chat(messages=[{"role": "assistant", "tool_calls": [call] * 3}])
     assert refused.value.param == "messages[0].tool_calls[2].function.arguments"
 

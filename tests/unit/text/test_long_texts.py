@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
+from common.openai import protocol
 from common.openai.protocol import parse_chat
-from common.text import tokenizer as text_tokenizer
 from common.text.tokenizer import MAX_CHARS_PER_TOKEN, PIECE_CHARS, TextCodec
 from common.text.tokenizer_document import PROBE_TEXTS, plain_backend
 from tests.unit.text.vocabulary import train_byte_level
@@ -57,9 +57,9 @@ def test_texts_when_they_have_too_many_tokens_together_then_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
-    monkeypatch.setattr(text_tokenizer, "MAX_TOKENS_TOGETHER", 7)
+    monkeypatch.setattr(protocol, "MAX_TOKENS_TOGETHER", 7)
     assert codec.encode_prompts([(1, 2, 3), (4, 5), (6, 7)]) == [[1, 2, 3], [4, 5], [6, 7]]
-    with pytest.raises(InvalidRequestError, match="at most 7 tokens together, got 8 in the first 2 of 3") as refused:
+    with pytest.raises(InvalidRequestError, match="2 prompts must have at most 7 tokens together, got 8") as refused:
         codec.encode_prompts([(1, 2, 3), (4, 5, 6, 7, 8), (9,)])
     assert refused.value.param == "prompt"
 
