@@ -1,0 +1,97 @@
+"""No body keeps the event loop of a proxy or a node busy for more than 100 ms at a time.
+
+Each shape goes to the proxy and to a node. Every process tells how late its loop woke, and how much of that it can have
+caused itself (``tandem_event_loop_lag_seconds``). What a busy machine adds may still be in it: a shape that was slow is
+sent again, and fails when it is slow every time; what this holds against takes from 0.3 s to many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE
+from tests.support.service import Node, Service
+from tests.support.worst_bodies import CORPUS, FULL
+
+MAX_BUSY_S = 0.1
+TRIES = 5
+TIMEOUT_S = 120.0
+MAX_SILENCE_S = 10.0
+"""Of ``/health``: on any machine."""
+SETTLE_S = 0.1
+"""Until what an answer leaves behind is given up, and the loop has been looked at again."""
+
+FEW = (
+    *("lists of nothing", "numbers within the count", "escapes", "prompts times n", "20,000 messages of nothing"),
+    *("reasoning", "arguments of lists", "biases"),
+)
+
+
+def num_busy(node: Node) -> int:
+    """How often the loop was found busy for longer than it may be."""
+    counts: dict[str, int] = {}
+    for line in httpx.get(node.url + METRICS_ROUTE, timeout=TIMEOUT_S).text.splitlines():
+        if line.startswith("tandem_event_loop_lag_seconds_bucket") and 'cause="own"' in line:
+            counts[line.partition('le="')[2].partition('"')[0]] = round(float(line.rpartition(" ")[2]))
+    return counts["+Inf"] - counts[str(MAX_BUSY_S)]
+
+
+@contextlib.contextmanager
+def polled(node: Node) -> Iterator[list[float]]:
+    """Asks for the health of ``node`` all the time; gives the seconds of each answer."""
+    seconds: list[float] = []
+    stopped = threading.Event()
+
+    def poll() -> None:
+        with httpx.Client(timeout=TIMEOUT_S) as client:
+            while not stopped.wait(0.02):
+                started_s = time.monotonic()
+                assert client.get(node.url + HEALTH_ROUTE).status_code == 200
+                seconds.append(time.monotonic() - started_s)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.full, id=name.replace(" ", "-")) for name in CORPUS],
+)
+@pytest.mark.parametrize("role", ["proxy", "decode"])
+def test_loop_when_a_worst_body_is_sent_then_never_busy_for_long_and_health_answers(
+    service: Service, role: str, name: str
+) -> None:
+    shape = CORPUS[name]
+    target = service.proxy if role == "proxy" else service.decode[0]
+    if shape.only_nodes and role == "proxy":
+        pytest.skip("a proxy takes the field out")
+    body = shape.make()
+    assert len(body) <= FULL
+    slow: list[str] = []
+    for _ in range(TRIES):
+        before = {node.url: num_busy(node) for node in service.nodes}
+        with polled(target) as seconds:
+            answer = httpx.post(target.url + shape.route, content=body, timeout=TIMEOUT_S)
+            time.sleep(SETTLE_S)
+        assert answer.status_code in shape.statuses, answer.text[:500]
+        assert max(seconds) < MAX_SILENCE_S
+        slow = [node.role for node in service.nodes if num_busy(node) > before[node.url]]
+        if not slow:
+            return
+    pytest.fail(f"busy for more than {MAX_BUSY_S} s in each of {TRIES} tries: {', '.join(slow)}")
+
+
+def test_corpus_has_fifty_shapes_and_most_are_of_full_size() -> None:
+    assert len(CORPUS) >= 50
+    assert set(FEW) <= CORPUS.keys()
