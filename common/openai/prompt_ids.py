@@ -38,7 +38,7 @@ class PromptIds:
     def put_into(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat body that says the same to a node without being rendered."""
         rest = {key: value for key, value in body.items() if key not in _TEMPLATE_FIELDS}
-        return {**rest, PROMPT_IDS_KEY: {"token_ids": list(self.token_ids), "boundaries": list(self.boundaries)}}
+        return {**rest, PROMPT_IDS_KEY: {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}}
 
 
 def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:

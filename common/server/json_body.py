@@ -32,7 +32,7 @@ async def read_json_object(request: Request, *, is_leg: bool = False) -> dict[st
         InvalidRequestError: as ``parse_json``, or no object.
         RequestAbortedError: the client went away while sending.
     """
-    raw = request.scope.get(BODY_KEY)
+    raw = request.scope.pop(BODY_KEY, None)  # the scope stays for as long as the answer takes
     if raw is None:
         try:
             raw = await request.body()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -49,6 +50,18 @@ from proxy.nodes.pool import NodePool
 from proxy.placement.request import PlacementHeader, session_from_header
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that was found good. ``parsed`` is given up when its prompts are tokens: it is as long as the body, and
+    the answer may take long."""
+
+    http: Request
+    route: str
+    job: Job
+    admission: AdmissionRequest
+    parsed: GenerationRequest | None
 
 
 class GenerateService:
@@ -130,23 +143,18 @@ class GenerateService:
             session_id=session_id,
             placement_header=placement_header,
         )
-        return RelayResponse(lambda client: self._run(request, job, parsed, admission_request, route, client))
+        asked = _Asked(request, route, job, admission_request, parsed)
+        return RelayResponse(lambda client: self._run(asked, client))
 
-    async def _run(
-        self,
-        http: Request,
-        job: Job,
-        request: GenerationRequest,
-        admission_request: AdmissionRequest,
-        route: str,
-        client: ClientStream,
-    ) -> None:
+    async def _run(self, asked: _Asked, client: ClientStream) -> None:
+        job, route, admission = asked.job, asked.route, asked.admission
         with self._metrics.track(route, job.arrival_s, client.record, job.span), self._follow(job, route, client):
             try:
-                async with self._admission.admitted(admission_request) as charge, self._bounded(admission_request):
+                async with self._admission.admitted(admission) as charge, self._bounded(admission):
                     self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
                     with _settled(charge, job, client):
-                        await self._run_admitted(http, job, request, admission_request, client)
+                        client.record.num_prompt_tokens = await self._tokenise(asked)
+                        await self._orchestrator.run(job, client)
             except RelayedAnswer as exc:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
@@ -156,22 +164,18 @@ class GenerateService:
         about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
         return self._recent.follow(client.entry, about, client.record)
 
-    async def _run_admitted(
-        self,
-        http: Request,
-        job: Job,
-        request: GenerationRequest,
-        admission_request: AdmissionRequest,
-        client: ClientStream,
-    ) -> None:
-        num_bytes = body_bytes_of(http)
-        done = await self._tokenizer.tokenise(request, job.body, job.prompts, num_bytes=num_bytes)
-        job = dataclasses.replace(job, body=done.body, prompts=done.prompts, prompt_keys=done.prompt_keys)
+    async def _tokenise(self, asked: _Asked) -> int:
+        """The job's prompts become tokens, as far as they can here; returns how many, or an estimate. What was parsed
+        is given up."""
+        job, parsed, asked.parsed = asked.job, asked.parsed, None
+        assert parsed is not None
+        num_bytes = body_bytes_of(asked.http)
+        done = await self._tokenizer.tokenise(parsed, job.body, job.prompts, num_bytes=num_bytes)
+        job.body, job.prompts, job.prompt_keys = done.body, done.prompts, done.prompt_keys
         if num_bytes > LONG_BYTES:
             # What the legs' bodies have in common is remembered: putting them together takes no time then.
-            await run_for_body(http, lambda: job.encoder.encode(job.body))
-        client.record.num_prompt_tokens = _num_prompt_tokens(done, estimate=admission_request.num_prompt_tokens)
-        await self._orchestrator.run(job, client)
+            await run_for_body(asked.http, lambda: job.encoder.encode(job.body))
+        return _num_prompt_tokens(done, estimate=asked.admission.num_prompt_tokens)
 
     @contextlib.asynccontextmanager
     async def _bounded(self, admission_request: AdmissionRequest) -> AsyncIterator[None]:
@@ -258,7 +262,7 @@ def _num_used(job: Job, client: ClientStream) -> int | None:
 def _num_prompt_tokens(done: Tokenised, *, estimate: int) -> int:
     """Of all prompts, of which some may have no ids here."""
     counts = [
-        len(prompt) if isinstance(prompt, list | tuple) else keys.num_tokens if keys is not None else None
+        len(prompt) if isinstance(prompt, array) else keys.num_tokens if keys is not None else None
         for prompt, keys in itertools.zip_longest(done.prompts, done.prompt_keys)
     ]
     known = [count for count in counts if count is not None]

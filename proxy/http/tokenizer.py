@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ MAX_KEYED_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A request for the nodes: ``body`` and ``prompts`` as in ``proxy.legs.job.Job``."""
+    """A request for the nodes: ``body`` and ``prompts`` as in ``proxy.legs.job.Job``, token ids as arrays."""
 
     body: Mapping[str, Any]
     prompts: list[Any]
@@ -153,24 +154,27 @@ class PromptTokenizer:
     ) -> Tokenised:
         """The request with token ids instead of text, as far as that can be done here. ``prompts``: the body's, one
         for each leg; ``num_bytes``: the body's length. Never raises because of the request."""
-        document, codec, unchanged = self._document, self._codec, Tokenised(body, list(prompts))
-        if document is None or not self._serves(document):
-            return unchanged
+        document, codec = self._document, self._codec
+        if document is not None and not self._serves(document):
+            document = None
 
         def work() -> Tokenised:
-            if isinstance(request, ChatRequest):
-                return self._chat(document, codec, request, body)
-            return self._completion(document, codec, request, body, prompts)
+            given = _packed(request, body, prompts)
+            try:
+                if document is None:
+                    return given
+                if isinstance(request, ChatRequest):
+                    return self._chat(document, codec, request, body)
+                return self._completion(document, codec, request, given)
+            except InvalidRequestError:
+                return given  # the nodes refuse it in their own words
+            except Exception:
+                logger.exception("a prompt could not be tokenised here")
+                return given
 
-        try:
-            if num_bytes <= INLINE_BYTES:
-                return work()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except InvalidRequestError:
-            return unchanged  # the nodes refuse it in their own words
-        except Exception:
-            logger.exception("a prompt could not be tokenised here")
-            return unchanged
+        if num_bytes <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _serves(self, document: TokenizerDocument) -> bool:
         """Whether all nodes that may get the prompt have this document's model, and take ids."""
@@ -188,36 +192,41 @@ class PromptTokenizer:
         return Tokenised(prompt.put_into(body), [None], (_keys(document, prompt.token_ids, request.cache_salt),))
 
     def _completion(
-        self,
-        document: TokenizerDocument,
-        codec: TextCodec | None,
-        request: CompletionRequest,
-        body: Mapping[str, Any],
-        prompts: Sequence[Any],
+        self, document: TokenizerDocument, codec: TextCodec | None, request: CompletionRequest, given: Tokenised
     ) -> Tokenised:
-        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        texts = [prompt for prompt in given.prompts if isinstance(prompt, str)]
         if texts and codec is None:
-            return Tokenised(body, list(prompts))
-        all_ids: list[Sequence[int]] = list(request.prompts)  # type: ignore[arg-type]  # ids, but for texts
+            return given
+        all_ids: list[array[int]] = given.prompts
         if codec is not None and texts:
             ids_of_texts = iter(codec.encode_prompts(texts))
-            all_ids = [next(ids_of_texts) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+            all_ids = [array("I", next(ids_of_texts)) if isinstance(each, str) else each for each in given.prompts]
         keys: Sequence[PromptKeys | None] = ()
         if len(all_ids) <= MAX_KEYED_PROMPTS:
             keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)
         if not texts or request.output.echo:  # an echo gives the text back as it came
-            return Tokenised(body, list(prompts), keys)
+            return Tokenised(given.body, given.prompts, keys)
         self._metrics.inc("prompts_tokenised_total", len(texts))
-        as_given = all_ids if isinstance(body["prompt"], list) else all_ids[0]
-        return Tokenised({**body, "prompt": as_given}, list(all_ids), keys)
+        as_given = all_ids if isinstance(given.body["prompt"], list) else all_ids[0]
+        return Tokenised({**given.body, "prompt": as_given}, list(all_ids), keys)
+
+
+def _packed(request: GenerationRequest, body: Mapping[str, Any], prompts: Sequence[Any]) -> Tokenised:
+    """As given, but ids in 4 bytes each instead of 36: a job keeps them for as long as it may be needed again."""
+    if isinstance(request, ChatRequest):
+        return Tokenised(body, list(prompts))
+    packed = [array("I", prompt) if isinstance(prompt, list) else prompt for prompt in prompts]
+    is_list = isinstance(body["prompt"], list) and not isinstance(body["prompt"][0], int)
+    return Tokenised({**body, "prompt": packed if is_list else packed[0]}, packed)
 
 
 def _encode_chat(codec: TextCodec, document: TokenizerDocument, request: ChatRequest) -> PromptIds:
     """Blocks; milliseconds for a long chat. Raises InvalidRequestError."""
     token_ids = codec.encode_chat(request)
-    if not document.keeps_boundaries or len(token_ids) > document.max_model_len:
-        return PromptIds(token_ids)
-    return PromptIds(token_ids, codec.chat_boundaries(request, token_ids))
+    boundaries: tuple[int, ...] = ()
+    if document.keeps_boundaries and len(token_ids) <= document.max_model_len:
+        boundaries = codec.chat_boundaries(request, token_ids)
+    return PromptIds(array("I", token_ids), boundaries)
 
 
 def _keys(document: TokenizerDocument, token_ids: Sequence[int], cache_salt: str | None) -> PromptKeys | None:

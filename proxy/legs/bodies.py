@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import STREAM_STATE_KEY
 from proxy.nodes.node import Node
 
-_JSON = json.JSONEncoder(separators=(",", ":"))
+
+def _as_list(value: object) -> object:
+    """Token ids (``array``, 4 bytes each) as JSON has them."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), default=_as_list)
 SHORT_CHARS = 64
 """Characters up to which a text is encoded anew for each leg; only longer ones are remembered."""
 MAX_GROWTH = 8
@@ -28,9 +37,9 @@ _VLLM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "min_completion_tokens")
 
 
 def encode(value: object) -> bytes:
-    """``value``, whose keys are texts, as compact JSON."""
+    """``value``, whose keys are texts, as compact JSON; arrays are lists there."""
     try:
-        encoded = orjson.dumps(value)
+        encoded = orjson.dumps(value, default=_as_list)
     except orjson.JSONEncodeError:  # a whole number beyond 64 bits
         return _JSON.encode(value).encode()
     # It may stand for a number that is too large for a float, which only short bodies have: the node will refuse it.
@@ -39,7 +48,8 @@ def encode(value: object) -> bytes:
 
 
 class BodyEncoder:
-    """The bodies of one request's legs: a value that several of them have, the prompt above all, is encoded once."""
+    """The bodies of one request's legs: a value that several of them have, the prompt above all, is encoded once. What
+    it remembers is as long as the prompt."""
 
     def __init__(self) -> None:
         # By identity, which is a value's own for as long as it is held here.
@@ -50,7 +60,7 @@ class BodyEncoder:
         pieces: list[bytes] = []
         rest: dict[str, Any] = {}
         for name, value in leg.items():
-            if isinstance(value, list | dict) or (isinstance(value, str) and len(value) > SHORT_CHARS):
+            if isinstance(value, list | dict | array) or (isinstance(value, str) and len(value) > SHORT_CHARS):
                 pieces.append(encode(name) + b":" + self._encode_once(value))
             else:
                 rest[name] = value

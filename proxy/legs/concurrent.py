@@ -68,7 +68,10 @@ class ConcurrentLegs:
         names = [secrets.token_hex(16) for _ in placement.prefill]
         params = [self._rendezvous(node, name) for node, name in zip(placement.prefill, names, strict=True)]
         handoff = params[0] if len(params) == 1 else params
-        content = decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress.may_go_on)
+
+        def content() -> bytes:
+            return decode_body(job.body, handoff, encoder=job.encoder, reports_state=progress.may_go_on)
+
         with self._releaser.guard() as leases:
             for node, name in zip(placement.prefill, names, strict=True):
                 leases.hold(node, name)

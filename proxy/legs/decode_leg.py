@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import orjson
@@ -45,14 +45,14 @@ class DecodeLegs:
         self,
         node: Node,
         job: Job,
-        content: bytes,
+        content: Callable[[], bytes],
         headers: Mapping[str, str],
         client: ClientStream,
         leases: LeaseGuard,
         progress: StreamProgress,
     ) -> None:
         """Send the leg and pass its answer on; from the first good status on, until it fails, the node owns the
-        request's leases. ``progress``: what the client has of the stream already.
+        request's leases. ``content`` makes its body. ``progress``: what the client has of the stream already.
 
         Raises:
             RelayedAnswer: a refusal that is the client's to hear.
@@ -62,7 +62,9 @@ class DecodeLegs:
         """
         client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
         try:
-            async with open_decode_leg(node, job.route, content, headers, self._first_timeout_s) as (answer, leg):
+            # As long as the prompt, while the answer takes long: nothing here may keep it.
+            leg_of = open_decode_leg(node, job.route, content(), headers, self._first_timeout_s)
+            async with leg_of as (answer, leg):
                 if answer.status < 400:
                     leases.hand_over()
                 await self._pass(node, job, answer, leg, client, progress)

@@ -13,18 +13,20 @@ no decode node took over.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 from common.wire.resume import RESUME_KEY
-from proxy.legs.bodies import decode_body
+from proxy.legs.bodies import BodyEncoder, decode_body
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.concurrent import ConcurrentLegs
 from proxy.legs.decode_leg import DecodeLegs
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Run:
     """One request in progress: what was ``given``, and the ``job`` that is left of it. ``resumable``: None when its
-    stream is not to go on elsewhere."""
+    stream is not to go on elsewhere. ``handoff``: what the decode leg is given, until its answer begins."""
 
     given: Job
     job: Job
@@ -60,6 +62,7 @@ class Run:
     queue_s: float
     resumable: ResumableProgress | None
     avoided: Avoided = field(default_factory=Avoided)
+    handoff: Handoff = LOCAL
 
     def progress_on(self, node: Node) -> StreamProgress:
         """``resumable``, if ``node`` reports what it needs; its leg begins."""
@@ -117,7 +120,7 @@ class Orchestrator:
                 # What is the client's own fault any other node would say too.
                 if progress is None or exc.status < 500:
                     raise
-                if num_migrations == self._migration_limit or not self._move(run, progress):
+                if num_migrations == self._migration_limit or not await self._move(run, progress):
                     self._metrics.inc("proxy_migrations_total", outcome="gave_up")
                     raise
                 num_migrations += 1
@@ -135,7 +138,7 @@ class Orchestrator:
     async def _run_legs(self, run: Run) -> None:
         job = run.job
         placement = self._placer.place(job, run.avoided)
-        run.client.on_start = lambda status: self._placer.started(job, is_answer=status == 200)
+        run.client.on_start = lambda status: self._started(run, status)
         try:
             if self._can_be_concurrent(job, placement):
                 await self._run_concurrently(run, placement)
@@ -148,6 +151,12 @@ class Orchestrator:
             raise LegFailedError(f"a node refuses to go on with the stream: {exc}", reason="status") from exc
         finally:
             self._placer.finished(job)
+
+    def _started(self, run: Run, status: int) -> None:
+        self._placer.started(run.job, is_answer=status == 200)
+        for job in (run.job, run.given):
+            job.begin_answer(may_go_on=job is run.given and run.resumable is not None)
+        run.handoff = LOCAL
 
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""
@@ -163,7 +172,7 @@ class Orchestrator:
         is_one = len(job.prompts) == 1 and job.body.get("n") in (None, 1)
         return self._migration_limit > 0 and job.is_stream and is_one and not job.is_local
 
-    def _move(self, run: Run, progress: ResumableProgress) -> bool:
+    async def _move(self, run: Run, progress: ResumableProgress) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
         usable = self._pool.usable(NodeRole.DECODE)
         run.avoided.decode += [node for node in usable if not node.info.resume or node is progress.node]
@@ -172,8 +181,12 @@ class Orchestrator:
             return False
         given = run.given
         body = {**given.body, RESUME_KEY: resume.to_json()}
-        prompt_keys = [keys and keys.followed_by(resume.output_token_ids) for keys in given.prompt_keys]
-        run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys)
+        known = resume.output_token_ids
+        prompt_keys = [
+            None if source is None else await asyncio.to_thread(source.followed_by, known)
+            for source in given.key_sources
+        ]
+        run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys, encoder=BodyEncoder())
         return True
 
     # --- both legs at once
@@ -216,7 +229,8 @@ class Orchestrator:
                 # The prefill nodes that have begun go on where they are.
                 began = () if run.avoided.prefill else placement.prefill
                 placement = self._placer.place(job, run.avoided, began=began)
-        await self._decode(run, placement, LOCAL, LeaseGuard())
+        run.handoff = LOCAL
+        await self._decode(run, placement, LeaseGuard())
 
     def _avoid(self, placement: Placement, error: LegFailedError, avoided: Avoided) -> bool:
         """Remembers who not to try again. False: nobody is left to try instead."""
@@ -234,12 +248,12 @@ class Orchestrator:
 
     async def _run_sequentially(self, run: Run, placement: Placement) -> None:
         with self._releaser.guard() as leases:
-            handoff = await self._sequential_prefill.run(run.job, placement, leases)
-            placed = "local" if handoff.params is None else "remote"
+            run.handoff = await self._sequential_prefill.run(run.job, placement, leases)
+            placed = "local" if run.handoff.params is None else "remote"
             self._metrics.inc("proxy_decisions_total", policy=self._placer.name, placement=placed)
-            await self._decode(run, placement, handoff, leases)
+            await self._decode(run, placement, leases)
 
-    async def _decode(self, run: Run, placement: Placement, handoff: Handoff, leases: LeaseGuard) -> None:
+    async def _decode(self, run: Run, placement: Placement, leases: LeaseGuard) -> None:
         """The decode leg, on the node that was placed while it is usable, or on another."""
         job, client = run.job, run.client
         failure: NodeUnavailableError = self._placer.no_decode_node()
@@ -248,15 +262,12 @@ class Orchestrator:
         if node not in self._pool.usable(NodeRole.DECODE):
             node = self._placer.place_decode(run.avoided)
         num_tries = 0
-        given = handoff
         while node is not None:
             num_tries += 1
-            sources = placement.sources if given.params is None and placement.is_local and node.info.pull else ()
+            sources = placement.sources if run.handoff.params is None and placement.is_local and node.info.pull else ()
             progress = run.progress_on(node)
-            content = decode_body(
-                job.body, given.params, encoder=job.encoder, sources=sources, reports_state=progress.may_go_on
-            )
-            headers = self._decode_headers(run, node, given.prefill_node)
+            content = functools.partial(_decode_content, run, sources, reports_state=progress.may_go_on)
+            headers = self._decode_headers(run, node, run.handoff.prefill_node)
             try:
                 await self._decode_legs.relay(node, job, content, headers, client, leases, progress)
                 return
@@ -274,7 +285,7 @@ class Orchestrator:
                 if isinstance(exc, TransferFailedError):
                     raise
                 if leases.is_handed_over or (node.is_vllm and exc.reason != "refused"):
-                    given = LOCAL  # who had begun with the handoff may have used it up
+                    run.handoff = LOCAL  # who had begun with the handoff may have used it up
                     self._releaser.release(leases)
             run.avoided.decode.append(node)
             node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
@@ -293,3 +304,8 @@ class Orchestrator:
             return headers
         headers |= {PROXY_SECONDS_HEADER: f"{run.queue_s:.6f},{elapsed_s:.6f}"}
         return headers if prefill_node is None else headers | {PREFILL_NODE_HEADER: prefill_node}
+
+
+def _decode_content(run: Run, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:
+    job, params = run.job, run.handoff.params
+    return decode_body(job.body, params, encoder=job.encoder, sources=sources, reports_state=reports_state)

@@ -110,8 +110,10 @@ async def open_decode_leg(
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
+    stream = node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s)
+    del content  # see DecodeLegs.relay
     with node.in_flight(), node.breaker.leg() as leg, _translated(node, leg):
-        async with node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s) as answer:
+        async with stream as answer:
             yield answer, leg
 
 

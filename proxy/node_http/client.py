@@ -60,6 +60,7 @@ class NodeStream:
     async def __aenter__(self) -> NodeStream:
         """Raises as ``NodeClient.request``."""
         self._connection = await self._client.open(self._head, self._content, self._timeout_s)
+        self._head = self._content = b""  # the answer may take long
         self.status, self.headers = self._connection.status, self._connection.headers
         self._connection.deadline.end()
         return self

@@ -36,7 +36,8 @@ OnStart = Callable[[str, float, float], None]
 
 @dataclass(slots=True)
 class _Open:
-    """What a placed request has charged, and which keys the nodes have once it is computed."""
+    """What a placed request has charged, and which keys the nodes have once it is computed: until then, because they
+    are as long as the prompts."""
 
     request: PlacementRequest  # held, so that its id stays its own
     placement: Placement
@@ -138,6 +139,7 @@ class Placer:
             self._observe(placement.decode.url, keys)
             if not placement.is_local:
                 self._observe(placement.prefill[index].url, keys)
+        entry.keys = ()
         if self._on_start is not None and request.is_stream and placement.ttft_s is not None:
             way = "local" if placement.is_local else "remote"
             self._on_start(way, placement.ttft_s, now - entry.placed_s)
@@ -243,6 +245,7 @@ class Placer:
             node.load.settle(charge, now)
         for claim in entry.claims:
             self._in_progress.end(claim, is_computed=is_computed)
+        entry.claims = ()
 
 
 def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, tried: Sequence[Node]) -> Node:

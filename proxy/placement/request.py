@@ -49,7 +49,7 @@ def session_from_header(value: str | None) -> str | None:
     return value or None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PlacementRequest:
     """One request to be placed.
 

@@ -50,7 +50,7 @@ class TextKeys:
     def of(cls, body: Mapping[str, Any], prompt: Any) -> TextKeys:
         """``prompt``: text, token ids, or None for the body's messages."""
         salt = body.get("cache_salt")
-        if isinstance(prompt, list):
+        if isinstance(prompt, list | array):
             try:
                 content = array("q", prompt).tobytes()
             except OverflowError:  # no vocabulary has such ids: a node will say so

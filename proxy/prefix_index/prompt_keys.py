@@ -13,6 +13,19 @@ from common.wire.cache_events import truncate_key
 
 
 @dataclass(frozen=True, slots=True)
+class KeySource:
+    """What a prompt's keys are computed from, in a third of their memory: 4 bytes a token."""
+
+    root: bytes
+    block_size: int
+    token_ids: array[int] = field(repr=False)
+
+    def followed_by(self, token_ids: Sequence[int]) -> PromptKeys:
+        """The keys of the prompt with ``token_ids`` behind it; milliseconds for a long one."""
+        return PromptKeys.of_chain(self.root, self.block_size, self.token_ids + array("I", token_ids))
+
+
+@dataclass(frozen=True, slots=True)
 class PromptKeys:
     """
     Attributes:
@@ -38,18 +51,18 @@ class PromptKeys:
     ) -> PromptKeys:
         """The keys that a node with this ``root_key`` gives to the prompt."""
         extra_keys = (("cache_salt", cache_salt.encode()),) if cache_salt is not None else ()
-        keys = PrefixKeys(chain_root(root_key, extra_keys), block_size, token_ids)
-        num_blocks = len(token_ids) // block_size
-        return cls(len(token_ids), block_size, tuple(keys.boundary_keys(num_blocks)), array("I", token_ids))
+        ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        return cls.of_chain(chain_root(root_key, extra_keys), block_size, ids)
 
-    def followed_by(self, token_ids: Sequence[int]) -> PromptKeys:
-        """The keys of the prompt with ``token_ids`` behind it."""
-        size = self.block_size
-        all_ids = self.token_ids + array("I", token_ids)
-        keys = list(self.boundary_keys)
-        for start in range(self.num_blocks * size, len(all_ids) - size + 1, size):
-            keys.append(chain_key(keys[-1], all_ids[start : start + size]))
-        return PromptKeys(len(all_ids), size, tuple(keys), all_ids)
+    @classmethod
+    def of_chain(cls, root: bytes, block_size: int, token_ids: array[int]) -> PromptKeys:
+        """The keys of the chain that begins with ``root``."""
+        chain = PrefixKeys(root, block_size, token_ids).boundary_keys(len(token_ids) // block_size)
+        return cls(len(token_ids), block_size, tuple(chain), token_ids)
+
+    @property
+    def source(self) -> KeySource:
+        return KeySource(self.boundary_keys[0], self.block_size, self.token_ids)
 
     @property
     def num_blocks(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import threading
+from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -173,7 +174,8 @@ class Site:
     async def tokenised(self, prompt: str) -> Sequence[int] | str:
         body = {"prompt": prompt}
         done = await self.tokenizer.tokenise(parse_completion(body), body, [prompt], num_bytes=len(prompt))
-        token_ids: Sequence[int] | str = done.prompts[0]
+        prompt = done.prompts[0]
+        token_ids: Sequence[int] | str = prompt.tolist() if isinstance(prompt, array) else prompt
         return token_ids
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ def test_bodies_when_encoded_then_are_json_of_the_same_values() -> None:
     encoder = BodyEncoder()
     for leg in LEGS:
         assert json.loads(encoder.encode(leg)) == leg
+
+
+def test_token_ids_when_they_are_packed_then_are_lists_in_json() -> None:
+    ids = array("I", [1, 2**31 - 1])
+    for value in (ids, [ids, "text", ids], {"token_ids": ids, "big": 2**64}):
+        plain = json.loads(json.dumps(value, default=lambda each: each.tolist()))
+        assert json.loads(BodyEncoder().encode({"prompt": value, "n": 1})) == {"prompt": plain, "n": 1}
 
 
 def test_prompt_when_several_legs_have_it_then_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
