@@ -118,6 +118,11 @@ class Process:
         stats = (stat for pid in self.pids for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"))
         return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
 
+    def num_writes(self) -> int:
+        """Writing system calls so far: what is sent in one piece is one."""
+        lines = (line for pid in self.pids for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return sum(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
+
     def resident_mib(self) -> float:
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -8,8 +8,8 @@ the proxy per request, which a busy machine changes least, for two shapes:
 - *stream*: many streams at once, their chunks some milliseconds apart, so that each is read and sent on by itself;
 - *short*: answers in one piece.
 
-*saved*: by which part the own client lowers it, median of the rounds (their range). Below ``WORTH`` for either shape
-against aiohttp the own client is not worth its lines.
+*saved*: by which part the own client lowers it, median of the rounds (their range); ``WORTH`` is what was asked of it
+when it was last judged (docs/performance.md, "The proxy").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.proxy.node_clients import CLIENTS
 from common.wire.routes import COMPLETIONS_ROUTE
 
 WORTH = 0.2
-"""Part of a request's processor time in the proxy that the own client has to save against aiohttp."""
+"""Part of a request's processor time in the proxy that the own client should save against aiohttp."""
 SETTLE_S = 1.5
 WARM_UP_S = 1.0
 
@@ -49,6 +49,15 @@ class Shape:
     num_clients: int
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Of one request. ``num_writes``: far below the chunks of a stream, the proxy found several of them at once: the
+    machine was too busy, or the streams too many."""
+
+    cpu_s: float
+    num_writes: float
+
+
 def make_contestant(name: str) -> Contestant:
     def command(ports: Ports, folder: object) -> list[str]:
         nodes = [f"--prefill=http://127.0.0.1:{ports.prefill}", f"--decode=http://127.0.0.1:{ports.decode}"]
@@ -58,16 +67,15 @@ def make_contestant(name: str) -> Contestant:
     return Contestant(name, True, command, headers=("x-tandem-placement: remote",))
 
 
-async def cpu_per_request(
+async def measure(
     shape: Shape, contestant: Contestant, port: int, process: Process, args: argparse.Namespace
-) -> float:
-    """Seconds."""
+) -> Figures:
     body = make_body(args.prompt_tokens, is_stream=shape.is_stream)
     steps = [[make_leg(port, COMPLETIONS_ROUTE, body, contestant.headers)]]
     await throughput(steps, shape.num_clients, WARM_UP_S)
-    before_s = process.cpu_seconds()
+    cpu_s, num_writes = process.cpu_seconds(), process.num_writes()
     _, num_requests = await throughput(steps, shape.num_clients, args.seconds)
-    return (process.cpu_seconds() - before_s) / num_requests
+    return Figures((process.cpu_seconds() - cpu_s) / num_requests, (process.num_writes() - num_writes) / num_requests)
 
 
 @contextlib.contextmanager
@@ -90,28 +98,30 @@ async def run(args: argparse.Namespace) -> None:
     versions |= {"httptools": httptools.__version__, "uvloop": uvloop.__version__}
     print(json.dumps({**vars(args), **versions, "cores": os.cpu_count(), "load": os.getloadavg()[0]}))
     shapes = [Shape("stream", True, args.streams), Shape("short", False, args.clients)]
-    figures: dict[tuple[str, str], list[float]] = {}
+    shapes = [shape for shape in shapes if shape.name in args.shapes]
+    figures: dict[tuple[str, str], list[Figures]] = {}
     with all_running(args.only, args) as started:
         await asyncio.sleep(SETTLE_S)
         for _ in range(args.rounds):
             for shape in shapes:
                 for contestant, (port, process) in started.items():
-                    cpu_s = await cpu_per_request(shape, contestant, port, process, args)
-                    figures.setdefault((shape.name, contestant.name), []).append(cpu_s)
-    print(f"{'shape':8} {'client':8} {'cpu ms':>8} {'range':>15} {'saved':>8} {'range':>15}")
+                    figure = await measure(shape, contestant, port, process, args)
+                    figures.setdefault((shape.name, contestant.name), []).append(figure)
+    print(f"{'shape':8} {'client':8} {'cpu ms':>8} {'range':>15} {'writes':>8} {'saved':>8} {'range':>15}")
+    least_saved = 1.0
     for (shape_name, name), each in figures.items():
-        saved = [1 - own / other for own, other in zip(figures[shape_name, "own"], each, strict=True)]
+        cpu_ms = [figure.cpu_s * 1e3 for figure in each]
+        pairs = zip(figures[shape_name, "own"], each, strict=True)
+        saved = [1 - own.cpu_s / other.cpu_s for own, other in pairs]
+        if name == "aiohttp":
+            least_saved = min(least_saved, statistics.median(saved))
         print(
-            f"{shape_name:8} {name:8} {statistics.median(each) * 1e3:8.3f} "
-            f"{min(each) * 1e3:7.3f}-{max(each) * 1e3:7.3f} "
+            f"{shape_name:8} {name:8} {statistics.median(cpu_ms):8.3f} {min(cpu_ms):7.3f}-{max(cpu_ms):7.3f} "
+            f"{statistics.median(figure.num_writes for figure in each):8.1f} "
             f"{statistics.median(saved):8.1%} {min(saved):7.1%}-{max(saved):7.1%}"
         )
     if "aiohttp" in args.only:
-        least = min(
-            1 - statistics.median(figures[shape.name, "own"]) / statistics.median(figures[shape.name, "aiohttp"])
-            for shape in shapes
-        )
-        print(f"the own client saves at least {least:.1%} against aiohttp; wanted: {WORTH:.0%}")
+        print(f"the own client saves at least {least_saved:.1%} against aiohttp; wanted: {WORTH:.0%}")
 
 
 def main() -> None:
@@ -123,6 +133,7 @@ def main() -> None:
     parser.add_argument("--pause-ms", type=float, default=10.0, help="between a stream's chunks")
     parser.add_argument("--clients", type=int, default=16, help="of short answers, at once")
     parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--shapes", nargs="*", default=["stream", "short"], choices=["stream", "short"])
     parser.add_argument("--core", type=int, default=0, help="of the proxies")
     parser.add_argument("--other-core", type=int, default=1, help="of nodes and load generator")
     parser.add_argument("--only", nargs="*", default=list(CLIENTS), choices=list(CLIENTS))
