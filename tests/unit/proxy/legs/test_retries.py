@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -50,11 +50,20 @@ def test_decode_node_when_it_answers_nonsense_then_others_are_asked_and_its_brea
     cluster = start_cluster(
         1, 1, more_decode=[raw.url], breaker_failures=len(kinds), breaker_open_seconds=OPEN_S, retry_budget=1.0
     )
+
+    def ask_until(is_done: Callable[[httpx.Response], bool]) -> bool:
+        """They take turns, but a node that is slow to answer a health probe is left out of some."""
+        for _ in range(50):
+            response = post(cluster, body)
+            assert_answered(response)
+            if is_done(response):
+                return True
+            time.sleep(0.01)
+        return False
+
     for number, (kind, raw.content) in enumerate(kinds.items(), 1):
         assert cluster.metric("tandem_breaker_state", node=raw.url) == 0, kind
-        for _ in range(2):
-            assert_answered(post(cluster, body))
-        assert raw.num_legs == number, kind  # one of the two went there first
+        assert ask_until(lambda _, number=number: raw.num_legs == number), kind
     assert cluster.metric("tandem_breaker_state", node=raw.url) == 2
     for _ in range(3):
         assert_answered(post(cluster, body))
@@ -62,7 +71,7 @@ def test_decode_node_when_it_answers_nonsense_then_others_are_asked_and_its_brea
     raw.content = GOOD_STREAM if body is STREAM else GOOD_WHOLE
     time.sleep(OPEN_S)
     assert cluster.metric("tandem_breaker_state", node=raw.url) == 1
-    assert any("raw" in post(cluster, body).text for _ in range(2))
+    assert ask_until(lambda response: "raw" in response.text)
     assert cluster.metric("tandem_breaker_state", node=raw.url) == 0
     assert cluster.metric("tandem_breaker_opened_total", node=raw.url) == 1
 
