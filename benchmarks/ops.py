@@ -36,6 +36,7 @@ from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops, StepSize
 from common.ops.select import create_ops
 from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.step.check import PoolSizes
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512
@@ -80,6 +81,7 @@ class Work:
             ],
             block_size=BLOCK_SIZE,
             device=CPU,
+            sizes=PoolSizes(1 + self.batch * blocks, 1 + self.batch),
         )
 
 

@@ -38,6 +38,10 @@ class ConfigError(TandemError):
     code = "bad_config"
 
 
+class StepMemoryError(TandemError):
+    """A step names blocks or slots that its sequence cannot have. Nothing of the step has run."""
+
+
 class InvalidRequestError(TandemError):
     """The caller's request is wrong; ``param`` names the field."""
 

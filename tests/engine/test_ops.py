@@ -14,6 +14,7 @@ from common.engine.plan import Segment
 from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.step.check import PoolSizes
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ class Mix:
             Segment("r", [0] * n, 3, (), src, dst, tuple(saves), tuple(saves.values()))
             for n, src, dst, saves in self.segments
         ]
-        return AttentionMetadata(built, block_size=BLOCK_SIZE, device=CPU)
+        return AttentionMetadata(built, block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(0, NUM_SLOTS))
 
 
 MIXES = {
@@ -223,7 +224,7 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
             k_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = keys[i][position]
             v_pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = values[i][position]
         segments.append(Segment("r", [0] * count, start, [BlockTable(table, write_from=start)], 0, 0))
-    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(200, 0))
     q, k, v = (torch.cat([x[s:] for x, (s, _) in zip(xs, shapes, strict=True)]) for xs in (queries, keys, values))
     ops.write_kv(k, v, k_pool, v_pool, metadata)
     found = ops.attention(q, k, v, k_pool, v_pool, metadata, 0.3)
@@ -260,7 +261,7 @@ def test_write_kv_when_below_write_from_then_leaves_the_blocks_alone(
         Segment("other", [0] * 2, 0, [BlockTable([4])], 0, 0),
         Segment("row", [0], 0, [BlockTable([5])], 0, 0),
     ]
-    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU)
+    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(6, 0))
     key = torch.arange(1.0, count + 4)[:, None, None].expand(-1, 1, 2)
     ops.write_kv(key, key, k_pool, v_pool, metadata)
     assert k_pool[:4, :, 0, 0].nonzero().tolist() == expected

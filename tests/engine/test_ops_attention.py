@@ -12,6 +12,7 @@ from common.engine.plan import Segment
 from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.step.check import PoolSizes
 from tests.engine.test_ops import BLOCK_SIZE, CPU, assert_close, rand
 from tests.support.ops import OPS_BACKENDS, make_ops
 
@@ -64,7 +65,9 @@ def make_case(
         segments.append(Segment("r", [0] * count, start, [held], 0, 0))
         parts.append((query[start:], key[start:], value[start:], attend(query, key, value, start, window)))
     q, k, v, expected = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Case(q, k, v, expected, AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, window=window))
+    sizes = PoolSizes(len(k_pool), 0)
+    metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, sizes=sizes, window=window)
+    return Case(q, k, v, expected, metadata)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, start: int, window: int) -> Tensor:

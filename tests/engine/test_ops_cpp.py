@@ -15,6 +15,7 @@ from common.engine.plan import Rows, Segment
 from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops, StepSize
 from common.ops.step.attention_metadata import AttentionMetadata
+from common.ops.step.check import PoolSizes
 from common.ops.torch.backend import TorchOps
 from tests.engine.harness import Harness, Work, random_tokens, stock_logits, tolerance
 from tests.support.models import FAMILIES, tiered
@@ -61,7 +62,7 @@ class Scan:
             saves = {130 - begin: 3} if begin < 130 <= end else {}
             source = 2 if begin else 1
             segment = Segment("r", [0] * (end - begin), begin, (), source, 2, tuple(saves), tuple(saves.values()))
-            metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU)
+            metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(0, 4))
             outputs.append(self.run(slice(begin, end), metadata, pool))
         return torch.cat(outputs), pool
 
@@ -136,7 +137,8 @@ def test_scan_when_a_state_decays_below_normal_numbers_then_it_is_zero_and_torch
 ) -> None:
     """Such numbers are slow, and worth nothing beside what a token adds."""
     n, nothing = num_tokens, torch.zeros(num_tokens, 4, 32)
-    metadata = AttentionMetadata([Segment("r", [0] * n, 8, (), 1, 2)], block_size=BLOCK_SIZE, device=CPU)
+    segment = Segment("r", [0] * n, 8, (), 1, 2)
+    metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(0, 4))
     pools = [torch.full((4, 4, 32, 32), 1e-38) for _ in range(4)]
     a, tenth = torch.full((4,), -0.1), torch.full((n, 4), 0.9)
     ops.mamba2(nothing, torch.full((n, 4), 1.0), a, nothing, nothing, None, metadata, pools[0])
@@ -223,7 +225,8 @@ def attend_in_pieces(ops: Ops, heads: Heads, dtype: torch.dtype, cuts: Sequence[
         seen_from = max(0, begin - window + 1) if window else 0
         blocks = [0] * (seen_from // BLOCK_SIZE) + table[seen_from // BLOCK_SIZE :]
         segment = Segment("r", [0] * (end - begin), begin, [BlockTable(blocks)], 0, 0)
-        metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, window=window)
+        sizes = PoolSizes(41, 0)
+        metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=sizes, window=window)
         k_pool[0] = v_pool[0] = 0.0
         ops.write_kv(k[begin:end], v[begin:end], k_pool, v_pool, metadata)
         outputs.append(ops.attention(q[begin:end], k[begin:end], v[begin:end], k_pool, v_pool, metadata, 0.2))
@@ -303,7 +306,8 @@ def test_scan_when_in_bfloat16_then_is_no_further_from_the_truth_than_torch(name
 def test_step_size_when_extreme_then_equals_softplus(ops: Ops, value: float) -> None:
     """A state of one channel that begins at 0 becomes step size * x * b."""
     pool = torch.zeros(2, 1, 1)
-    metadata = AttentionMetadata([Segment("r", [0], 0, (), 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    segment = Segment("r", [0], 0, (), 0, 1)
+    metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(0, 2))
     one = torch.ones(1, 1)
     ops.mamba1(one, torch.tensor([[value]]), -one, one, one, None, metadata, pool, step_size=StepSize(None, True))
     expected = torch.nn.functional.softplus(torch.tensor(value, dtype=torch.float64))
@@ -314,7 +318,8 @@ def test_decay_when_of_any_size_then_equals_the_exponential(ops: Ops) -> None:
     """With beta 0 nothing is written: the state is what it was, times e to the decay."""
     decays = torch.cat([-torch.logspace(-9, 2, 500), torch.tensor([0.0, -1000.0, float("-inf")])])
     pool = torch.ones(2, len(decays), 1, 1)
-    metadata = AttentionMetadata([Segment("r", [0], 0, (), 1, 1)], block_size=BLOCK_SIZE, device=CPU)
+    segment = Segment("r", [0], 0, (), 1, 1)
+    metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(0, 2))
     key = torch.ones(1, len(decays), 1)
     ops.gated_delta(key, key, key, decays[None], torch.zeros(1, len(decays)), metadata, pool)
     assert torch.allclose(pool[1, :, 0, 0].double(), decays.double().exp(), rtol=3e-7, atol=2e-38)
@@ -347,7 +352,8 @@ def _bad_calls(ops: Ops) -> dict[str, Callable[[AttentionMetadata], object]]:
 
 @pytest.mark.parametrize("name", _bad_calls(None))  # type: ignore[arg-type]
 def test_op_when_shapes_do_not_fit_then_raises_before_touching_memory(ops: Ops, name: str) -> None:
-    metadata = AttentionMetadata([Segment("r", [0] * 3, 0, [BlockTable([1])], 0, 1)], block_size=BLOCK_SIZE, device=CPU)
+    segment = Segment("r", [0] * 3, 0, [BlockTable([1])], 0, 1)
+    metadata = AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(5, 5))
     with pytest.raises(RuntimeError, match=r"fit|needed"):
         _bad_calls(ops)[name](metadata)
 

@@ -44,10 +44,16 @@ class ForwardContext:
     def of(
         cls, segments: Sequence[SegmentLike], pools: PoolViews, ops: Ops, *, block_size: int, device: torch.device
     ) -> ForwardContext:
-        """That of a step that runs ``segments``, packed in this order."""
+        """That of a step that runs ``segments``, packed in this order.
+
+        Raises:
+            StepMemoryError: a segment names memory that the pools do not have.
+        """
         group_metadata = [
-            AttentionMetadata(segments, block_size=block_size, device=device, window=window, group_id=group_id)
-            for group_id, window in enumerate(pools.windows or (0,))
+            AttentionMetadata(
+                segments, block_size=block_size, device=device, sizes=sizes, window=window, group_id=group_id
+            )
+            for group_id, (window, sizes) in enumerate(zip(pools.windows, pools.sizes, strict=True))
         ]
         return cls(tuple(group_metadata), pools, ops)
 

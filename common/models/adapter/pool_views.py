@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.kv_cache.spec import GroupKind, ModelGeometry
+from common.ops.step.check import PoolSizes
 
 
 class LayerPools(Protocol):
@@ -37,12 +38,13 @@ class AttentionPool:
 
 @dataclass(frozen=True, slots=True)
 class PoolViews:
-    """All layers' views, looked up once per model instead of once per layer and step. ``windows``: the window of each
-    attention group, in order."""
+    """All layers' views, looked up once per model instead of once per layer and step. ``windows``, ``sizes``: of each
+    attention group, in order; one of no window and no blocks where there is none."""
 
     attention: dict[int, AttentionPool]
     state: dict[int, dict[str, Tensor]]
     windows: tuple[int, ...]
+    sizes: tuple[PoolSizes, ...]
 
     @classmethod
     def of(cls, pools: LayerPools, geometry: ModelGeometry) -> PoolViews:
@@ -55,4 +57,7 @@ class PoolViews:
             for layer in group.layers
         }
         state = {s.layer_idx: pools.state_layer(s.layer_idx) for s in geometry.state_layers}
-        return cls(attention, state, tuple(group.window for group in groups))
+        num_slots = max((len(pool) for tensors in state.values() for pool in tensors.values()), default=0)
+        num_blocks = [len(attention[group.layers[0].layer_idx].key) for group in groups] or [0]
+        windows = tuple(group.window for group in groups) or (0,)
+        return cls(attention, state, windows, tuple(PoolSizes(blocks, num_slots) for blocks in num_blocks))

@@ -86,6 +86,10 @@ class _Piece:
     num_groups: int = 1
 
     @property
+    def request_id(self) -> str:
+        return f"probe {self.sequence}"
+
+    @property
     def num_tokens(self) -> int:
         return self.end - self.start
 

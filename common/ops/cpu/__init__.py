@@ -2,5 +2,6 @@
 
 ``build.py`` compiles and loads the library, ``launch.py`` calls a kernel, ``backend.py`` implements the interface;
 ``linear.py``, ``norm.py`` and ``elementwise.py`` are the kernels that replace torch's between the ops. The Python side
-checks shapes and hands over addresses; kernels trust them. Nothing here knows transformers' modules.
+checks shapes, the step its block tables and slots (``common.ops.step.check``); kernels trust both. Nothing here knows
+transformers' modules.
 """

@@ -5,17 +5,20 @@ and go through one batched update; longer ones are *spans*. Nothing here is per 
 segments and chunks.
 
 A slot or block that a step writes is read by no other segment of the same step; the planner of the step guarantees it.
+That they are in the pools, and that tables are long enough, is checked here (``check.py``), once for all layers.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from common.ops.step.check import PoolSizes, check_blocks, check_lengths, check_slots
 from common.ops.step.packed import PackedStep
 from common.ops.step.paged_metadata import PagedMetadata, build_paged
 from common.ops.step.segment import SegmentLike
@@ -40,10 +43,16 @@ class AttentionMetadata:
         *,
         block_size: int,
         device: torch.device,
+        sizes: PoolSizes,
         window: int = 0,
         group_id: int = 0,
     ) -> None:
-        """``segments`` are packed in this order; ``group_id``: the attention group whose block tables count."""
+        """``segments`` are packed in this order; ``group_id``: the attention group whose block tables count; ``sizes``:
+        of that group's pool and of the slots'.
+
+        Raises:
+            StepMemoryError: a segment names memory that is not there.
+        """
         self._segments = segments
         self._tables = [s.tables[group_id] for s in segments if s.tables]  # without attention layers there are none
         self._begins = list(itertools.accumulate((s.num_tokens for s in segments), initial=0))
@@ -51,6 +60,18 @@ class AttentionMetadata:
         self.num_tokens = self._begins[-1]
         self.device = device
         self.window = window
+        if sizes.num_slots:
+            check_slots(segments, sizes.num_slots)
+        # Ids beyond a segment's last position may be there; they are not read.
+        block_ids = [
+            table.block_ids[: -(-(s.start + s.num_tokens) // block_size)]
+            for s, table in zip(segments, self._tables, strict=False)
+        ]
+        self._block_ids = array("q", list(itertools.chain.from_iterable(block_ids)))
+        self._table_begins = list(itertools.accumulate(map(len, block_ids), initial=0))
+        if sizes.num_blocks:
+            check_lengths(segments, self._tables, list(map(len, block_ids)), block_size)
+            check_blocks(segments, self._block_ids, self._table_begins, sizes.num_blocks, block_size, window)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -72,7 +93,10 @@ class AttentionMetadata:
     @functools.cached_property
     def paged(self) -> PagedMetadata:
         """Index tensors of paged attention; the segments must have block tables."""
-        return build_paged(self._segments, self._tables, self._begins, self._block_size, self.window, self.device)
+        ids, begins = torch.frombuffer(self._block_ids, dtype=torch.long), self._table_begins
+        return build_paged(
+            self._segments, self._tables, self._begins, ids, begins, self._block_size, self.window, self.device
+        )
 
     @property
     def has_tensors(self) -> bool:
@@ -82,4 +106,5 @@ class AttentionMetadata:
     @functools.cached_property
     def packed(self) -> PackedStep:
         """The step as compiled kernels read it."""
-        return PackedStep(self._segments, self._tables, self._begins, self._block_size)
+        tables, ids = self._tables, self._block_ids
+        return PackedStep(self._segments, tables, self._begins, ids, self._table_begins, self._block_size)

@@ -19,17 +19,19 @@ class PackedStep:
     __slots__ = ("_words", "address", "header")
 
     def __init__(
-        self, segments: Sequence[SegmentLike], tables: Sequence[TableLike], begins: Sequence[int], block_size: int
+        self,
+        segments: Sequence[SegmentLike],
+        tables: Sequence[TableLike],
+        begins: Sequence[int],
+        block_ids: array[int],
+        table_begins: Sequence[int],
+        block_size: int,
     ) -> None:
         """``tables``: of each segment, in one attention group; none without attention layers. ``begins``: packed start
-        row of each segment, then the number of rows."""
+        row of each segment, then the number of rows. ``block_ids``: those of all tables that the step needs, each
+        table's from its place in ``table_begins`` on."""
         saves = [sorted(zip(s.save_offsets, s.save_slots, strict=True)) for s in segments]
         flat = list(itertools.chain.from_iterable(saves))
-        # Ids beyond a segment's last position may be there; they are not read.
-        block_ids = [
-            table.block_ids[: -(-(s.start + s.num_tokens) // block_size)]
-            for s, table in zip(segments, tables, strict=False)
-        ]
         parts: list[Sequence[int]] = [
             begins,
             [s.src_slot for s in segments],
@@ -39,12 +41,12 @@ class PackedStep:
             list(itertools.accumulate(map(len, saves), initial=0)),
             [offset for offset, _ in flat],
             [slot for _, slot in flat],
-            list(itertools.accumulate(map(len, block_ids), initial=0)),
-            list(itertools.chain.from_iterable(block_ids)),
+            table_begins,
         ]
         words = array("q", list(itertools.chain.from_iterable(parts)))
         base, _ = words.buffer_info()
         places = itertools.accumulate(map(len, parts[:-1]), initial=0)
-        header = array("q", [len(segments), block_size, *(base + words.itemsize * place for place in places)])
-        self._words, self.header = words, header
+        addresses = [base + words.itemsize * place for place in places]
+        header = array("q", [len(segments), block_size, *addresses, block_ids.buffer_info()[0]])
+        self._words, self.header = (words, block_ids), header
         self.address: int = header.buffer_info()[0]

@@ -63,10 +63,13 @@ def build_paged(
     segments: Sequence[SegmentLike],
     tables: Sequence[TableLike],
     begins: Sequence[int],
+    block_ids: Tensor,
+    table_begins: Sequence[int],
     block_size: int,
     window: int,
     device: torch.device,
 ) -> PagedMetadata:
+    """Arguments as :class:`common.ops.step.packed.PackedStep`'s."""
     tiles: list[AttentionTile] = []
     decode: list[int] = []
     span_writes: list[Tensor] = []  # each [3, n]: row, block, offset
@@ -74,7 +77,7 @@ def build_paged(
         if segment.num_tokens == 1:
             decode.append(i)
             continue
-        table = torch.as_tensor(tables[i].block_ids, dtype=torch.long)
+        table = block_ids[table_begins[i] : table_begins[i + 1]]
         end = segment.start + segment.num_tokens
         written = torch.arange(min(max(segment.start, tables[i].write_from), end), end)  # none: all of it is shared
         rows = written + (begins[i] - segment.start)
@@ -101,8 +104,9 @@ def build_paged(
     num_keys = positions + 1 - firsts * block_size
     max_blocks = int((lasts - firsts).max()) + 1 if decode else 0
     decode_table = torch.zeros(len(decode), max_blocks, dtype=torch.long)
-    for row, (i, first, last) in enumerate(zip(decode, firsts.tolist(), lasts.tolist(), strict=True)):
-        decode_table[row, : last + 1 - first] = torch.as_tensor(tables[i].block_ids[first : last + 1])
+    for row, (i, first) in enumerate(zip(decode, firsts.tolist(), strict=True)):
+        held = block_ids[table_begins[i] + first : table_begins[i + 1]]
+        decode_table[row, : held.shape[0]] = held
     places = torch.arange(max_blocks * block_size)[None]
     hidden = places >= num_keys[:, None]
     if window:
