@@ -21,9 +21,11 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.conftest import FAMILY, TIGHT_FLAGS
+from common.wire.headers import DEADLINE_HEADER
+from tests.e2e.conftest import FAMILY, NODE_FLAGS, TIGHT_FLAGS
 from tests.support import foreign
 from tests.support.client import completion_body, metric
+from tests.support.faulty_node import mark
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
@@ -34,6 +36,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 SHORTER = {"[5m]": "[8s]", "[10m]": "[16s]", "[1h]": "[16s]", "[6h]": "[90s]"}
 FIRES_WITHIN_S = 90.0
+QUIET_S = 20.0
+"""Longer than the shortened windows of the rules."""
 
 # Leases last long enough to hold all slots at once, also on a busy machine.
 SLOW = ("--max-num-batched-tokens", "8", "--kv-cache-memory", "2MiB", "--kv-lease-seconds", "6")
@@ -117,6 +121,26 @@ class Drill:
         body |= {"ignore_eos": True, "stream": True}
         return httpx.post(self.service.url + "/v1/completions", json=body, timeout=60)
 
+    def do_wrong(self, seed: int) -> None:
+        """What is a client's own fault, by turns: too long a prompt, none, a deadline that passes, leaving."""
+        url, fault = self.service.url + "/v1/completions", seed % 4
+        body: dict[str, Any] = {"prompt": random_tokens(40, seed=seed), "max_tokens": 250, "ignore_eos": True}
+        if fault == 0:
+            httpx.post(url, json=body | {"max_tokens": 10**6}, timeout=60)
+        elif fault == 1:
+            httpx.post(url, json={"prompt": ""}, timeout=60)
+        elif fault == 2:
+            httpx.post(url, json=body, headers={DEADLINE_HEADER: "100"}, timeout=60)
+        else:
+            with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
+                next(answer.iter_bytes())
+
+    def fail(self, seed: int) -> httpx.Response:
+        """A stream in the middle of which the engine fails."""
+        body = completion_body(random_tokens(40, seed=seed), 20, stream=True)
+        body["cache_salt"] = mark("decode", "sampling", 45)
+        return httpx.post(self.service.url + "/v1/completions", json=body, timeout=60)
+
     def by_a_slow_proxy(self, seed: int) -> httpx.Response:
         """Both legs by a proxy that dawdles between them for longer than a lease lasts."""
         body = completion_body(random_tokens(60 + seed % 100, seed=seed), 4)
@@ -194,6 +218,17 @@ def transfer_drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
     with (
         Service(checkpoint(FAMILY), **flags) as service,
         watched(service, tmp_path_factory.mktemp("transfers")) as each,
+    ):
+        yield each
+
+
+@pytest.fixture(scope="module")
+def fault_drill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+    """Nodes in which marked requests fail, and a proxy that goes on sending them there."""
+    flags = {"prefill_flags": NODE_FLAGS, "decode_flags": NODE_FLAGS, "proxy_flags": ("--breaker-failures", "1000")}
+    with (
+        Service(checkpoint(FAMILY), is_faulty=True, **flags) as service,
+        watched(service, tmp_path_factory.mktemp("faults")) as each,
     ):
         yield each
 
@@ -355,6 +390,28 @@ def test_read_that_does_not_end(transfer_drill: Drill) -> None:
             assert metric(decode, "agent_recreations_total") == recreated + 1
             assert "recreating the transfer agent" in decode.process.tail(20_000)
             drill.expect_gone("TandemQuarantineStays")
+
+
+def test_engine_that_fails_beside_clients_that_do_wrong(fault_drill: Drill) -> None:
+    """TandemErrorRate: never by what clients do wrong; by answers that fail, though most requests are wrong ones."""
+    drill, proxy = fault_drill, fault_drill.service.proxy
+    with drill.load(4, drill.do_wrong), drill.load(1, lambda seed: drill.complete(40, 8, seed=seed)):
+        counts: dict[str, float] = {}
+        end_s = time.monotonic() + QUIET_S
+        while time.monotonic() < end_s or min(counts.values()) < 10:
+            counts = {each: metric(proxy, "requests_total", outcome=each) for each in ("rejected", "deadline", "abort")}
+            assert "TandemErrorRate" not in drill.firing(), counts
+            assert time.monotonic() < end_s + FIRES_WITHIN_S, counts
+            time.sleep(1.0)
+        print("clients' own faults", counts)
+        assert metric(proxy, "requests_total", outcome="error") == 0
+        answer = drill.fail(1)
+        assert answer.status_code == 200
+        assert '"code":"internal_error"' in answer.text.splitlines()[-2]
+        with drill.load(1, drill.fail):
+            drill.expect("TandemErrorRate")
+            print("errors", metric(proxy, "requests_total", outcome="error"))
+    drill.expect_gone("TandemErrorRate")
 
 
 def test_alerts_when_counted_then_each_was_provoked_here() -> None:
