@@ -64,7 +64,8 @@ def _of_prompts(**fields: object) -> bytes:
 
 
 OK, ANY = frozenset({200}), frozenset({200, 400})
-BUSY = frozenset({200, 400, 429})
+BUSY = frozenset({200, 400, 413, 429})
+"""413: a decode leg names all prompts, and where they are, and has a node's ``--max-body-bytes`` too."""
 _EMPTY = b'{"role":"user","content":""}'
 _TOOL_CALL = '{"id":"1","type":"function","function":{"name":"f","arguments":"[]"}}'
 _UNKNOWN = b"x"  # a field that nobody reads

@@ -34,6 +34,9 @@ from common.wire.resume import state_line
 
 logger = logging.getLogger(__name__)
 
+PROMPTS_PER_TURN = 8
+"""Prompts of a request that begin in one turn of the event loop: each looks up what is here and asks a peer for the
+rest, which takes milliseconds."""
 THREAD_BODY_TOKENS = 200
 """Tokens, each with up to 20 alternatives, beyond which what a client reads of them is put together off the event loop:
 it takes up to 10 ms."""
@@ -264,7 +267,7 @@ async def _merge(streams: Sequence[JobOutputs]) -> JobOutputs:
     try:
         for stream in streams:
             tasks.append(asyncio.create_task(pump(stream)))
-            if len(tasks) % ANSWERS_PER_TURN == 0:
+            if len(tasks) % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
         open_streams = len(tasks)
         while open_streams:
