@@ -71,8 +71,7 @@ class NodeConnections:
             NodeRefusedError: there is none within the connect timeout.
             TimeoutError, NodeSilentError: nor within ``timeout_s``; the node was given up.
         """
-        if self._is_closed:
-            raise NodeBrokenError("the client is closed")
+        self._check_open()
         try:
             async with ConnectDeadline(min(timeout_s, self._connect_timeout_s), self._deadlines):
                 connection = await self._connect()
@@ -81,9 +80,16 @@ class NodeConnections:
                 raise
             text = str(exc) or f"no connection within {self._connect_timeout_s:g} s"
             raise NodeRefusedError(f"cannot connect to {self._host}:{self._port}: {text}") from exc
+        if self._is_closed:  # meanwhile
+            connection.abort()
+        self._check_open()
         self._open.add(connection)
         self._deadlines.add(connection.deadline)
         return connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NodeBrokenError("the client is closed")
 
     async def _connect(self) -> NodeConnection:
         loop = asyncio.get_running_loop()

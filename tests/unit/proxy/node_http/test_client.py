@@ -232,14 +232,15 @@ def test_answer_when_it_never_comes_to_an_end_then_broken(answer: bytes) -> None
     asyncio.run(scenario())
 
 
-def test_request_when_the_client_is_closed_then_broken() -> None:
+@pytest.mark.parametrize("after_s", [0.0, 0.05], ids=["while it connects", "while it waits"])
+def test_request_when_the_client_is_closed_then_broken(after_s: float) -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     async def scenario() -> None:
         async with node(handle) as url, client_of(url) as client:
             waiting = asyncio.create_task(client.request("GET", "/", timeout_s=LONG_S))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(after_s)
             await client.close()
             for work in (waiting, client.request("GET", "/", timeout_s=LONG_S)):
                 with pytest.raises(NodeBrokenError, match="the client is closed"):
