@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from types import FrameType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -60,5 +61,4 @@ class SoleReference(Generic[T]):
 
 
 def _kind(holder: object) -> str:
-    code = getattr(holder, "f_code", None)
-    return type(holder).__name__ if code is None else f"frame of {code.co_qualname}"
+    return f"frame of {holder.f_code.co_qualname}" if isinstance(holder, FrameType) else type(holder).__name__

@@ -204,7 +204,7 @@ def test_replay_when_a_recording_raises_then_later_steps_of_as_many_rows_run(
         raise RuntimeError("a bug of the recorder's")
 
     monkeypatch.setattr(Recorder, "finish", finish)
-    replay, rows = Replay(ops, PoolViews({}, {}, ())), torch.ones(2, 8)
+    replay, rows = Replay(ops, PoolViews({}, {}, (), ())), torch.ones(2, 8)
     assert torch.equal(replay.head(torch.exp, rows), rows.exp())
     with pytest.raises(RuntimeError, match="a bug"):
         replay.head(torch.exp, rows)

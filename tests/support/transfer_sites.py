@@ -163,7 +163,7 @@ class Site:
         alive."""
         if self.kind == "nixl":
             return self._nixl_agents.get(name)
-        found = [each for each in gc.get_objects() if isinstance(each, InProcessAgent) and each.name == name]
+        found = [each for each in gc.get_objects() if type(each) is InProcessAgent and each.name == name]
         return found[0] if found else None
 
     def bindings(self) -> Any:

@@ -78,6 +78,18 @@ ROWS = (
                 (("{{role}} {{instance}}", "sum by (role, instance) (rate(tandem_prompts_tokenised_total[5m]))"),),
                 stacked=True,
             ),
+            Panel(
+                "Event loop's lag",
+                "99th percentile of how late the event loop wakes for its own work: all else in the process waits.",
+                "s",
+                (
+                    (
+                        "{{role}} {{instance}}",
+                        "histogram_quantile(0.99, sum by (role, instance, le) "
+                        '(rate(tandem_event_loop_lag_seconds_bucket{cause="own"}[5m])))',
+                    ),
+                ),
+            ),
         ),
     ),
     Row(
