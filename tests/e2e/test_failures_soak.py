@@ -11,7 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
-from tests.support.chaos import Tally, ask_all, clients, make_questions, num_open_files, resident_mib, strike
+from tests.support.chaos import (
+    HOSTILE_BODIES,
+    Tally,
+    ask_all,
+    clients,
+    make_questions,
+    num_open_files,
+    resident_mib,
+    send_hostile,
+    strike,
+)
 from tests.support.client import metric, wait_settled
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
@@ -39,7 +49,10 @@ def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) 
     with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags, num_prefill=2, num_decode=2) as service:
         nodes = (*service.prefill, *service.decode)
         questions = coming.result()
-        # Every connection and every page that stays is there before memory is measured.
+        # Every connection and every page that stays is there before memory is measured: a body of megabytes leaves some
+        # to each thread that has read one.
+        with ThreadPoolExecutor(NUM_CLIENTS) as several:
+            list(several.map(lambda body: send_hostile(service.url, body, tally), HOSTILE_BODIES * 4))
         ask_all(service.url, questions, reference, tally, at_once=NUM_CLIENTS)
         wait_settled(*nodes)
         before = (num_open_files(service.proxy), resident_mib(service.proxy))

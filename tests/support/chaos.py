@@ -224,22 +224,25 @@ HOSTILE_BODIES = (
 """Requests that no client means: refused with a 4xx, or answered, but never a fault of the service."""
 
 
+def send_hostile(url: str, body: bytes, tally: Tally) -> None:
+    try:
+        response = httpx.post(url + COMPLETIONS_ROUTE, content=body, timeout=ANSWER_TIMEOUT_S)
+        if response.status_code >= 500 and response.status_code not in ERRORS:
+            tally.add_wrong(f"{body[:40]!r}: status {response.status_code}: {response.text[:200]}")
+        tally.add("hostile")
+    except httpx.TimeoutException:
+        tally.add_hung(f"{body[:40]!r}: no end")
+    except httpx.HTTPError:  # refused before the body was read to its end
+        tally.add("hostile cut")
+
+
 def be_hostile(url: str, draw: random.Random, tally: Tally, done: threading.Event) -> None:
     """Hostile bodies one after the other; between them connections that stand still half-way, or are reset."""
     host = urlsplit(url)
     address = (str(host.hostname), int(host.port or 80))
     standing: list[socket.socket] = []
     while not done.is_set():
-        body = draw.choice(HOSTILE_BODIES)
-        try:
-            response = httpx.post(url + COMPLETIONS_ROUTE, content=body, timeout=ANSWER_TIMEOUT_S)
-            if response.status_code >= 500 and response.status_code not in ERRORS:
-                tally.add_wrong(f"{body[:40]!r}: status {response.status_code}: {response.text[:200]}")
-            tally.add("hostile")
-        except httpx.TimeoutException:
-            tally.add_hung(f"{body[:40]!r}: no end")
-        except httpx.HTTPError:  # refused before the body was read to its end
-            tally.add("hostile cut")
+        send_hostile(url, draw.choice(HOSTILE_BODIES), tally)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
         with contextlib.suppress(OSError):  # the proxy is being started again
             standing.append(socket.create_connection(address))

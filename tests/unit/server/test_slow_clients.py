@@ -69,7 +69,11 @@ def sock(request: pytest.FixtureRequest, port: int) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as sock:
         for _ in range(request.param):
             sock.sendall(GET)
-            assert b"\r\n\r\n{}" in sock.recv(4096)
+            received = b""
+            while not received.endswith(b"\r\n\r\n{}"):
+                piece = sock.recv(4096)
+                assert piece, received
+                received += piece
         yield sock
 
 
