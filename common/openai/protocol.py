@@ -2,8 +2,8 @@
 
 Life cycle: 1 the body is parsed (here, without a tokenizer or a model), 2 the node turns the prompt into token ids, 3
 ``to_sampling_params`` joins the two and checks what needs the prompt's length or the vocabulary. Each violation is an
-``InvalidRequestError`` with ``param`` set; unknown fields are ignored; fields of the API that are not built are refused
-by name.
+``InvalidRequestError`` with ``param`` set; fields that others define and that are not built are refused
+by name, unknown ones are accepted and counted.
 
 A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt``, ``priority`` and pull sources
 only: proxies leave the client's sampling and output fields in, and they may contradict the ``max_tokens: 1`` that the
@@ -17,19 +17,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidRequestError, ModelNotFoundError
-from common.openai.messages import CACHE_CONTROL, CacheMark, Message, parse_cache_marks, parse_messages
-from common.openai.prompt_ids import PromptIds, read_prompt_ids
-from common.openai.sampling import (
-    MAX_LOGPROBS,
-    OutputFields,
-    SamplingFields,
-    parse_chat_logprobs,
-    parse_output,
-    parse_sampling,
-    refuse_unbuilt,
+from common.openai.bodies.base import read_body
+from common.openai.bodies.models import (
+    AnswerFields,
+    ChatBody,
+    ChatPromptBody,
+    CompletionBody,
+    CompletionPromptBody,
+    PromptBody,
+    ReasoningEffort,
 )
+from common.openai.bodies.unsupported import refuse_unbuilt, refuse_unsupported
+from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, check_tokens_together, parse_prompts
+from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_messages
+from common.openai.prompt_ids import PromptIds, read_prompt_ids
+from common.openai.sampling import OutputFields, SamplingFields, chat_logprobs_of, output_of, sampling_of
 from common.request import SamplingParams
-from common.wire.fields import MAX_TOKEN_ID, Fields, check_int_list, invalid, is_int, shown
+from common.wire.fields import Fields, invalid, shown
 from common.wire.handoff import TransferMode, read_transfer_params
 from common.wire.pull_sources import PullSource, read_pull_sources
 from common.wire.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
@@ -38,73 +42,92 @@ __all__ = [
     "CompletionRequest",
     "ChatRequest",
     "GenerationRequest",
+    "ReasoningFields",
     "SamplingFields",
     "OutputFields",
     "Prompt",
+    "ToolName",
     "parse_completion",
     "parse_chat",
     "parse_prompts",
+    "check_tokens_together",
     "check_token_ids",
     "check_model",
     "to_sampling_params",
 ]
 
-MAX_PROMPTS = 2048
-"""Prompts of one completion request."""
-MAX_TOKENS_TOGETHER = 500_000
-"""Tokens of all prompts of a request with several: what the nodes tell each other of a prompt names them again."""
 MAX_ANSWERS = 2048
 """``n`` times the prompts of one request: each answer is an object of its own for as long as the request runs."""
-MAX_TEMPLATE_KWARGS = 256
-"""Variables that a chat may give its template: each rendering copies the table of them."""
-MAX_TOOLS = 1024
-"""Of one chat: a template prints them all."""
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say; OpenAI's default."""
 
-Prompt = str | tuple[int, ...]
+_CHAT_ONLY = frozenset(ChatBody.model_fields) - frozenset(CompletionBody.model_fields)
+_COMPLETION_ONLY = frozenset(CompletionBody.model_fields) - frozenset(ChatBody.model_fields)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one.
-    ``reports_state``, ``resume``: see ``common.wire.resume``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What both kinds of requests have.
+
+    Attributes:
+        add_special_tokens: None: as usual for the route.
+        truncate_prompt_tokens: None: a prompt that is too long is refused; -1: what fits.
+        reports_state, resume: see ``common.wire.resume``.
+        request_id: the client's, in the body.
+        unknown_fields: names in the body that nobody knows.
+    """
 
     model: str | None
-    prompts: tuple[Prompt, ...]
     sampling: SamplingFields
     output: OutputFields
     cache_salt: str | None = None
     priority: int = 0
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncates_left: bool = True
     transfer_mode: TransferMode = TransferMode.NONE
     kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
     sources: tuple[PullSource, ...] = ()
     resume: Resume | None = None
     reports_state: bool = False
+    request_id: str | None = None
+    unknown_fields: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(_Request):
+    """``POST /v1/completions``. ``prompts`` has one entry per prompt, in order; a single prompt is a list of one."""
+
+    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class ReasoningFields:
+    """``effort``: None: the template's own. ``include``: the client gets the reasoning. ``token_budget``: most tokens
+    of it; None: any number."""
+
+    effort: ReasoningEffort | None = None
+    include: bool = True
+    token_budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(_Request):
     """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template; ``cache_marks`` were in
     them. With ``prompt_ids`` there are none: they were rendered by whoever sent the request on."""
 
-    model: str | None
     messages: tuple[Message, ...]
-    sampling: SamplingFields
-    output: OutputFields
     cache_marks: tuple[CacheMark, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
+    tool_choice: ToolChoiceValue = "none"
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningFields = field(default_factory=ReasoningFields)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    cache_salt: str | None = None
-    priority: int = 0
-    transfer_mode: TransferMode = TransferMode.NONE
-    kv_transfer_params: tuple[Mapping[str, Any], ...] = ()
-    sources: tuple[PullSource, ...] = ()
+    documents: tuple[dict[str, Any], ...] | None = None
     prompt_ids: PromptIds | None = None
-    resume: Resume | None = None
-    reports_state: bool = False
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -125,39 +148,27 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
     Raises:
         InvalidRequestError: naming field, value and bound.
     """
-    fields = Fields(body)
-    mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
-    prompts = parse_prompts(body.get("prompt"))
+    mode, kv_transfer_params = read_transfer_params(body.get("kv_transfer_params"))
+    is_prefill_leg = mode is TransferMode.REMOTE_DECODE
+    fields = read_body(CompletionPromptBody if is_prefill_leg else CompletionBody, body)
+    prompts = fields.prompt if fields.prompt is not None else parse_prompts(None)
     resume = read_resume(body, num_prompts=len(prompts)) if is_from_peer else None
-    sampling, output, reports_state = SamplingFields(), OutputFields(), False
-    if mode is not TransferMode.REMOTE_DECODE:
-        refuse_unbuilt(body)
-        output = parse_output(fields)
+    answer = _Answer()
+    if isinstance(fields, CompletionBody):
+        output = output_of(fields, echo=bool(fields.echo))
         if output.n * len(prompts) > MAX_ANSWERS:
             raise InvalidRequestError(
                 f"n times the prompts must be at most {MAX_ANSWERS} answers, got n {output.n} and {len(prompts)} "
                 f"prompts, which make {output.n * len(prompts)}",
                 param="n",
             )
-        sampling = parse_sampling(fields, fields.integer("logprobs", ge=0, le=MAX_LOGPROBS))
-        if is_from_peer:
-            echoes_logprobs = output.echo and sampling.logprobs is not None
-            check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=echoes_logprobs)
-            reports_state = fields.boolean(STREAM_STATE_KEY)
-        if sampling.max_tokens == 0 and not output.echo:
+        answer = _answer(body, fields, output, fields.logprobs, _CHAT_ONLY, is_from_peer=is_from_peer)
+        if answer.sampling.max_tokens == 0 and not output.echo:
             invalid("max_tokens", 0, "at least 1 unless echo is true")
     return CompletionRequest(
-        model=fields.string("model"),
         prompts=prompts,
-        sampling=sampling,
-        output=output,
-        cache_salt=_cache_salt(fields),
-        priority=_priority(fields),
-        transfer_mode=mode,
-        kv_transfer_params=kv_transfer_params,
-        sources=read_pull_sources(body, kv_transfer_params) if is_from_peer else (),
         resume=resume,
-        reports_state=reports_state,
+        **_common(body, fields, answer, mode, kv_transfer_params, is_from_peer=is_from_peer),
     )
 
 
@@ -169,99 +180,120 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
     Raises:
         InvalidRequestError: naming field, value and bound.
     """
-    fields = Fields(body)
-    mode, kv_transfer_params = read_transfer_params(fields.raw("kv_transfer_params"))
+    mode, kv_transfer_params = read_transfer_params(body.get("kv_transfer_params"))
+    is_prefill_leg = mode is TransferMode.REMOTE_DECODE
     prompt_ids = read_prompt_ids(body) if is_from_peer else None
-    messages = parse_messages(body.get("messages")) if prompt_ids is None else ()
-    add_generation_prompt = fields.boolean("add_generation_prompt", True)
-    continue_final_message = fields.boolean("continue_final_message")
-    if continue_final_message:
-        if body.get("add_generation_prompt") is True:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
-            )
-        add_generation_prompt = False
+    fields = read_body(ChatPromptBody if is_prefill_leg else ChatBody, body)
+    messages = parse_messages(fields.messages) if prompt_ids is None else ()
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+        )
     resume = read_resume(body, num_prompts=1) if is_from_peer else None
-    sampling, output, reports_state = SamplingFields(), OutputFields(), False
-    if mode is not TransferMode.REMOTE_DECODE:
-        refuse_unbuilt(body)
-        output = parse_output(fields)
+    answer, reasoning = _Answer(), ReasoningFields(fields.reasoning_effort)
+    if isinstance(fields, ChatBody):
+        reasoning = _reasoning(fields)
+        if prompt_ids is None:
+            _check_tool_choice(fields.tool_choice, fields.tools)
+        output = output_of(fields, echo=bool(fields.echo))
         if output.echo:
             invalid("echo", True, "false for chat completions")
-        if is_from_peer:
-            check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=False)
-            reports_state = fields.boolean(STREAM_STATE_KEY)
-        sampling = parse_sampling(fields, parse_chat_logprobs(fields))
-        if sampling.max_tokens == 0:
+        answer = _answer(body, fields, output, chat_logprobs_of(fields), _COMPLETION_ONLY, is_from_peer=is_from_peer)
+        if answer.sampling.max_tokens == 0:
             invalid("max_tokens", 0, "at least 1")
     return ChatRequest(
-        model=fields.string("model"),
         messages=messages,
-        sampling=sampling,
-        output=output,
-        cache_marks=parse_cache_marks(body["messages"]) if messages else (),
-        tools=_tools(fields),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        chat_template_kwargs=_template_kwargs(fields),
-        cache_salt=_cache_salt(fields),
-        priority=_priority(fields),
-        transfer_mode=mode,
-        kv_transfer_params=kv_transfer_params,
-        sources=read_pull_sources(body, kv_transfer_params) if is_from_peer else (),
+        cache_marks=parse_cache_marks(fields.messages) if messages else (),
+        tools=fields.tools,
+        tool_choice=fields.tool_choice or ("auto" if fields.tools else "none"),
+        parallel_tool_calls=not isinstance(fields, ChatBody) or fields.parallel_tool_calls is not False,
+        reasoning=reasoning,
+        add_generation_prompt=fields.add_generation_prompt is not False and not fields.continue_final_message,
+        continue_final_message=bool(fields.continue_final_message),
+        chat_template=fields.chat_template,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        documents=fields.documents,
         prompt_ids=prompt_ids,
         resume=resume,
-        reports_state=reports_state,
+        **_common(body, fields, answer, mode, kv_transfer_params, is_from_peer=is_from_peer),
     )
 
 
-def parse_prompts(value: object) -> tuple[Prompt, ...]:
-    """``prompt`` as one entry per prompt: text, token ids, a list of texts, or a list of token id lists.
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a prefill leg has not."""
 
-    Raises:
-        InvalidRequestError: absent, empty, mixed or negative; ``param`` is ``prompt``.
-    """
-    if value is None:
-        raise InvalidRequestError("prompt is required", param="prompt")
-    if isinstance(value, str):
-        return (_one_prompt("prompt", value),)
-    if not isinstance(value, list | tuple):
-        invalid("prompt", value, "a string, a list of token ids, or a list of either")
-    if not value:
-        raise InvalidRequestError("prompt must not be empty, got an empty list", param="prompt")
-    if is_int(value[0]):
-        return (_one_prompt("prompt", value),)
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(value)}", param="prompt")
-    prompts = tuple(_one_prompt(f"prompt[{index}]", item) for index, item in enumerate(value))
-    check_tokens_together(sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)), len(prompts))
-    return prompts
+    sampling: SamplingFields = field(default_factory=SamplingFields)
+    output: OutputFields = field(default_factory=OutputFields)
+    unknown_fields: tuple[str, ...] = ()
+    reports_state: bool = False
+    request_id: str | None = None
 
 
-def check_tokens_together(num_tokens: int, num_prompts: int) -> None:
-    """Raises InvalidRequestError for several prompts that have too many tokens together."""
-    if num_prompts > 1 and num_tokens > MAX_TOKENS_TOGETHER:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts must have at most {MAX_TOKENS_TOGETHER} tokens together, got {num_tokens}",
-            param="prompt",
+def _answer(
+    body: Mapping[str, Any],
+    fields: AnswerFields,
+    output: OutputFields,
+    logprobs: int | None,
+    of_other_route: frozenset[str],
+    *,
+    is_from_peer: bool,
+) -> _Answer:
+    unknown_fields = refuse_unsupported(fields, of_other_route)
+    refuse_unbuilt(fields)
+    sampling = sampling_of(fields, logprobs)
+    reports_state = False
+    if is_from_peer:
+        check_resumable(
+            body, stream=output.stream, n=output.n, has_prompt_logprobs=output.echo and sampling.logprobs is not None
         )
+        reports_state = Fields(body).boolean(STREAM_STATE_KEY)
+    return _Answer(sampling, output, unknown_fields, reports_state, fields.request_id)
 
 
-def _one_prompt(where: str, value: object) -> Prompt:
-    if isinstance(value, str):
-        if not value:
-            raise InvalidRequestError(f"{where} must not be empty, got an empty string", param="prompt")
-        return value
-    if not isinstance(value, list | tuple):
-        raise InvalidRequestError(
-            f"{where} must be a string or a list of token ids, got {shown(value)}", param="prompt"
-        )
-    if not value:
-        raise InvalidRequestError(f"{where} must not be empty, got an empty list", param="prompt")
-    try:
-        return check_int_list(where, value, le=MAX_TOKEN_ID)
-    except InvalidRequestError as exc:
-        raise InvalidRequestError(exc.message, param="prompt") from exc
+def _reasoning(fields: ChatBody) -> ReasoningFields:
+    budget = fields.thinking_token_budget
+    return ReasoningFields(
+        fields.reasoning_effort, fields.include_reasoning is not False, None if budget == -1 else budget
+    )
+
+
+def _check_tool_choice(choice: ToolChoiceValue | None, tools: tuple[dict[str, Any], ...] | None) -> None:
+    if choice == "required" and not tools:
+        raise InvalidRequestError("tool_choice required needs tools, got none", param="tool_choice")
+    if isinstance(choice, ToolName):
+        functions = [tool.get("function") for tool in tools or ()]
+        names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+        if choice.name not in names:
+            invalid("tool_choice", choice.name, "the name of one of tools")
+
+
+def _common(
+    body: Mapping[str, Any],
+    fields: PromptBody,
+    answer: _Answer,
+    mode: TransferMode,
+    kv_transfer_params: tuple[Mapping[str, Any], ...],
+    *,
+    is_from_peer: bool,
+) -> dict[str, Any]:
+    """Of both kinds of requests."""
+    return {
+        "model": fields.model,
+        "sampling": answer.sampling,
+        "output": answer.output,
+        "unknown_fields": answer.unknown_fields,
+        "reports_state": answer.reports_state,
+        "request_id": answer.request_id,
+        "cache_salt": fields.cache_salt,
+        "priority": fields.priority or 0,
+        "add_special_tokens": fields.add_special_tokens,
+        "truncate_prompt_tokens": fields.truncate_prompt_tokens,
+        "truncates_left": fields.truncation_side != "right",
+        "transfer_mode": mode,
+        "kv_transfer_params": kv_transfer_params,
+        "sources": read_pull_sources(body, kv_transfer_params) if is_from_peer else (),
+    }
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -355,36 +387,3 @@ def to_sampling_params(
         logprobs=sampling.logprobs,
         prompt_logprobs=request.output.echo and sampling.logprobs is not None,
     )
-
-
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...] | None:
-    tools = fields.sequence("tools")
-    if not tools:
-        return None
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools must hold at most {MAX_TOOLS} tools, got {len(tools)}", param="tools")
-    for tool in tools:
-        if not isinstance(tool, dict):
-            invalid("tools", tool, "a list of objects")
-    # Templates print tools whole: a mark in one must not change the prompt. Their end is a boundary anyway.
-    return tuple(
-        {key: item for key, item in tool.items() if key != CACHE_CONTROL} for tool in tools if isinstance(tool, dict)
-    )
-
-
-def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    given = fields.mapping("chat_template_kwargs") or {}
-    if len(given) > MAX_TEMPLATE_KWARGS:
-        raise InvalidRequestError(
-            f"chat_template_kwargs must hold at most {MAX_TEMPLATE_KWARGS} variables, got {len(given)}",
-            param="chat_template_kwargs",
-        )
-    return dict(given)
-
-
-def _cache_salt(fields: Fields) -> str | None:
-    return fields.string("cache_salt", min_chars=1, max_chars=1024)
-
-
-def _priority(fields: Fields) -> int:
-    return fields.integer("priority", ge=-(2**31), le=2**31 - 1) or 0

@@ -59,7 +59,8 @@ def invalid(name: str, value: object, expected: str) -> NoReturn:
     raise InvalidRequestError(f"{name} must be {expected}, got {shown(value)}", param=name)
 
 
-def _bounds(ge: float | None, le: float | None, gt: float | None) -> str:
+def bounds_in_words(ge: float | None, le: float | None, gt: float | None) -> str:
+    """Begins with a space; empty without bounds."""
     words = []
     if gt is not None:
         words.append(f"greater than {gt}")
@@ -80,7 +81,7 @@ def check_int(name: str, value: object, *, ge: int | None = None, le: int | None
         or (ge is not None and value < ge)
         or (le is not None and value > le)
     ):
-        invalid(name, value, "an integer" + _bounds(ge, le, None))
+        invalid(name, value, "an integer" + bounds_in_words(ge, le, None))
     return value
 
 
@@ -88,7 +89,7 @@ def check_number(
     name: str, value: object, *, ge: float | None = None, le: float | None = None, gt: float | None = None
 ) -> float:
     """``value`` as a finite float within the bounds; raises naming ``name``."""
-    wanted = "a number" + _bounds(ge, le, gt)
+    wanted = "a number" + bounds_in_words(ge, le, gt)
     if not isinstance(value, int | float) or isinstance(value, bool):
         invalid(name, value, wanted)
     try:
@@ -114,7 +115,7 @@ def check_int_list(name: str, value: object, *, ge: int = 0, le: int | None = No
     for index, item in enumerate(value):
         if type(item) is not int or item < ge or (le is not None and item > le):
             raise InvalidRequestError(
-                f"{name}[{index}] must be an integer{_bounds(ge, le, None)}, got {shown(item)}", param=name
+                f"{name}[{index}] must be an integer{bounds_in_words(ge, le, None)}, got {shown(item)}", param=name
             )
     return tuple(value)
 

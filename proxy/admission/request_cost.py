@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from common.errors import InvalidRequestError
+from common.openai.bodies.models import MAX_TOKENS
 from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest, num_answers
-from common.openai.sampling import MAX_TOKENS
 from common.server.gate import api_key_digest_of
 from common.wire.headers import DEADLINE_HEADER
 from proxy.admission.request import AdmissionRequest

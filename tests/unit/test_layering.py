@@ -151,6 +151,17 @@ ORDER: dict[str, tuple[str, ...]] = {
         "response_builder",
         "serving",
     ),
+    "common.openai": (
+        "errors",
+        "logprobs",
+        "prompt_ids",
+        "messages",
+        "bodies",
+        "sampling",
+        "protocol",
+        "responses",
+    ),
+    "common.openai.bodies": ("base", "values", "models", "unsupported"),
     "common.ops": ("step", "interface", "torch", "cpu", "select"),
     "common.simulate": ("trace", "ideal_cache", "simulate"),
     "common.transfer": (

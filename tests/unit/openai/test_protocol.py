@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from common.errors import InvalidRequestError, ModelNotFoundError
 from common.openai.protocol import (
@@ -19,6 +20,7 @@ from common.request import SamplingParams
 from common.wire.handoff import TransferMode, prefill_leg_params
 
 USER = [{"role": "user", "content": "hi"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
 def completion(**fields: Any):
@@ -180,8 +182,6 @@ def test_error_message_when_value_is_huge_stays_short() -> None:
     ("field", "value"),
     [
         ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}),
         ("functions", [{"name": "f"}]),
         ("structured_outputs", {"json": {}}),
         ("guided_json", {"type": "object"}),
@@ -426,3 +426,56 @@ def test_any_json_is_parsed_or_refused_with_a_field_name(noise: dict[str, Any]) 
         except InvalidRequestError as exc:
             param = exc.param
         assert param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stream": True, "stream_options": 3}, "stream_options", "an object"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+        ({"truncation_side": "up"}, "truncation_side", "one of left, right, got 'up'"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "between -1"),
+        ({"bad_words": [""]}, "bad_words", "1 to 512"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids", "between 0 and"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "at most 128"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
+        ({"request_id": ""}, "request_id", "1 to 128"),
+    ],
+)
+def test_value_of_a_newer_field_when_bad_then_named_with_its_bound(fields: Any, param: str, words: str) -> None:
+    for make in (completion, chat):
+        with pytest.raises(InvalidRequestError, match=words) as refused:
+            make(**fields)
+        assert refused.value.param == param
+        assert refused.value.__context__ is None or not isinstance(refused.value.__context__, ValidationError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": {"type": "function"}}, "none, auto, required, or"),
+        ({"tool_choice": "g"}, "none, auto, required, or"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [FUNCTION]},
+            "one of tools, got 'g'",
+        ),
+    ],
+)
+def test_tool_choice_when_it_cannot_be_then_refused(fields: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        chat(**fields)
+    assert refused.value.param == "tool_choice"
+
+
+def test_tool_choice_when_absent_then_auto_with_tools_and_none_without() -> None:
+    assert (chat().tool_choice, chat(tools=[FUNCTION]).tool_choice) == ("none", "auto")
+    assert chat(tools=[FUNCTION], tool_choice="none").tool_choice == "none"
+
+
+def test_field_of_the_other_route_when_it_asks_for_something_then_refused_by_name() -> None:
+    for make, name, value in ((completion, "tools", [FUNCTION]), (chat, "prompt", "x"), (completion, "messages", USER)):
+        with pytest.raises(InvalidRequestError, match=name) as refused:
+            make(**{name: value})
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")

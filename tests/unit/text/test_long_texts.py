@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
-from common.openai import protocol
+from common.openai.bodies import values
 from common.openai.protocol import parse_chat
 from common.text.tokenizer import MAX_CHARS_PER_TOKEN, PIECE_CHARS, TextCodec
 from common.text.tokenizer_document import PROBE_TEXTS, plain_backend
@@ -57,7 +57,7 @@ def test_texts_when_they_have_too_many_tokens_together_then_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
-    monkeypatch.setattr(protocol, "MAX_TOKENS_TOGETHER", 7)
+    monkeypatch.setattr(values, "MAX_TOKENS_TOGETHER", 7)
     assert codec.encode_prompts([(1, 2, 3), (4, 5), (6, 7)]) == [[1, 2, 3], [4, 5], [6, 7]]
     with pytest.raises(InvalidRequestError, match="2 prompts must have at most 7 tokens together, got 8") as refused:
         codec.encode_prompts([(1, 2, 3), (4, 5, 6, 7, 8), (9,)])

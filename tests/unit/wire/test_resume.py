@@ -15,7 +15,7 @@ RESUME = {"output_token_ids": [4, 5], "created": 7, "num_cached_tokens": 3}
 
 
 def test_fields_when_they_come_from_a_peer_then_are_read_and_else_ignored() -> None:
-    chat = {**BODY, "messages": [{"role": "user", "content": "a"}], RESUME_KEY: RESUME}
+    chat = {**BODY, "prompt": None, "messages": [{"role": "user", "content": "a"}], RESUME_KEY: RESUME}
     for parsed in (
         parse_completion({**BODY, RESUME_KEY: RESUME}, is_from_peer=True),
         parse_chat(chat, is_from_peer=True),

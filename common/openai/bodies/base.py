@@ -1,0 +1,85 @@
+"""The base of all bodies, and pydantic's errors in our words.
+
+Strict: numbers are not text, booleans are not numbers, nothing is converted. ``null`` and absent both mean "the
+default". A value that does not fit is an ``InvalidRequestError`` that names the field, the value and the bound, which
+is read from the field's own declaration. Large values have validators of their own (``values``), which raise the same
+error and pass through pydantic as they are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import InvalidRequestError
+from common.wire.fields import bounds_in_words, shown
+
+Origin = Literal["OpenAI", "vLLM", "SGLang", "Tandem"]
+"""Whose API a field is of."""
+ORIGIN_KEY = "x-origin"
+
+_Body = TypeVar("_Body", bound="Body")
+_BOUNDS = ("ge", "le", "gt", "min_length", "max_length")
+_NAMES: Mapping[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+class Body(BaseModel):
+    """A JSON object of a request. Names that it does not declare are kept in ``model_extra``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, arbitrary_types_allowed=True)
+
+
+def declare(origin: Origin, description: str, *, default: Any = None, means: object = None, **bounds: Any) -> Any:
+    """A field of a body.
+
+    Args:
+        default: its value when the body does not give it.
+        means: what is done then, where ``default`` does not say it.
+        bounds: ``ge``, ``le``, ``gt``, ``min_length``, ``max_length``.
+    """
+    extra: dict[str, Any] = {ORIGIN_KEY: origin}
+    if means is not None:
+        extra["default"] = means
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+def read_body(model: type[_Body], body: Mapping[str, Any]) -> _Body:
+    """``body`` as ``model``. Raises InvalidRequestError naming field, value and bound."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False)[0]
+    # Not chained: pydantic's error holds the whole body.
+    raise _in_our_words(model, first["loc"], first["input"])
+
+
+def _in_our_words(model: type[Body], place: tuple[int | str, ...], value: Any) -> InvalidRequestError:
+    metadata: list[Any] = []
+    inner: Any = model
+    for part in place:
+        if isinstance(inner, type) and issubclass(inner, Body) and part in inner.model_fields:
+            field = inner.model_fields[part]
+            metadata, inner = field.metadata, _without_none(field.annotation)
+    name = ".".join(map(str, place)) or "the body"
+    bounds = {key: getattr(each, key) for each in metadata for key in _BOUNDS if hasattr(each, key)}
+    if isinstance(value, str) and "max_length" in bounds:
+        expected = f"a string of {bounds['min_length']} to {bounds['max_length']} characters"
+        return InvalidRequestError(f"{name} must be {expected}, got {len(value)} characters", param=name)
+    expected = _kind(inner) + bounds_in_words(bounds.get("ge"), bounds.get("le"), bounds.get("gt"))
+    return InvalidRequestError(f"{name} must be {expected}, got {shown(value)}", param=name)
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation
+    rest = [each for each in get_args(annotation) if each is not type(None)]
+    return rest[0] if len(rest) == 1 else annotation
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    return _NAMES.get(annotation, "an object")
