@@ -93,6 +93,7 @@ class EngineCore:
             scheduler, manager, runner, self._live, self._outputs, lease_seconds=lease_seconds, clock=clock
         )
         self._is_stalled = False
+        self._is_in_flight = False
         self._num_failed_forwards = 0
         self.step_times = StepTimes()
 
@@ -101,6 +102,10 @@ class EngineCore:
         self._remote.source = source
 
     # --- called between steps
+
+    def _check_collected(self) -> None:
+        """A step in flight names memory, and what is told of it is not true yet."""
+        assert not self._is_in_flight, "called between launch and collect"
 
     def has_work(self) -> bool:
         """Whether a step would do something now. A queue whose head waits for memory that others hold is no work: the
@@ -135,6 +140,7 @@ class EngineCore:
         Raises:
             InvalidRequestError: the id is another's, maybe one that has left but whose read may still write.
         """
+        self._check_collected()
         if self._live.of_request(request.request_id) or self._manager.is_quarantined(f"{request.request_id}#0"):
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
@@ -149,6 +155,7 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
         stays cached: who stops an answer often goes on from there."""
+        self._check_collected()
         for sequence in self._live.of_request(request_id):
             if sequence.status is SequenceStatus.TRANSFERRING:
                 self._remote.abort(sequence)
@@ -159,6 +166,7 @@ class EngineCore:
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have
         ended by itself meanwhile; then nothing is reported again."""
+        self._check_collected()
         not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
             if sequence.index == index and sequence.status not in not_now:
@@ -169,6 +177,7 @@ class EngineCore:
     def finish_pull(self, seq_id: str, result: PullResult) -> None:
         """The pull of a remote prefix ended. A prompt that came whole, with its last row, is sampled from in the next
         step."""
+        self._check_collected()
         sequence = self._live[seq_id]
         try:
             row = self._remote.finish(sequence, result)
@@ -180,6 +189,7 @@ class EngineCore:
             self._fail(sequence, exc, is_read_over=result.terminal)
 
     def end_quarantine(self, seq_id: str) -> None:
+        self._check_collected()
         self._manager.release_quarantine(seq_id)
 
     def lease_prefix(self, keys: PrefixKeys, lease_id: str, *, deeper_than: int) -> LeasedPrefix | None:
@@ -189,6 +199,7 @@ class EngineCore:
         Raises:
             InvalidRequestError: the id is in use.
         """
+        self._check_collected()
         if self._live.of_request(lease_id) or self._manager.leases.renew(lease_id, 0.0):
             raise InvalidRequestError(f"id {lease_id} is in use", param="id")
         deadline_s = self._clock() + self._lease_seconds
@@ -213,6 +224,7 @@ class EngineCore:
 
     def launch(self) -> StepInFlight:
         """Plans a step and gives it to the device; until it was collected nothing else may be called."""
+        self._check_collected()
         started_s = self._clock()
         self._manager.expire_leases()
         schedule = self._scheduler.schedule()
@@ -232,6 +244,7 @@ class EngineCore:
             except Exception as exc:  # noqa: BLE001  # whatever it is, a sequence of the step may have caused it
                 self._start_again(schedule, exc)
                 schedule = Schedule()
+        self._is_in_flight = True
         return StepInFlight(schedule, forward, _num_prompt_tokens(schedule), started_s)
 
     def collect(self, step: StepInFlight) -> list[RequestOutput]:
@@ -240,6 +253,7 @@ class EngineCore:
         Raises:
             EngineDeadError: this engine cannot go on.
         """
+        self._is_in_flight = False
         schedule, forward = step.schedule, step.forward
         rows: list[torch.Tensor] = []
         if forward is not None:

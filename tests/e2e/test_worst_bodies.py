@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -74,18 +75,20 @@ def polled(node: Node) -> Iterator[list[float]]:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.full, id=name.replace(" ", "-")) for name in CORPUS],
-)
-@pytest.mark.parametrize("role", ["proxy", "decode"])
+def sent() -> Iterator[Any]:
+    """Each shape to each role; a proxy takes some fields out of what nodes get, so their shapes go to a node alone."""
+    for name, shape in CORPUS.items():
+        for role in ("decode",) if shape.only_nodes else ("proxy", "decode"):
+            marks = () if name in FEW else pytest.mark.full
+            yield pytest.param(role, name, marks=marks, id=f"{role}-{name.replace(' ', '-')}")
+
+
+@pytest.mark.parametrize(("role", "name"), sent())
 def test_loop_when_a_worst_body_is_sent_then_never_busy_for_long_and_health_answers(
     service: Service, role: str, name: str
 ) -> None:
     shape = CORPUS[name]
     target = service.proxy if role == "proxy" else service.decode[0]
-    if shape.only_nodes and role == "proxy":
-        pytest.skip("a proxy takes the field out")
     body = shape.make()
     assert len(body) <= FULL
     slow: list[str] = []

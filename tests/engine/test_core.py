@@ -8,6 +8,7 @@ an engine with plenty of room that runs the request alone, and after every step 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,26 @@ def test_outputs_when_batched_in_a_small_pool_equal_those_of_requests_run_alone(
     outputs = collect(core)
     assert outputs == {(f"r{seed}", 0): alone[seed] for seed in range(12)}
     assert model.manager.check() == []
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_core_when_a_step_is_in_flight_then_takes_no_command() -> None:
+    core, model = engine()
+    core.add_request(request("running", prompt_of(0)))
+    commands: list[Callable[[], object]] = [
+        lambda: core.add_request(request("other", prompt_of(1))),
+        lambda: core.abort("running"),
+        lambda: core.finish("running", 0),
+        lambda: core.end_quarantine("running#0"),
+        lambda: core.lease_prefix(model.manager.prefix_keys(prompt_of(0), None), "lease", deeper_than=0),
+        core.launch,
+    ]
+    step = core.launch()
+    for command in commands:
+        with pytest.raises(AssertionError, match="between launch and collect"):
+            command()
+    core.collect(step)
+    core.abort("running")
     assert used(model) == (0, 0, 0, 0)
 
 
