@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import NoReturn
 
 import orjson
@@ -36,8 +37,9 @@ _MAYBE_BEYOND_64_BITS = b"0" * 19
 _MARKS = b'"[{,'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
 _NO_MARKS_NOR_DIGITS = bytes(set(range(256)) - set(_MARKS + b"0123456789.+-eE"))
+_DIGITS = re.compile(rb"\d++")
 # Neither a fraction nor an exponent.
-_LONG_WHOLE_NUMBER = re.compile(rb"(?<![.\deE+-])-?\d{19,}(?![.\deE])")
+_LONG_WHOLE_NUMBER = re.compile(rb"(?<![.\deE+-])-?\d{19,}+(?![.eE])")
 _TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 
 
@@ -99,7 +101,7 @@ def parse_json(raw: bytes, bounds: JsonBounds, what: str = "the body") -> object
 def _parse_long(raw: bytes, what: str) -> object:
     if _MAYBE_BEYOND_64_BITS in raw.translate(_DIGITS_TO_ZERO):
         outside = _outside_texts(_without_escapes(raw).translate(None, _NO_MARKS_NOR_DIGITS))
-        if any(map(_is_beyond_64_bits, _LONG_WHOLE_NUMBER.finditer(outside))):
+        if any(map(_is_beyond_64_bits, _long_whole_numbers(outside))):
             raise _invalid(f"{what} holds a whole number beyond 64 bits, which JSON beyond {LONG_BYTES} bytes must not")
     try:
         value: object = orjson.loads(raw)
@@ -109,6 +111,20 @@ def _parse_long(raw: bytes, what: str) -> object:
         # Not chained: the error holds the whole text.
         raise _invalid(f"{what} is not JSON: {exc.msg} at line {exc.lineno} column {exc.colno}") from None
     return value
+
+
+def _long_whole_numbers(outside: bytes) -> Iterator[re.Match[bytes]]:
+    """Those of 19 digits and more. A search by the pattern alone would hold the interpreter's lock all along: a call
+    here looks at one number."""
+    zeros = outside.translate(_DIGITS_TO_ZERO)
+    at = zeros.find(_MAYBE_BEYOND_64_BITS)
+    while at >= 0:
+        has_sign = outside[at - 1 : at] == b"-"
+        if number := _LONG_WHOLE_NUMBER.match(outside, at - has_sign):
+            yield number
+        digits = _DIGITS.match(zeros, at)
+        assert digits is not None
+        at = zeros.find(_MAYBE_BEYOND_64_BITS, digits.end())
 
 
 def _is_beyond_64_bits(number: re.Match[bytes]) -> bool:

@@ -108,7 +108,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_service_when_nodes_are_killed_three_times_then_no_answer_is_wrong_and_nothing_leaks(
     reference: Reference,
 ) -> None:
-    soak(reference, 18.0, 6.0, seed=1)
+    soak(reference, 10.0, 3.3, seed=1)
 
 
 @pytest.mark.full

@@ -35,7 +35,7 @@ SETTLE_S = 0.1
 
 FEW = (
     *("lists of nothing", "numbers within the count", "escapes", "prompts times n", "20,000 messages of nothing"),
-    *("reasoning", "arguments of lists", "biases"),
+    *("reasoning", "arguments of lists", "biases", "numbers behind a long one"),
 )
 
 
@@ -83,7 +83,7 @@ def sent() -> Iterator[Any]:
             yield pytest.param(role, name, marks=marks, id=f"{role}-{name.replace(' ', '-')}")
 
 
-@pytest.mark.parametrize(("role", "name"), sent())
+@pytest.mark.parametrize(("role", "name"), list(sent()))
 def test_loop_when_a_worst_body_is_sent_then_never_busy_for_long_and_health_answers(
     service: Service, role: str, name: str
 ) -> None:

@@ -108,6 +108,12 @@ CORPUS: dict[str, Shape] = {
     "numbers within the count": Shape(
         lambda: _completion(_UNKNOWN, b"[" + _fill(b"1234567.5", most=MAX_VALUES - 9) + b"]"), OK
     ),
+    "numbers behind a long one": Shape(
+        lambda: _completion(
+            _UNKNOWN, b'["9223372036854775807",9223372036854775807,' + _fill(b"1234567.5", most=MAX_VALUES - 12) + b"]"
+        ),
+        OK,
+    ),
     "one text": Shape(lambda: _completion(_UNKNOWN, _text(b"a")), OK),
     "escapes": Shape(lambda: _completion(_UNKNOWN, _text(b"\\n")), OK),
     "escaped quotes": Shape(lambda: _completion(_UNKNOWN, _text(b'\\"')), OK),

@@ -277,7 +277,7 @@ def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread
     play(seed, 80, **pressure, **KINDS[kind])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32), pressure=PRESSURE, mix=MIXES)
 def test_random_operations_when_groups_are_mixed_at_random_then_nothing_leaks_or_is_misread(
     seed: int, pressure: dict[str, Any], mix: dict[str, Any]
