@@ -27,6 +27,9 @@ from proxy.node_http.errors import NodeClientError
 from proxy.nodes.breaker import Leg
 from proxy.nodes.node import Node
 
+THREAD_PROMPTS = 64
+"""More prompts than this have a body that is made off the event loop: each brings a manifest."""
+
 END_S = 1.0
 """Seconds from a stream's last event to the end of its connection's answer, which needs none."""
 
@@ -63,7 +66,9 @@ class DecodeLegs:
         client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
         try:
             # As long as the prompt, while the answer takes long: nothing here may keep it.
-            leg_of = open_decode_leg(node, job.route, content(), headers, self._first_timeout_s)
+            body = await asyncio.to_thread(content) if len(job.prompts) > THREAD_PROMPTS else content()
+            leg_of = open_decode_leg(node, job.route, body, headers, self._first_timeout_s)
+            del body
             async with leg_of as (answer, leg):
                 if answer.status < 400:
                     leases.hand_over()

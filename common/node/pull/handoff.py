@@ -45,6 +45,10 @@ from common.wire.routes import MANIFEST_CHECK_ROUTE
 
 logger = logging.getLogger(__name__)
 
+CHECKS_AT_ONCE = 32
+"""Manifests that their holders are asked about at a time: a request may bring 2,048, and what a connection costs grows
+with those that are open."""
+
 Handoff = Manifest | Rendezvous
 """A finished prompt's manifest (carried by any proxy), or the name under which a peer computes it right now."""
 
@@ -105,6 +109,7 @@ class HandoffReader:
         self._metrics = metrics
         self._fingerprint = fingerprint
         self._fails_when_lost = fails_when_lost
+        self._checking = asyncio.Semaphore(CHECKS_AT_ONCE)
         geometry = manager.config.geometry
         self._shape = ManifestShape(
             num_block_groups=len(geometry.attention_groups),
@@ -190,8 +195,9 @@ class HandoffReader:
         """From here on the lease is held. Raises TransferError when ``url`` did not make this manifest, or not like
         this, or does not say."""
         assert manifest.proof is not None
-        check = ManifestCheck(await asyncio.to_thread(manifest.digest), manifest.proof)
-        answer = await self._peers.query(url, MANIFEST_CHECK_ROUTE, check.to_body(), HANDSHAKE_TIMEOUT_S)
+        async with self._checking:
+            check = ManifestCheck(await asyncio.to_thread(manifest.digest), manifest.proof)
+            answer = await self._peers.query(url, MANIFEST_CHECK_ROUTE, check.to_body(), HANDSHAKE_TIMEOUT_S)
         if not read_check_answer(answer):
             raise TransferError(f"{url} did not make this manifest, or not like this", code=UNPROVEN_CODE)
         self._leases.hold(manifest.lease_id, url, manifest.lease_seconds)

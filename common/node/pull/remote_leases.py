@@ -12,7 +12,6 @@ import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import TransferError
 from common.node.peers.directory import PeerDirectory
@@ -50,6 +49,7 @@ class RemoteLeases:
         self._task: asyncio.Task[None] | None = None
         self._renewals: dict[str, asyncio.Task[None]] = {}  # one at a time per holder
         self._releases: set[asyncio.Task[None]] = set()
+        self._unsent: dict[tuple[str, bool], list[str]] = {}  # releases of this turn of the loop, one call for each key
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._renew_forever(), name="lease-renewal")
@@ -84,15 +84,23 @@ class RemoteLeases:
         self._tell(lease_id, url, may_come=True)
 
     def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
-        task = asyncio.create_task(self._release(url, {"lease_ids": [lease_id], "may_come": may_come}))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        """One call for all that are told in this turn of the loop: a request may have 2,048 leases."""
+        unsent = self._unsent.setdefault((url, may_come), [])
+        unsent.append(lease_id)
+        if len(unsent) == 1:
+            task = asyncio.create_task(self._release(url, may_come=may_come))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
 
-    async def _release(self, url: str, body: dict[str, Any]) -> None:
+    async def _release(self, url: str, *, may_come: bool) -> None:
+        lease_ids = self._unsent.pop((url, may_come))
+        body = {"lease_ids": lease_ids, "may_come": may_come}
         try:
             await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S)
         except TransferError as exc:
-            logger.warning("lease not released lease_id=%s: %s; it will expire", body["lease_ids"][0], exc)
+            logger.warning(
+                "%d leases not released lease_id=%s: %s; they will expire", len(lease_ids), lease_ids[0], exc
+            )
 
     async def _renew_forever(self) -> None:
         """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. It does

@@ -20,10 +20,13 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.renewals: list[tuple[str, float, tuple[str, ...]]] = []
+        self.releases: list[tuple[str, tuple[str, ...], bool]] = []
 
     async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if path.endswith("/renew"):
             self.renewals.append((url, time.monotonic(), tuple(body["lease_ids"])))
+        else:
+            self.releases.append((url, tuple(body["lease_ids"]), body["may_come"]))
         if url == SILENT:
             await asyncio.sleep(timeout_s)
         if url != GOOD:
@@ -65,3 +68,24 @@ async def test_leases_at_one_holder_when_due_together_then_are_one_call() -> Non
 async def test_lease_when_it_claims_to_last_for_nothing_then_is_not_renewed_without_a_pause() -> None:
     peers = await renewals_within(0.2, ("a", GOOD, 1e-12))
     assert 1 <= len(peers.renewals) <= 0.2 / 0.005 + 1
+
+
+@pytest.mark.asyncio
+async def test_leases_when_given_up_together_then_each_holder_hears_it_in_one_call_of_each_kind() -> None:
+    peers = FakePeers()
+    leases = RemoteLeases(peers)  # type: ignore[arg-type]
+    for lease_id, url in (("a", GOOD), ("b", BROKEN), ("c", GOOD), ("d", GOOD)):
+        leases.hold(lease_id, url, 60.0)
+    leases.release("a")
+    leases.release("b")
+    leases.call_off("e", GOOD)
+    leases.release("c")
+    await asyncio.sleep(0.01)
+    leases.release("d")
+    await leases.close()
+    assert sorted(peers.releases) == [
+        (BROKEN, ("b",), False),
+        (GOOD, ("a", "c"), False),
+        (GOOD, ("d",), False),
+        (GOOD, ("e",), True),
+    ]
