@@ -1,7 +1,8 @@
 # Sourced by deploy/local.sh and tests/run.sh, from the repository's root.
 #
-# ensure_venv EXTRAS: make .venv and install this checkout with EXTRAS (node, or node,test) into it. Does nothing when the
-# last installation finished, had these extras, and pyproject.toml has not changed since.
+# ensure_venv EXTRAS: make .venv and install this checkout with EXTRAS (node, or node,test) into it, as deploy/install.py
+# says. Does nothing when the last installation finished, had these extras, and neither that nor pyproject.toml has changed
+# since.
 
 ensure_venv() {
     local extras=$1 python=${PYTHON:-python3} stamp=.venv/.tandem-installed wanted
@@ -22,7 +23,7 @@ ensure_venv() {
             return 1
         fi
     fi
-    wanted="$extras $(cksum <pyproject.toml) $PWD"
+    wanted="$extras $(cat pyproject.toml deploy/install.py | cksum) $PWD"
     if [ -f "$stamp" ]; then
         case "$(cat "$stamp")" in
             "$wanted" | "node,test ${wanted#* }") return 0 ;;
@@ -30,6 +31,6 @@ ensure_venv() {
     fi
     echo "installing tandem-serve[$extras] into .venv (a few minutes the first time)"
     rm -f "$stamp"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" || return 1
+    .venv/bin/python deploy/install.py "$extras" || return 1
     printf '%s' "$wanted" >"$stamp"
 }

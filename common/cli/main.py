@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError, TandemError
 
 DISTRIBUTION = "tandem-serve"
+_NODE_NEEDS = ("torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _commands() -> Mapping[str, Command]:
     return {
         "up": Command("start a proxy, prefill nodes and decode nodes on this machine", _up),
-        "prefill": Command("run one prefill node", lambda argv: _exec("prefill_node", argv, needs=("torch", "nixl"))),
-        "decode": Command("run one decode node", lambda argv: _exec("decode_node", argv, needs=("torch", "nixl"))),
+        "prefill": Command("run one prefill node", lambda argv: _exec("prefill_node", argv, needs=_NODE_NEEDS)),
+        "decode": Command("run one decode node", lambda argv: _exec("decode_node", argv, needs=_NODE_NEEDS)),
         "proxy": Command("run the proxy", lambda argv: _exec("proxy", argv)),
         "simulate": Command("replay a trace through the cache manager, without a model", _simulate),
         "bench": Command("load a running service and print latencies and cache figures", _bench),

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 
-_DISTRIBUTIONS = {"tandem": "tandem-serve", "torch": "torch", "transformers": "transformers", "nixl": "nixl"}
+# The first that is installed counts. NIXL's wheels are of one version; which is there depends on torch's CUDA.
+_DISTRIBUTIONS = {
+    "tandem": ("tandem-serve",),
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "nixl": ("nixl-cu13", "nixl-cu12", "nixl"),
+}
 
 
 def installed_versions() -> dict[str, str | None]:
     """Versions of ``tandem``, ``torch``, ``transformers`` and ``nixl``; None for what is not installed."""
-    return {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+    return {
+        name: next(filter(None, map(_version, distributions)), None) for name, distributions in _DISTRIBUTIONS.items()
+    }
 
 
 def build_labels() -> dict[str, str]:

@@ -16,7 +16,7 @@ import pytest
 from tests.support.hangup import wait_until
 from tests.support.service import ROOT, Process, child_environment, free_port
 
-HEAVY = ("torch", "transformers", "nixl", "numpy", "safetensors")
+HEAVY = ("torch", "transformers", "nixl", "nixl_cu13", "nixl_cu12", "numpy", "safetensors")
 BLOCKER = f"""
 import importlib.abc, sys
 

@@ -15,8 +15,8 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
 
-PACKAGES = ("nixl", "nixl_cu12")
-"""Tried in this order: the meta package, then the wheel that it installs, which also works alone."""
+PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Tried in this order: the meta package, which chooses between its wheels, then a wheel that was installed alone."""
 
 
 def load_bindings(packages: Sequence[str] = PACKAGES) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.service import ROOT, child_environment
 
 # What an installation without the `node` extra lacks: importing any of these raises ImportError.
-NODE_PACKAGES = ("torch", "transformers", "nixl", "safetensors", "numpy")
+NODE_PACKAGES = ("torch", "transformers", "nixl", "nixl_cu13", "nixl_cu12", "safetensors", "numpy")
 
 
 def run(*argv: str, without_node_packages: bool = False) -> subprocess.CompletedProcess[str]:
