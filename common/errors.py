@@ -50,6 +50,12 @@ class InvalidRequestError(TandemError):
     code = "invalid_value"
 
 
+class GrammarError(InvalidRequestError):
+    """A request's grammar cannot be compiled, needs more than the limits allow, or allows no token any more."""
+
+    code = "invalid_grammar"
+
+
 class FingerprintMismatchError(InvalidRequestError):
     """A peer that runs another model or layout asked for blocks or states, which it could not use."""
 

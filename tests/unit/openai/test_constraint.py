@@ -1,0 +1,126 @@
+"""Every spelling of a constraint, and what is wrong with one that is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.grammar.trial import try_grammar
+from common.openai.constraint import MAX_GRAMMAR_CHARS, ConstraintKind, read_constraint
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b", "a"]}
+TAGS = {
+    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}, {"begin": "<g>", "schema": {}, "end": ""}],
+    "triggers": ["<"],
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"response_format": {"type": "json_object"}}, ConstraintKind.JSON_OBJECT),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json_schema"),
+        ({"response_format": {"type": "structural_tag", **TAGS}}, ConstraintKind.STRUCTURAL_TAG),
+        ({"structured_outputs": {"json": SCHEMA}}, ConstraintKind.JSON_SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_fallback": True}}, ConstraintKind.JSON_SCHEMA),
+        ({"structured_outputs": {"json": True}}, ConstraintKind.JSON_SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, ConstraintKind.JSON_OBJECT),
+        ({"structured_outputs": {"regex": "a/b|\\d+"}}, ConstraintKind.REGEX),
+        ({"structured_outputs": {"choice": ['yes "or"', "no\n\\", "日本"]}}, ConstraintKind.CHOICE),
+        ({"structured_outputs": {"grammar": 'start: "a" | /b+/'}}, ConstraintKind.GRAMMAR),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | [b-d]+'}}, ConstraintKind.GRAMMAR),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, ConstraintKind.STRUCTURAL_TAG),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, ConstraintKind.JSON_SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "xgrammar"}, ConstraintKind.JSON_SCHEMA),
+        ({"guided_json_object": True}, ConstraintKind.JSON_OBJECT),
+        ({"guided_regex": "x+"}, ConstraintKind.REGEX),
+        ({"guided_choice": ["a"]}, ConstraintKind.CHOICE),
+        ({"guided_grammar": 'root ::= "a"'}, ConstraintKind.GRAMMAR),
+    ],
+)
+def test_constraint_when_spelled_in_any_way_then_it_is_one_that_compiles(body: dict[str, Any], kind: str) -> None:
+    constraint = read_constraint(body)
+    assert constraint is not None
+    assert constraint.kind == kind
+    assert constraint == read_constraint(json.loads(json.dumps(body)))
+    assert try_grammar(constraint.grammar()) == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": None},
+        {"guided_json": None},
+        {"guided_decoding_backend": "auto"},
+        {"guided_json_object": False},
+    ],
+)
+def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, Any]) -> None:
+    assert read_constraint(body) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "tag"}}}, "response_format.format"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.triggers"),
+        ({"structured_outputs": 1}, "structured_outputs"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 1}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a", "wat": 1}}, "structured_outputs.wat"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        ({"guided_wat": 1}, "guided_wat"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": " " * (MAX_GRAMMAR_CHARS + 1)}}, "structured_outputs.json"),
+    ],
+)
+def test_constraint_when_malformed_then_the_error_names_the_field(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_constraint(body)
+    assert caught.value.param == param
+    assert param.split(".")[0].rstrip("s") in caught.value.message
+
+
+def test_schema_when_it_brings_options_for_the_compiler_then_they_are_ours() -> None:
+    constraint = read_constraint({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "not": {}}}})
+    assert constraint is not None
+    assert "lenient" not in constraint.grammar()
+    assert "not" in try_grammar(constraint.grammar())
+    compact = read_constraint({"structured_outputs": {"json": {}, "disable_any_whitespace": True}})
+    assert compact is not None
+    assert compact.schema() == {"x-guidance": {"whitespace_flexible": False}}
