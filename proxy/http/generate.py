@@ -136,7 +136,7 @@ class GenerateService:
             headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id_of(request),
             prompts=list(prompts_of(body)),
-            is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
+            is_local=parsed.num_prompt_logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
             span=span,
