@@ -29,17 +29,22 @@ from common.wire.headers import CLUSTER_KEY_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
+    COUNT_TOKENS_ROUTE,
     DETOKENIZE_ROUTE,
     HEALTH_ROUTE,
+    MESSAGES_ROUTE,
     METRICS_ROUTE,
     MODELS_ROUTE,
     READY_ROUTE,
+    RESPONSES_ROUTE,
     TOKENIZE_ROUTE,
     VERSION_ROUTE,
 )
 from proxy.admission.key_limits import KeyLimits, read_key_limits
 from proxy.admission.queue import AdmissionQueue
+from proxy.dialects.messages.answer import shape_error
 from proxy.http.admin import add_node_routes
+from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
 from proxy.http.front import Front, ProxyApp
 from proxy.http.generate import GenerateService, forwarded_headers
@@ -172,7 +177,11 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         {
             COMPLETIONS_ROUTE: lambda request: _service(request).generate.completions(request),
             CHAT_ROUTE: lambda request: _service(request).generate.chat(request),
+            RESPONSES_ROUTE: lambda request: _service(request).generate.responses(request),
+            MESSAGES_ROUTE: lambda request: _service(request).generate.messages(request),
+            COUNT_TOKENS_ROUTE: _count_tokens,
         },
+        error_shapes={MESSAGES_ROUTE: shape_error, COUNT_TOKENS_ROUTE: shape_error},
     )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
@@ -191,6 +200,18 @@ def _add_openai_routes(app: FastAPI) -> None:
     @app.post(CHAT_ROUTE)
     async def chat_completions(request: Request) -> Response:
         return await _service(request).generate.chat(request)
+
+    @app.post(RESPONSES_ROUTE)
+    async def responses(request: Request) -> Response:
+        return await _service(request).generate.responses(request)
+
+    @app.post(MESSAGES_ROUTE)
+    async def messages(request: Request) -> Response:
+        return await _service(request).generate.messages(request)
+
+    @app.post(COUNT_TOKENS_ROUTE)
+    async def count_tokens(request: Request) -> Response:
+        return await _count_tokens(request)
 
     @app.get(MODELS_ROUTE)
     async def models(request: Request) -> Response:
@@ -238,9 +259,16 @@ def _not_ready(status: str, reasons: Sequence[str]) -> Response:
 
 
 async def _forward(request: Request) -> Response:
-    service = _service(request)
-    headers = {**forwarded_headers(request), **service.node_headers}
-    return await forward(service.pool, request.method, request.url.path, headers=headers, content=await request.body())
+    pool, headers = _service(request).pool, _headers_to_nodes(request)
+    return await forward(pool, request.method, request.url.path, headers=headers, content=await request.body())
+
+
+async def _count_tokens(request: Request) -> Response:
+    return await count_tokens(_service(request).pool, request, _headers_to_nodes(request))
+
+
+def _headers_to_nodes(request: Request) -> dict[str, str]:
+    return {**forwarded_headers(request), **_service(request).node_headers}
 
 
 def _service(request: Request) -> Service:

@@ -32,7 +32,7 @@ from common.errors import (
 )
 from common.openai.errors import error_response
 from common.telemetry.context import enter_request
-from common.wire.headers import CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
+from common.wire.headers import API_KEY_HEADER, CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from common.wire.routes import HEALTH_ROUTE, INTERNAL_PREFIX, METRICS_ROUTE, READY_ROUTE, VERSION_ROUTE
 
 DEFAULT_MAX_BODY_BYTES = 16 * 2**20
@@ -50,6 +50,7 @@ BODY_BYTES_KEY = "body_bytes"
 """Under which name a body's length is there, once it was read."""
 
 _REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
+_API_KEY_NAME = API_KEY_HEADER.lower().encode()
 _CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -73,7 +74,8 @@ class Gate:
     """Decides who may come in, from a request's head, before anything else is done for it.
 
     ``open_paths`` are open. ``/internal/`` needs the cluster key when one is set. Everything else needs an API key
-    (``Authorization: Bearer``) when any is set, or the cluster key, with which the proxy calls its nodes.
+    (``Authorization: Bearer`` or ``X-Api-Key``) when any is set, or the cluster key, with which the proxy calls its
+    nodes.
     ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
     lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
     others while they come (``read_body``).
@@ -122,14 +124,15 @@ class Gate:
             return AuthenticationError(f"header {CLUSTER_KEY_HEADER} is missing or wrong", code="invalid_cluster_key")
         if not self._api_digests or has_key:
             return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer":
-            digest = _digest(key.strip())
+        for key in _given_keys(headers):
+            digest = _digest(key)
             if self._is_api_key(digest):
                 # The digest identifies the client, for limits per key; the key itself goes no further.
                 state["api_key_digest"] = digest.hex()
                 return None
-        return AuthenticationError("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        return AuthenticationError(
+            f"the API key is missing or wrong; send it as Authorization: Bearer KEY, or {API_KEY_HEADER}: KEY"
+        )
 
     def _check_length(self, headers: Mapping[bytes, bytes]) -> BodyTooLargeError | None:
         declared = headers.get(b"content-length", b"")
@@ -154,6 +157,13 @@ class Gate:
             # No early end: the time must not tell which key came near.
             is_known |= hmac.compare_digest(digest, known)
         return is_known
+
+
+def _given_keys(headers: Mapping[bytes, bytes]) -> list[bytes]:
+    """As OpenAI's clients send theirs, and as Anthropic's do."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    keys = [key.strip()] if scheme.lower() == b"bearer" else []
+    return [*keys, headers[_API_KEY_NAME].strip()] if _API_KEY_NAME in headers else keys
 
 
 def _digest(key: bytes) -> bytes:

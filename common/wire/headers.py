@@ -7,6 +7,10 @@ REQUEST_ID_HEADER = "X-Request-Id"
 CLUSTER_KEY_HEADER = "X-Tandem-Cluster-Key"
 """The key of internal routes; a caller that has it counts as a process of the same service."""
 
+# On a client's request.
+API_KEY_HEADER = "X-Api-Key"
+"""An API key, as Anthropic's clients send it; others send ``Authorization: Bearer``."""
+
 # On a client's request to the proxy.
 TRACE_HEADER = "X-Tandem-Trace"
 """``1``: the answer is to say where the request ran and where the time went (the ``tandem`` object)."""

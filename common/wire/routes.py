@@ -5,6 +5,9 @@ from __future__ import annotations
 
 COMPLETIONS_ROUTE = "/v1/completions"
 CHAT_ROUTE = "/v1/chat/completions"
+RESPONSES_ROUTE = "/v1/responses"
+MESSAGES_ROUTE = "/v1/messages"
+COUNT_TOKENS_ROUTE = "/v1/messages/count_tokens"
 MODELS_ROUTE = "/v1/models"
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"

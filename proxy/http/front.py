@@ -23,15 +23,20 @@ from common.server.pacer import Pacer
 from common.wire.headers import REQUEST_ID_HEADER
 
 Handler = Callable[[Request], Awaitable[Response]]
+ShapeError = Callable[[Response, str], Response]
+"""An error in the shape that its route has, of the one that it has elsewhere and the request id."""
 
 
 class Front:
     """The generation routes. A handler gets a request whose body has been read (``read_json_object`` finds it)."""
 
-    def __init__(self, gate: Gate, drain: Drain, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self, gate: Gate, drain: Drain, handlers: Mapping[str, Handler], error_shapes: Mapping[str, ShapeError]
+    ) -> None:
         self._gate = gate
         self._drain = drain
         self._handlers = dict(handlers)
+        self._error_shapes = dict(error_shapes)
         self._pacer = Pacer()
 
     def serves(self, scope: Scope) -> bool:
@@ -46,17 +51,23 @@ class Front:
         error = self._gate.check(scope)
         request_id = scope["state"]["request_id"]
         if error is not None:
-            return refusal(error, request_id)
+            return self._shaped(refusal(error, request_id), scope)
         try:
             scope[BODY_KEY] = await read_body(receive, self._gate)
             await self._pacer.turn()
             return await self._handlers[scope["path"]](Request(scope, receive, send))
         except (BodyTooLargeError, BodyTimeoutError) as exc:
-            return refusal(exc, request_id)
+            return self._shaped(refusal(exc, request_id), scope)
         except Exception as exc:  # noqa: BLE001 - answered and logged, as the app does for its other routes
             response = answer_error(exc, request_id=request_id, path=scope["path"])
             response.headers[REQUEST_ID_HEADER] = request_id
+            return self._shaped(response, scope)
+
+    def _shaped(self, response: Response, scope: Scope) -> Response:
+        shape = self._error_shapes.get(scope["path"])
+        if shape is None or not response.body:
             return response
+        return shape(response, scope["state"]["request_id"])
 
 
 class ProxyApp(FastAPI):

@@ -1,4 +1,4 @@
-"""The two generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
+"""The generation routes: a checked body becomes a job, and every outcome of the job becomes an answer or an
 event.
 
 The body is parsed here to refuse it early, before a prefill node has spent anything on it, and to tokenise its prompts
@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,25 @@ from common.server.drain import Drain
 from common.server.gate import request_id_of
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
-from common.wire.headers import DEADLINE_HEADER, PLACEMENT_HEADER, REQUEST_ID_HEADER, SESSION_HEADER, TRACE_HEADER
+from common.wire.headers import (
+    API_KEY_HEADER,
+    DEADLINE_HEADER,
+    PLACEMENT_HEADER,
+    REQUEST_ID_HEADER,
+    SESSION_HEADER,
+    TRACE_HEADER,
+)
 from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.pull_sources import SOURCES_KEY
 from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
+from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE
 from proxy.admission.key_limits import Charge
 from proxy.admission.queue import AdmissionQueue
 from proxy.admission.request import AdmissionRequest
 from proxy.admission.request_cost import RequestCost, read_admission_request
+from proxy.dialects.conversion import Conversion
+from proxy.dialects.dialect import Convert, convert_messages, convert_responses
 from proxy.http.tokenizer import PromptTokenizer, Tokenised
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import LegFailedError, RelayedAnswer
@@ -58,10 +68,11 @@ class _Asked:
     the answer may take long."""
 
     http: Request
-    route: str
+    label: str
     job: Job
     admission: AdmissionRequest
     parsed: GenerationRequest | None
+    conversion: Conversion | None
 
 
 class GenerateService:
@@ -99,20 +110,28 @@ class GenerateService:
             limit.reschedule(asyncio.get_running_loop().time())
 
     async def completions(self, request: Request) -> Response:
-        return await self._respond(request, "completions", parse_completion, _completion_prompts)
+        return await self._respond(request, "completions", COMPLETIONS_ROUTE, parse_completion)
 
     async def chat(self, request: Request) -> Response:
-        return await self._respond(request, "chat", parse_chat, lambda body: [None])
+        return await self._respond(request, "chat", CHAT_ROUTE, parse_chat)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._respond(request, "responses", CHAT_ROUTE, parse_chat, convert_responses)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._respond(request, "messages", CHAT_ROUTE, parse_chat, convert_messages)
 
     async def _respond(
         self,
         request: Request,
+        label: str,
         route: str,
         parse: Callable[[Mapping[str, Any]], GenerationRequest],
-        prompts_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+        convert: Convert | None = None,
     ) -> Response:
+        """``label``: what metrics call it; ``route``: of its legs."""
         arrival_s = time.monotonic()
-        with self._metrics.track_parsing(route, arrival_s):
+        with self._metrics.track_parsing(label, arrival_s):
             self._drain.check_admission()
             body = await read_json_object(request)
             # Only the proxy itself may name memory to read.
@@ -121,34 +140,37 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
-            parsed, cost = await run_for_body(request, lambda: _parse(parse, body))
+            request_id = request_id_of(request)
+            read = await run_for_body(request, lambda: _read(body, request_id, parse, convert))
+            parsed = read.parsed
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             max_model_len = self._pool.max_model_len()
-            admission_request = read_admission_request(request, parsed, cost, max_model_len, arrival_s)
+            admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])
-        span = self._tracer.begin(path, request_id_of(request), request.headers, arrival_s)
+        span = self._tracer.begin(path, request_id, request.headers, arrival_s)
         job = Job(
-            route=path,
-            body=body,
+            route=route,
+            body=read.body,
             headers={**forwarded_headers(request), **span.headers()},
-            request_id=request_id_of(request),
-            prompts=list(prompts_of(body)),
-            is_local=parsed.num_prompt_logprobs is not None,
+            request_id=request_id,
+            prompts=_prompts(read.body) if route == COMPLETIONS_ROUTE else [None],
+            is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
             span=span,
             session_id=session_id,
             placement_header=placement_header,
         )
-        asked = _Asked(request, route, job, admission_request, parsed)
+        asked = _Asked(request, label, job, admission_request, parsed, read.conversion)
         return RelayResponse(lambda client: self._run(asked, client))
 
     async def _run(self, asked: _Asked, client: ClientStream) -> None:
-        job, route, admission = asked.job, asked.route, asked.admission
-        with self._metrics.track(route, job.arrival_s, client.record, job.span), self._follow(job, route, client):
+        job, label, admission = asked.job, asked.label, asked.admission
+        client.conversion = asked.conversion
+        with self._metrics.track(label, job.arrival_s, client.record, job.span), self._follow(job, label, client):
             try:
                 async with self._admission.admitted(admission) as charge, self._bounded(admission):
                     self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
@@ -160,8 +182,8 @@ class GenerateService:
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
                 await self._fail(job, client, exc)
 
-    def _follow(self, job: Job, route: str, client: ClientStream) -> contextlib.AbstractContextManager[None]:
-        about = RequestAbout(job.request_id, route, len(job.prompts), job.is_stream, job.arrival_s)
+    def _follow(self, job: Job, label: str, client: ClientStream) -> contextlib.AbstractContextManager[None]:
+        about = RequestAbout(job.request_id, label, len(job.prompts), job.is_stream, job.arrival_s)
         return self._recent.follow(client.entry, about, client.record)
 
     async def _tokenise(self, asked: _Asked) -> int:
@@ -227,12 +249,32 @@ class GenerateService:
         await client.send_whole(answer.status_code, headers, bytes(answer.body), client.record.outcome)
 
 
-def _parse(
-    parse: Callable[[Mapping[str, Any]], GenerationRequest], body: Mapping[str, Any]
-) -> tuple[GenerationRequest, RequestCost]:
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A body as its legs get it, and what was found in it."""
+
+    body: dict[str, Any]
+    parsed: GenerationRequest
+    cost: RequestCost
+    conversion: Conversion | None
+
+
+def _read(
+    body: dict[str, Any],
+    request_id: str,
+    parse: Callable[[Mapping[str, Any]], GenerationRequest],
+    convert: Convert | None,
+) -> _Read:
     """Takes as long as the body is."""
-    parsed = parse(body)
-    return parsed, RequestCost.of(parsed)
+    conversion = None
+    if convert is not None:
+        converted = convert(body, request_id)
+        body, conversion = converted.body, converted.conversion
+    try:
+        parsed = parse(body)
+    except TandemError as exc:
+        raise exc if conversion is None else conversion.renamed(exc) from None
+    return _Read(body, parsed, RequestCost.of(parsed), conversion)
 
 
 @contextlib.contextmanager
@@ -273,15 +315,17 @@ def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
     headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
     headers |= passed_on(request.headers)
+    if (key := request.headers.get(API_KEY_HEADER)) is not None:
+        headers["authorization"] = f"Bearer {key}"
     for name in ("authorization", TRACE_HEADER):
         if (value := request.headers.get(name)) is not None:
             headers[name] = value
     return headers
 
 
-def _completion_prompts(body: Mapping[str, Any]) -> Sequence[Any]:
+def _prompts(body: Mapping[str, Any]) -> list[Any]:
     """One entry per prompt of a checked completion body."""
     prompt = body["prompt"]
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        return prompt
+        return list(prompt)
     return [prompt]

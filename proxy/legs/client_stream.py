@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from common.metrics.outcomes import Outcome, outcome_of
 from common.server.disconnect import why_gone
 from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
+from proxy.dialects.conversion import Conversion
 from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
 
@@ -41,7 +42,8 @@ _DROPPED_HEADERS = frozenset(
 
 class ClientStream:
     """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
-    answer begins, and again when it goes on from another node. ``record`` gets the outcome with the last byte."""
+    answer begins, and again when it goes on from another node. ``record`` gets the outcome with the last byte. With a
+    ``conversion`` everything that is sent here is a chat's, and the client gets what it makes of it."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -51,6 +53,7 @@ class ClientStream:
         self.record = RequestRecord()
         self.is_finished = False
         self.on_start: Callable[[int], None] | None = None
+        self.conversion: Conversion | None = None
 
     @property
     def is_started(self) -> bool:
@@ -58,6 +61,8 @@ class ClientStream:
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes, outcome: Outcome) -> None:
         self.entry.answered(status, headers)
+        if self.conversion is not None and body:
+            body = self.conversion.whole(status, body)
         await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
         await self._finish(body, outcome)
 
@@ -71,7 +76,10 @@ class ClientStream:
             self.on_start(self.status)
 
     async def send_chunk(self, chunk: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if self.conversion is not None:
+            chunk = self.conversion.feed(chunk)
+        if chunk:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self, outcome: Outcome) -> None:
         await self._finish(b"", outcome)
@@ -84,6 +92,8 @@ class ClientStream:
         # Encoded as ``NodeConnection`` decodes them: a node's headers pass through unchanged.
         raw = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         raw.append((b"x-request-id", self._request_id.encode()))
+        if self.conversion is not None:
+            raw += [(name.encode(), value.encode()) for name, value in self.conversion.headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _finish(self, body: bytes, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ class Job(PlacementRequest):
     """What placement needs of a request, and what else its legs are made of.
 
     Attributes:
-        route: the path of the client's request, and of its legs.
+        route: the path of its legs.
         headers: what every node gets of the client's headers.
         arrival_s: on ``time.monotonic``'s clock.
         encoder: of the bodies of all legs.

@@ -191,12 +191,14 @@ ORDER: dict[str, tuple[str, ...]] = {
         "prefix_index",
         "placement",
         "admission",
+        "dialects",
         "legs",
         "status",
         "http",
         "app",
         "__main__",
     ),
+    "proxy.dialects": ("chat_answer", "conversion", "fields", "responses", "messages", "dialect"),
 }
 # A folder that is longer is two.
 MAX_FILES = 12

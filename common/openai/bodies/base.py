@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import InvalidRequestError
 from common.wire.fields import bounds_in_words, shown
 
-Origin = Literal["OpenAI", "vLLM", "SGLang", "Tandem"]
+Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "Tandem"]
 """Whose API a field is of."""
 ORIGIN_KEY = "x-origin"
 
@@ -46,30 +46,40 @@ def declare(origin: Origin, description: str, *, default: Any = None, means: obj
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
-def read_body(model: type[_Body], body: Mapping[str, Any]) -> _Body:
-    """``body`` as ``model``. Raises InvalidRequestError naming field, value and bound."""
+def read_body(model: type[_Body], body: Mapping[str, Any], *, prefix: str = "") -> _Body:
+    """``body`` as ``model``; ``prefix``: of its fields' names, where it is part of another one. Raises
+    InvalidRequestError naming field, value and bound."""
     try:
         return model.model_validate(body)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_context=False)[0]
     # Not chained: pydantic's error holds the whole body.
-    raise _in_our_words(model, first["loc"], first["input"])
+    if first["type"] == "missing":
+        name = prefix + _name(first["loc"])
+        raise InvalidRequestError(f"{name} is required", param=name)
+    raise _in_our_words(model, first["loc"], first["input"], prefix)
 
 
-def _in_our_words(model: type[Body], place: tuple[int | str, ...], value: Any) -> InvalidRequestError:
+def _in_our_words(model: type[Body], place: tuple[int | str, ...], value: Any, prefix: str) -> InvalidRequestError:
     metadata: list[Any] = []
     inner: Any = model
     for part in place:
         if isinstance(inner, type) and issubclass(inner, Body) and part in inner.model_fields:
             field = inner.model_fields[part]
             metadata, inner = field.metadata, _without_none(field.annotation)
-    name = ".".join(map(str, place)) or "the body"
+        elif get_origin(inner) is list:
+            metadata, [inner] = [], get_args(inner)
+    name = prefix + _name(place) or "the body"
     bounds = {key: getattr(each, key) for each in metadata for key in _BOUNDS if hasattr(each, key)}
     if isinstance(value, str) and "max_length" in bounds:
         expected = f"a string of {bounds['min_length']} to {bounds['max_length']} characters"
         return InvalidRequestError(f"{name} must be {expected}, got {len(value)} characters", param=name)
     expected = _kind(inner) + bounds_in_words(bounds.get("ge"), bounds.get("le"), bounds.get("gt"))
     return InvalidRequestError(f"{name} must be {expected}, got {shown(value)}", param=name)
+
+
+def _name(place: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def _without_none(annotation: Any) -> Any:
@@ -82,4 +92,6 @@ def _without_none(annotation: Any) -> Any:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is list:
+        return "a list"
     return _NAMES.get(annotation, "an object")

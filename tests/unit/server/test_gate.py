@@ -160,6 +160,7 @@ async def test_api_keys_guard_everything_but_the_probes() -> None:
             {"Authorization": "Bearer nope"},
             {"Authorization": "key-a"},
             {"Authorization": "Basic key-a"},
+            {"X-Api-Key": "nope"},
         ):
             refused = await http.get("/v1/id", headers=headers)
             assert_error(refused, 401, "invalid_api_key")
@@ -170,6 +171,9 @@ async def test_api_keys_guard_everything_but_the_probes() -> None:
         assert_error(await http.get("/v1/id", headers=odd), 401, "invalid_api_key")  # type: ignore[arg-type]
         for key in ("key-a", "key-b"):
             assert (await http.get("/v1/id", headers={"Authorization": f"bearer {key}"})).status_code == 200
+            assert (await http.get("/v1/id", headers={"X-Api-Key": key})).status_code == 200
+            both = {"Authorization": "Bearer nope", "X-Api-Key": key}
+            assert (await http.get("/v1/id", headers=both)).status_code == 200
 
 
 async def test_cluster_key_guards_internal_routes_and_lets_a_peer_in() -> None:

@@ -1,0 +1,153 @@
+"""The way back: one request's chat answer in the words of the API that it was asked in.
+
+Life cycle: 1 ``whole`` once, or ``feed`` for each piece of a stream, 2 the stream's [DONE] or its error event makes the
+last events of the other API. What is streamed and what comes whole is built of the same steps (``chat_answer``), so
+that both say the same.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from common.errors import TandemError
+from common.openai.errors import error_body, read_error
+from proxy.dialects.chat_answer import ChatAnswer, Step, StepKind
+
+Event = dict[str, Any]
+"""Its ``type`` is its name."""
+
+_END = b"\n\n"
+_DATA = b"data: "
+_DONE = b"[DONE]"
+MAX_FIELD_CHARS = 200
+"""Of an error's ``param`` that is looked at."""
+
+
+class Conversion(abc.ABC):
+    """Of one request. ``names``: what a chat's field is called in the body that the client sent; ``headers``: of every
+    answer."""
+
+    names: Mapping[str, str] = {}
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self.answer = ChatAnswer()
+        self._rest = b""
+        self._has_begun = self._has_ended = False
+
+    # --- a whole answer
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """A chat's whole answer, or an error's body. Raises TandemError for what no node answers."""
+        try:
+            value = orjson.loads(body)
+            if status != 200:
+                return orjson.dumps(self.error(read_error(value, status)))
+            self.answer.take(value)
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise _garbage(exc) from exc
+        self.answer.end()
+        return orjson.dumps(self.build())
+
+    # --- a stream
+
+    def feed(self, data: bytes) -> bytes:
+        """The events that are due now; ``data`` may be cut anywhere. Raises TandemError for what no node streams."""
+        *lines, self._rest = (self._rest + data).split(_END)
+        try:
+            events = [event for line in lines for event in self._take(line)]
+        except (ValueError, TypeError, AttributeError) as exc:
+            raise _garbage(exc) from exc
+        return b"".join(sse(event) for event in events)
+
+    def _take(self, line: bytes) -> Iterator[Event]:
+        if not line.startswith(_DATA) or self._has_ended:
+            return
+        data = line.removeprefix(_DATA)
+        if data.strip() == _DONE:
+            yield from self._begun()
+            yield from self._told(self.answer.end())
+            self._has_ended = True
+            yield from self.end()
+            return
+        value = orjson.loads(data)
+        if isinstance(value, Mapping) and "error" in value:
+            yield from self._begun()
+            self._has_ended = True
+            yield from self.fail(self.renamed(read_error(value)))
+            return
+        steps = self.answer.take(value)
+        yield from self._begun()
+        yield from self._told(steps)
+
+    def _begun(self) -> Iterator[Event]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self.begin()
+
+    def _told(self, steps: Iterable[Step]) -> Iterator[Event]:
+        for step in steps:
+            if step.kind is StepKind.BEGIN:
+                yield from self.begin_part(step)
+            elif step.kind is StepKind.ADD:
+                yield from self.add(step)
+            else:
+                yield from self.end_part(step)
+
+    # --- errors
+
+    def error(self, error: TandemError) -> Mapping[str, Any]:
+        """The body of an answer that is an error."""
+        return error_body(self.renamed(error))
+
+    def renamed(self, error: TandemError) -> TandemError:
+        """``error``, which may be about a chat's field, about the field that the client knows."""
+        root = re.match(r"\w*", (error.param or "")[:MAX_FIELD_CHARS])
+        name = self.names.get(root.group()) if root else None
+        if root is None or name is None:
+            return error
+        pattern = rf"\b{re.escape(root.group())}\b(?:\[\d+\][\w.\[\]]*)?"
+        error.message, error.param = re.sub(pattern, name, error.message), name
+        return error
+
+    # --- what each API has of its own
+
+    @abc.abstractmethod
+    def build(self) -> Mapping[str, Any]:
+        """The whole answer, of ``self.answer``."""
+
+    @abc.abstractmethod
+    def begin(self) -> Iterable[Event]:
+        """The first events, before any part."""
+
+    @abc.abstractmethod
+    def begin_part(self, step: Step) -> Iterable[Event]: ...
+
+    @abc.abstractmethod
+    def add(self, step: Step) -> Iterable[Event]: ...
+
+    @abc.abstractmethod
+    def end_part(self, step: Step) -> Iterable[Event]: ...
+
+    @abc.abstractmethod
+    def end(self) -> Iterable[Event]:
+        """The last events of a stream that is complete."""
+
+    @abc.abstractmethod
+    def fail(self, error: TandemError) -> Iterable[Event]:
+        """The last events of a stream that failed."""
+
+
+def sse(event: Event) -> bytes:
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + orjson.dumps(event) + _END
+
+
+def _garbage(exc: Exception) -> TandemError:
+    return TandemError(f"a node's answer is no chat completion: {exc}", code="garbage")

@@ -1,0 +1,173 @@
+"""A Messages body as a chat body. ``cache_control`` marks go on to the chat, which keeps states there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.openai.messages import CACHE_CONTROL
+from proxy.dialects.fields import given, passed
+from proxy.dialects.messages.body import (
+    AnyBlock,
+    Block,
+    CountTokensBody,
+    MessagesBody,
+    OutputFormat,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    read_blocks,
+)
+
+ERROR_PREFIX = "Error: "
+"""Before the text of a tool's result that is an error and does not say so: a chat has no other place for it."""
+
+ChatMessage = dict[str, Any]
+_MARK = {CACHE_CONTROL: {"type": "ephemeral"}}
+# A field of the chat body -> what the client calls it.
+NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def to_chat(body: MessagesBody) -> dict[str, Any]:
+    """Raises InvalidRequestError naming the block at fault."""
+    chat = given(
+        max_completion_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stream=body.stream,
+        stream_options={"include_usage": True} if body.stream else None,
+    )
+    return {**passed(body), **to_prompt(body), **chat}
+
+
+def to_prompt(body: CountTokensBody) -> dict[str, Any]:
+    """What of the chat body makes the prompt, and what goes with it."""
+    output = body.output_config
+    output_format = (output.format if output is not None else None) or body.output_format
+    return given(
+        model=body.model,
+        messages=_messages(body),
+        tools=[_tool(tool) for tool in body.tools] or None,
+        **_tool_choice(body.tool_choice),
+        **_reasoning(body),
+        response_format=None if output_format is None else _format(output_format),
+        continue_final_message=True if body.messages[-1][0] == "assistant" else None,
+    )
+
+
+def _reasoning(body: CountTokensBody) -> dict[str, Any]:
+    thinking, output = body.thinking, body.output_config
+    effort = None if output is None else output.effort
+    if thinking is None:
+        return given(reasoning_effort=effort)
+    if thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    return given(
+        reasoning_effort=effort,
+        thinking_token_budget=thinking.budget_tokens,
+        include_reasoning=False if thinking.display == "omitted" else None,
+    )
+
+
+def _messages(body: CountTokensBody) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    system = list(body.system)
+    for index, (role, blocks) in enumerate(body.messages):
+        name = f"messages[{index}]"
+        if role == "assistant":
+            messages.append(_assistant(name, blocks, is_last=index == len(body.messages) - 1))
+        elif role == "system" and not messages:
+            system += blocks
+        else:
+            messages += _said(name, role, blocks)
+    return [*_said("system", "system", system), *messages]
+
+
+def _said(name: str, role: str, blocks: Sequence[AnyBlock]) -> list[ChatMessage]:
+    """Texts that stand together are one message, each tool's result is one of its own."""
+    messages: list[ChatMessage] = []
+    texts: list[TextBlock] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                messages.append({"role": role, "content": _content(texts)})
+                texts = []
+            messages.append(_tool_result(f"{name}.content[{index}]", block))
+    if texts or (role == "user" and not messages):
+        messages.append({"role": role, "content": _content(texts)})
+    return messages
+
+
+def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatMessage:
+    """As the model wrote it: its texts are one text."""
+    message: ChatMessage = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            message["content"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            call = {"id": block.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+    if is_last and "tool_calls" in message:
+        raise InvalidRequestError(
+            f"{name} calls tools: a message with their tool_result blocks must follow", param=name
+        )
+    return message | _mark(*blocks)
+
+
+def _tool_result(name: str, block: ToolResultBlock) -> ChatMessage:
+    blocks = [] if block.content is None else read_blocks(f"{name}.content", block.content)
+    texts = [each for each in blocks if isinstance(each, TextBlock)]
+    if block.is_error and not (texts and texts[0].text.lower().startswith("error")):
+        texts = [TextBlock(type="text", text=ERROR_PREFIX + (texts[0].text if texts else "")), *texts[1:]]
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(texts)}
+    return message | _mark(block)
+
+
+def _content(texts: Sequence[TextBlock]) -> str | list[ChatMessage]:
+    if len(texts) == 1 and texts[0].cache_control is None:
+        return texts[0].text
+    return [{"type": "text", "text": each.text} | _mark(each) for each in texts]
+
+
+def _mark(*blocks: Block) -> ChatMessage:
+    return _MARK if any(block.cache_control is not None for block in blocks) else {}
+
+
+def _tool(tool: Tool) -> ChatMessage:
+    function = given(
+        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict or None
+    )
+    return {"type": "function", "function": function} | _mark(tool)
+
+
+def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    named = {"type": "function", "function": {"name": choice.name}}
+    return given(
+        tool_choice=_CHOICES.get(choice.type, named),
+        parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+    )
+
+
+def _format(value: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value.schema_, "strict": True}}

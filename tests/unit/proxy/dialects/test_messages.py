@@ -1,0 +1,349 @@
+"""``/v1/messages`` as a converter: bodies become chats, chats' answers become Messages, of which the ``anthropic``
+client's own types are the measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.openai.errors import error_body
+from common.openai.protocol import parse_chat
+from proxy.dialects.dialect import convert_messages
+from proxy.dialects.messages.answer import MessagesConversion
+from tests.unit.proxy.dialects.chats import CHATS, DONE, Call, Chat, cut, read_events
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+
+
+def body_of(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}], **fields}
+
+
+def chat_of(**fields: Any) -> dict[str, Any]:
+    return convert_messages(body_of(**fields), "r").body
+
+
+def read(body: Mapping[str, Any]) -> None:
+    """As the proxy does."""
+    converted = convert_messages(body, "r")
+    try:
+        parse_chat(converted.body)
+    except TandemError as exc:
+        raise converted.conversion.renamed(exc) from None
+
+
+def conversion(*, has_marks: bool = False) -> MessagesConversion:
+    return MessagesConversion("7", has_marks=has_marks)
+
+
+def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the client's own accumulator makes of a stream."""
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in events:
+        if event["type"] != "ping":
+            read = EVENT.validate_python(event)
+            snapshot = accumulate_event(event=read, current_snapshot=snapshot, json_bufs=buffers)
+    return {name: value for name, value in snapshot.to_dict().items() if name != "stop_details"}
+
+
+# --- requests
+
+
+def test_text_when_converted_then_is_one_message_and_the_fields_have_their_chat_names() -> None:
+    fields = {
+        "system": "Be brief.",
+        "stop_sequences": ["END"],
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 4,
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "stream": True,
+        "seed": 3,
+    }
+    parse_chat(chat_of(**fields))
+    assert chat_of(**fields) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        "max_completion_tokens": 9,
+        "stop": ["END"],
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 3,
+    }
+
+
+def test_blocks_when_converted_then_what_the_model_made_is_one_message_again() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": "Now."}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "tandem"},
+                {"type": "text", "text": "I look"},
+                {"type": "text", "text": " it up."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Zürich"}},
+                {"type": "tool_use", "id": "c2", "name": "now", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "snow"}]},
+                {"type": "tool_result", "tool_use_id": "c2", "content": "no clock", "is_error": True},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ]
+    chat = chat_of(messages=messages)
+    parse_chat(chat)
+    assert chat["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": "Now."}]},
+        {
+            "role": "assistant",
+            "content": "I look it up.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}},
+                {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "snow"},
+        {"role": "tool", "tool_call_id": "c2", "content": "Error: no clock"},
+        {"role": "user", "content": "Go on."},
+    ]
+
+
+def test_marks_when_converted_then_the_chat_keeps_states_at_their_places() -> None:
+    chat = chat_of(
+        system=[{"type": "text", "text": "Rules.", **EPHEMERAL}, {"type": "text", "text": "More."}],
+        tools=[{**TOOL, **EPHEMERAL}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}, **EPHEMERAL}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5", **EPHEMERAL}]},
+        ],
+    )
+    marks = parse_chat(chat).cache_marks
+    assert [(mark.message_index, mark.num_chars) for mark in marks] == [(0, len("Rules.\n")), (2, None), (3, None)]
+    assert chat["tools"][0]["cache_control"] == {"type": "ephemeral"}
+
+
+def test_assistants_message_at_the_end_when_converted_then_is_gone_on_with() -> None:
+    chat = chat_of(messages=[{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Ye"}])
+    assert chat["continue_final_message"] is True
+    assert parse_chat(chat).add_generation_prompt is False
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        (
+            {"type": "tool", "name": "weather"},
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        ),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+    ],
+)
+def test_tools_when_converted_then_are_the_chats(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    chat = chat_of(tools=[{**TOOL, "type": "custom", "strict": True}], tool_choice=given)
+    function = {"name": "weather", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert {name: chat[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, {"thinking_token_budget": 2048}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"include_reasoning": False}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+    ],
+)
+def test_thinking_and_format_when_converted_then_are_the_chats(
+    fields: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    chat = chat_of(**fields)
+    usual = chat_of()
+    assert {name: value for name, value in chat.items() if usual.get(name) != value} == expected
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "u"}}
+BAD = [
+    ({"max_tokens": None}, "max_tokens", "required"),
+    ({"max_tokens": 0}, "max_tokens", "between 1 and"),
+    ({"messages": []}, "messages", "at least one"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "one of user"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}]},
+        "messages[0].content[0].type",
+        "tool_use",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+        "messages[0].content[0].type",
+        "redacted_thinking",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]}]},
+        "messages[0].content[0].content[0].type",
+        "image",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}]},
+        "messages[0]",
+        "tool_result",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+        "messages[0].content[0].cache_control.type",
+        "one of ephemeral",
+    ),
+    ({"system": [IMAGE]}, "system[0].type", "image"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "web_search"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "required"),
+    ({"tools": [{**TOOL, "input_examples": [{"a": 1}]}]}, "tools[0].input_examples", "description"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "given with type tool"),
+    ({"tool_choice": {"type": "often"}}, "tool_choice.type", "one of auto, any"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "given with type enabled"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type", "one of enabled"),
+    ({"stop_sequences": "END"}, "stop_sequences", "a list"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "at most 16"),
+    ({"temperature": 3}, "temperature", "between 0 and 2"),
+    ({"output_config": {"effort": "most"}}, "output_config.effort", "one of low"),
+    ({"container": "c"}, "container", "no code"),
+    ({"mcp_servers": [{"url": "u"}]}, "mcp_servers", "tools of your own"),
+    ({"context_management": {"edits": [1]}}, "context_management", "edited"),
+    ({"speed": "fast"}, "speed", "fast"),
+    ({"n": 2}, "n", "one answer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD, ids=[f"{param}: {words}" for _, param, words in BAD])
+def test_bad_field_when_sent_then_is_refused_by_the_name_that_the_client_gave(
+    fields: Mapping[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(body_of(**fields))
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert param in caught.value.message
+
+
+# --- answers
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_answer_when_whole_then_is_a_message_as_the_client_has_it(name: str) -> None:
+    chat = CHATS[name]
+    message = Message.model_validate_json(conversion().whole(200, chat.whole()))
+    assert "".join(block.text for block in message.content if block.type == "text") == chat.content
+    assert "".join(block.thinking for block in message.content if block.type == "thinking") == chat.reasoning
+    calls = [(block.id, block.name, block.input) for block in message.content if block.type == "tool_use"]
+    assert calls == [(call.id, call.name, json.loads(call.arguments or "{}")) for call in chat.calls]
+    expected = "tool_use" if chat.calls else "end_turn"
+    if chat.finish_reason == "length":
+        expected = "max_tokens"
+    elif isinstance(chat.stop_reason, str):
+        expected = "stop_sequence"
+    assert message.stop_reason == expected
+    assert message.stop_sequence == (chat.stop_reason if expected == "stop_sequence" else None)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (16, 24, 0)
+    assert usage.output_tokens == 12
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_answer_when_streamed_then_adds_up_to_the_whole_one(name: str) -> None:
+    chat = CHATS[name]
+    events = read_events(conversion().feed(b"".join(chat.events())))
+    assert accumulated(events) == json.loads(conversion().whole(200, chat.whole()))
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[0]["message"]["stop_reason"] is None
+
+
+def test_stream_when_it_has_all_kinds_of_parts_then_blocks_follow_each_other() -> None:
+    events = read_events(conversion().feed(b"".join(CHATS["all"].events())))
+    blocks = [event for event in events if event["type"].startswith("content_block_")]
+    open_index = None
+    kinds = []
+    for event in blocks:
+        if event["type"] == "content_block_start":
+            assert open_index is None
+            open_index = event["index"]
+            kinds.append(event["content_block"]["type"])
+        assert event["index"] == open_index
+        if event["type"] == "content_block_stop":
+            open_index = None
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    signatures = [e["delta"]["signature"] for e in blocks if e.get("delta", {}).get("type") == "signature_delta"]
+    assert signatures == ["tandem"]
+
+
+def test_stream_when_cut_anywhere_then_events_are_the_same_bytes() -> None:
+    data = b"".join(CHATS["all"].events())
+    expected = conversion().feed(data)
+    for seed in range(1000):
+        converting = conversion()
+        assert b"".join(converting.feed(piece) for piece in cut(data, seed)) == expected
+
+
+def test_request_with_marks_when_answered_then_what_was_computed_counts_as_kept() -> None:
+    converted = convert_messages(body_of(system=[{"type": "text", "text": "a", **EPHEMERAL}]), "r").conversion
+    usage = json.loads(converted.whole(200, CHATS["text"].whole()))["usage"]
+    assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (0, 16)
+    assert usage["cache_read_input_tokens"] == 24
+
+
+def test_call_that_was_cut_off_when_answered_then_has_no_arguments_and_says_max_tokens() -> None:
+    chat = Chat(calls=(Call("c", "f", '{"city": "Zü'),), finish_reason="length")
+    message = json.loads(conversion().whole(200, chat.whole()))
+    assert (message["content"][0]["input"], message["stop_reason"]) == ({}, "max_tokens")
+
+
+def test_stream_when_it_fails_then_ends_with_an_error_event() -> None:
+    events = CHATS["text"].events()[:4]
+    events.append(b"data: " + json.dumps(error_body(TandemError("the node is lost"))).encode() + b"\n\n")
+    *_, last = read_events(conversion().feed(b"".join(events) + DONE))
+    assert last == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "the node is lost"},
+        "request_id": "7",
+    }
+
+
+def test_error_when_whole_then_has_the_shape_of_the_api() -> None:
+    told = json.loads(conversion().whole(429, json.dumps(error_body(QueueFullError("full"))).encode()))
+    assert told == {"type": "error", "error": {"type": "rate_limit_error", "message": "full"}, "request_id": "7"}

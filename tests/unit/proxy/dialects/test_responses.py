@@ -1,0 +1,374 @@
+"""``/v1/responses`` as a converter: bodies become chats, chats' answers become Responses, of which the ``openai``
+client's own types are the measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import openai
+import pytest
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.openai.errors import error_body
+from common.openai.protocol import parse_chat
+from proxy.dialects.dialect import convert_responses
+from proxy.dialects.responses.answer import ECHO_BYTES, Echo, ResponsesConversion
+from proxy.dialects.responses.body import read_responses_body
+from tests.unit.proxy.dialects.chats import CHATS, DONE, Chat, cut, read_events
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]
+
+
+def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    chat = convert_responses(body, "r").body
+    parse_chat(chat)
+    return chat
+
+
+def read(body: Mapping[str, Any]) -> None:
+    """As the proxy does."""
+    converted = convert_responses(body, "r")
+    try:
+        parse_chat(converted.body)
+    except TandemError as exc:
+        raise converted.conversion.renamed(exc) from None
+
+
+def conversion(**body: Any) -> ResponsesConversion:
+    return ResponsesConversion(Echo.of(read_responses_body({"input": "a", **body})), "7", clock=lambda: 1_700_000_009)
+
+
+def streamed(chat: Chat, **body: Any) -> list[dict[str, Any]]:
+    return read_events(conversion(**body).feed(b"".join(chat.events())))
+
+
+# --- requests
+
+
+def test_text_when_converted_then_is_one_message_and_the_fields_have_their_chat_names() -> None:
+    body = {
+        "model": "m",
+        "input": "Hello",
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "temperature": 0,
+        "top_p": 0.5,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "metadata": {"a": "b"},
+        "store": False,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "seed": 3,
+        "stream": True,
+    }
+    assert chat_of(body) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        "max_completion_tokens": 9,
+        "temperature": 0,
+        "top_p": 0.5,
+        "reasoning_effort": "low",
+        "response_format": {"type": "text"},
+        "verbosity": "medium",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "seed": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_items_when_converted_then_what_the_model_made_is_one_message_again() -> None:
+    items = [
+        {"role": "developer", "content": "Use tools."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "id": "msg",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "id": "fc", "call_id": "c1", "name": "weather", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "snow"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"role": "assistant", "content": "Snow."},
+        {"role": "assistant", "content": "At noon."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    function = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    assert chat_of({"input": items})["messages"] == [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": function},
+                {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "snow"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        {"role": "assistant", "content": "Snow."},
+        {"role": "assistant", "content": "At noon."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
+def test_marked_part_when_converted_then_the_chat_keeps_a_state_there() -> None:
+    parts = [
+        {"type": "input_text", "text": "A long text.", "prompt_cache_breakpoint": {"mode": "explicit"}},
+        {"type": "input_text", "text": "A question."},
+    ]
+    chat = convert_responses({"input": [{"role": "user", "content": parts}]}, "r").body
+    [mark] = parse_chat(chat).cache_marks
+    assert (mark.message_index, mark.num_chars) == (0, len("A long text.\n"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("auto", "auto"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_tools_when_converted_then_are_the_chats(given: object, expected: object) -> None:
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    body = {"input": "a", "tools": [tool], "tool_choice": given, "parallel_tool_calls": True}
+    chat = convert_responses(body, "r").body
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert chat["tool_choice"] == expected
+    assert chat["parallel_tool_calls"] is True
+
+
+def test_schema_when_converted_then_is_the_chats_response_format() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}}
+    assert convert_responses(body, "r").body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": schema, "strict": True},
+    }
+
+
+def test_sealed_reasoning_when_sent_back_then_is_the_reasoning() -> None:
+    answer = json.loads(
+        conversion(include=["reasoning.encrypted_content"]).whole(200, CHATS["reasoning and text"].whole())
+    )
+    item = answer["output"][0]
+    sealed = {"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]}
+    items = [{"role": "user", "content": "a"}, sealed, {"role": "assistant", "content": "Yes."}]
+    assert chat_of({"input": items})["messages"][1]["reasoning_content"] == "hm, so"
+
+
+BAD = [
+    ({"store": True}, "store", "never stored"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
+    ({"conversation": "conv_1"}, "conversation", "not stored"),
+    ({"background": True}, "background", "connection"),
+    ({"prompt": {"id": "p"}}, "prompt", "stored prompts"),
+    ({"truncation": "auto"}, "truncation", "refused, never shortened"),
+    ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "padded"),
+    ({"reasoning": {"summary": "concise"}}, "reasoning.summary", "concise"),
+    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "one of none, minimal, low"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "pro"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "low"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "required"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "between 1 and"),
+    ({"temperature": 3}, "temperature", "between 0 and 2"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+    ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "1 to 256"),
+    ({"tools": [{"type": "function", "name": "f", "async": True}]}, "tools[0].async", "next request"),
+    ({"tool_choice": {"type": "mcp", "server_label": "s"}}, "tool_choice.type", "mcp"),
+    ({"tool_choice": "often"}, "tool_choice", "often"),
+    ({"metadata": {"a": 1}}, "metadata.a", "string"),
+    ({"n": 2}, "n", "one answer"),
+    ({"input": []}, "input", "at least one"),
+    ({"input": 5}, "input", "list"),
+    ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "one of user"),
+    ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0].type", "not stored"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        "input[0].content[0].type",
+        "input_image",
+    ),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content", "not of this"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", "required"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD, ids=[param for _, param, _ in BAD])
+def test_bad_field_when_sent_then_is_refused_by_the_name_that_the_client_gave(
+    fields: Mapping[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read({"input": "a", **fields})
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert param.split(".")[-1] in caught.value.message
+
+
+def test_nodes_error_about_messages_when_told_then_names_the_input() -> None:
+    error = InvalidRequestError("messages has 900 tokens, more than the model's context", param="messages")
+    told = json.loads(conversion().whole(400, json.dumps(error_body(error)).encode()))["error"]
+    assert (told["param"], told["message"]) == ("input", "input has 900 tokens, more than the model's context")
+
+
+# --- answers
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_answer_when_whole_then_is_a_response_as_the_client_has_it(name: str) -> None:
+    chat = CHATS[name]
+    response = Response.model_validate_json(conversion().whole(200, chat.whole()))
+    assert response.output_text == chat.content
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.call_id, call.name, call.arguments) for call in calls] == [
+        (call.id, call.name, call.arguments) for call in chat.calls
+    ]
+    reasoning = [part.text for item in response.output if item.type == "reasoning" for part in item.content or ()]
+    assert "".join(reasoning) == chat.reasoning
+    is_cut = chat.finish_reason == "length"
+    assert response.status == ("incomplete" if is_cut else "completed")
+    assert (response.incomplete_details is not None) == is_cut
+    assert response.usage is not None
+    assert response.usage.to_dict() == {
+        "input_tokens": 40,
+        "input_tokens_details": {"cached_tokens": 24, "cache_write_tokens": 0},
+        "output_tokens": 12,
+        "output_tokens_details": {"reasoning_tokens": 5 if chat.reasoning else 0},
+        "total_tokens": 52,
+    }
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_answer_when_streamed_then_ends_with_what_the_whole_one_is(name: str) -> None:
+    chat = CHATS[name]
+    events = streamed(chat)
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
+    for event in events:
+        state.handle_event(EVENT.validate_python(event))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    whole = json.loads(conversion().whole(200, chat.whole()))
+    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert events[-1]["response"] == whole
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == whole["output"]
+    added = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+    assert added == [item["id"] for item in whole["output"]]
+    for kind in ("output_text", "reasoning_text", "function_call_arguments"):
+        for end in (event for event in events if event["type"] == f"response.{kind}.done"):
+            deltas = [
+                event["delta"]
+                for event in events
+                if event["type"] == f"response.{kind}.delta" and event["item_id"] == end["item_id"]
+            ]
+            assert "".join(deltas) == end.get("text", end.get("arguments"))
+
+
+def test_stream_when_it_has_all_kinds_of_parts_then_events_come_in_the_order_of_the_api() -> None:
+    types = [event["type"].removeprefix("response.") for event in streamed(CHATS["all"])]
+    text = ["output_item.added", "content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
+    call = ["output_item.added", "{}.delta", "{}.done", "output_item.done"]
+    expected = ["created", "in_progress"]
+    for kind, steps in (("reasoning_text", text), ("output_text", text), *[("function_call_arguments", call)] * 2):
+        expected += [step.format(kind) for step in steps]
+    assert [each for each, before in zip(types, [None, *types], strict=False) if each != before] == [
+        *expected,
+        "completed",
+    ]
+
+
+def test_stream_when_cut_anywhere_then_events_are_the_same_bytes() -> None:
+    data = b"".join(CHATS["all"].events())
+    expected = conversion().feed(data)
+    for seed in range(1000):
+        converting = conversion()
+        assert b"".join(converting.feed(piece) for piece in cut(data, seed)) == expected
+
+
+def test_reasoning_when_a_summary_is_asked_for_then_comes_as_the_summary() -> None:
+    chat = CHATS["reasoning and text"]
+    events = streamed(chat, reasoning={"summary": "auto"})
+    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
+    for event in events:
+        state.handle_event(EVENT.validate_python(event))
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == "hm, so"
+    assert not any("reasoning_text" in event["type"] for event in events)
+    item = events[-1]["response"]["output"][0]
+    assert item["summary"] == [{"type": "summary_text", "text": "hm, so"}]
+
+
+def test_logprobs_when_included_then_come_with_the_text_and_else_do_not() -> None:
+    chat = Chat(content="a", logprobs=LOGPROBS)
+    with_them = streamed(chat, include=["message.output_text.logprobs"])
+    assert [e["logprobs"] for e in with_them if e["type"] == "response.output_text.delta"] == [LOGPROBS]
+    assert with_them[-1]["response"]["output"][0]["content"][0]["logprobs"] == LOGPROBS
+    assert streamed(chat)[-1]["response"]["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TandemError("the node is lost"), "server_error"), (QueueFullError("full"), "rate_limit_exceeded")],
+)
+def test_stream_when_it_fails_then_ends_with_failed_and_what_came(error: TandemError, code: str) -> None:
+    events = CHATS["text"].events()[:4]
+    events.append(b"data: " + json.dumps(error_body(error)).encode() + b"\n\n")
+    *_, last = read_events(conversion().feed(b"".join(events)))
+    EVENT.validate_python(last)
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "failed"
+    assert (last["response"]["error"]["code"], last["response"]["error"]["message"]) == (code, error.message)
+    [item] = last["response"]["output"]
+    assert item["status"] == "incomplete"
+    assert CHATS["text"].content.startswith(item["content"][0]["text"])
+
+
+def test_stream_when_its_first_event_is_an_error_then_begins_and_fails() -> None:
+    data = b"data: " + json.dumps(error_body(TandemError("no luck"))).encode() + b"\n\n"
+    types = [event["type"] for event in read_events(conversion().feed(data))]
+    assert types == ["response.created", "response.in_progress", "response.failed"]
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"object": "x"}', b'{"choices": [{"message": {"tool_calls": [{}]}}]}'])
+def test_answer_that_is_no_chat_when_converted_then_is_an_error_of_ours(body: bytes) -> None:
+    with pytest.raises(TandemError, match="no chat completion"):
+        conversion().whole(200, body)
+    with pytest.raises(TandemError, match="no chat completion"):
+        conversion().feed(b"data: " + body + b"\n\n" + DONE)
+
+
+def test_request_when_answered_then_its_fields_are_said_again_and_store_is_false() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    given = {
+        "instructions": "Be brief.",
+        "tools": [tool],
+        "metadata": {"a": "b"},
+        "temperature": 0.5,
+        "user": "u",
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    }
+    answer = json.loads(conversion(**given).whole(200, CHATS["text"].whole()))
+    assert {name: answer[name] for name in given} == given
+    assert answer["store"] is False
+    long = json.loads(conversion(instructions="a" * ECHO_BYTES).whole(200, CHATS["text"].whole()))
+    assert long["instructions"] is None
