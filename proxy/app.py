@@ -58,12 +58,13 @@ from proxy.nodes.breaker import Breaker
 from proxy.nodes.discovery import Discovery, Resolver, split_urls
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
+from proxy.pages.routes import PAGE_PATHS, add_page_routes
 from proxy.placement.placer import Placer
 from proxy.prefix_index.event_feed import EventFeeds
 from proxy.prefix_index.index import PrefixIndex
 from proxy.status.board import StatusBoard
 from proxy.status.gauges import read_gauges
-from proxy.status.routes import PAGE_PATHS, add_status_routes
+from proxy.status.routes import add_status_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
     _add_openai_routes(app)
     _add_operator_routes(app)
+    add_page_routes(app)
     add_status_routes(app, lambda request: _service(request).board)
     return app
 

@@ -301,7 +301,7 @@ def check_baked(started: Started) -> None:
 
 
 def ask(port: int, *, has_nodes: bool) -> None:
-    for path in ("/", "/status/page.js", "/status.json"):
+    for path in ("/", "/chat", "/pages/status.js", "/status.json"):
         if call(port, path)[0] != 200:
             raise SystemExit(f"{path}: {call(port, path)}")
     if not has_nodes:

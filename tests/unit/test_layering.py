@@ -194,6 +194,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "dialects",
         "legs",
         "status",
+        "pages",
         "http",
         "app",
         "__main__",

@@ -11,7 +11,7 @@ import enum
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ class FakeNode:
     chunk_pause_s: float = 0.0
     endless_bytes: int = 0  # streams events of so many bytes until nobody takes them any more
     has_choices: bool = False
+    script: Sequence[str] = ()  # what streams say instead of chunks, their [DONE] included
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
     refused_prompts: list[Any] = field(default_factory=list)
@@ -242,6 +243,13 @@ class FakeNode:
             while self.endless_bytes:
                 yield f'data: {{"text":"{"a" * self.endless_bytes}"}}\n\n'
                 await asyncio.sleep(0)
+            for text in self.script:
+                yield text
+                await asyncio.sleep(self.chunk_pause_s)
+            if self.script and self.fault is Fault.STALL:
+                await asyncio.Event().wait()
+            if self.script:
+                return
             for index in range(len(known) // 2, NUM_CHUNKS):
                 if body.get("tandem_stream_state"):
                     state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}

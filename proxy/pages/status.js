@@ -1,18 +1,12 @@
-"use strict";
+// Asks status.json once a second and changes what changed.
 
-// Asks status.json once a second and changes what changed. Text goes in as text only: nothing is ever parsed as HTML.
+import {
+  authorization, bar, byId, bytes, count, duration, el, forgetKey, hasKey, keepKey, moved, number, pairs, percent, same, say,
+  seconds, timeline, where,
+} from "./parts.js";
 
 const EVERY_MS = 1000;
 const GIVE_UP_MS = 5000;
-const KEY = "tandem-api-key";
-const PHASES = {
-  proxy_queue: ["proxy queue", "queue"],
-  prefill_queue: ["prefill node's queue", "queue"],
-  prefill: ["prefill", "prefill"],
-  transfer: ["transfer", "transfer"],
-  decode_queue: ["decode node's queue", "queue"],
-  first_token: ["first token", "first_token"],
-};
 // As in docs/metrics.md; what is not here failed.
 const OUTCOMES = {
   stop: ["done", "good"],
@@ -25,76 +19,9 @@ const OUTCOMES = {
 };
 const STATES = ["used", "leased", "cached", "other", "free"];
 
-const byId = (id) => document.getElementById(id);
 const cards = new Map(); // node url -> element
 const rows = new Map(); // request id and arrival -> element
 let lastGood = null;
-
-function el(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
-}
-
-// Writes only what differs, so that screen readers and open details are left alone.
-function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-function same(element, key, build) {
-  const value = JSON.stringify(key);
-  if (element.dataset.key === value) return;
-  element.dataset.key = value;
-  element.replaceChildren(...build());
-}
-
-const number = (value) => Math.round(value).toLocaleString("en-US");
-const count = (value, noun) => number(value) + " " + noun + (value === 1 ? "" : "s");
-const percent = (share) => (share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) {
-    value /= 1024;
-    unit += 1;
-  }
-  return (unit && value < 100 ? value.toFixed(1) : Math.round(value)) + " " + units[unit];
-}
-
-function seconds(value) {
-  if (value < 0.001) return Math.round(value * 1e6) + " µs";
-  if (value < 1) return (value * 1000).toFixed(value < 0.1 ? 1 : 0) + " ms";
-  return value < 120 ? value.toFixed(2) + " s" : Math.floor(value / 60) + " min " + Math.round(value % 60) + " s";
-}
-
-function duration(value) {
-  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].map(([size, unit], index, all) =>
-    [Math.floor(index ? (value % all[index - 1][0]) / size : value / size), unit]);
-  const first = parts.findIndex(([amount]) => amount > 0);
-  if (first < 0) return "0 s";
-  return parts.slice(first, first + 2).map(([amount, unit]) => amount + " " + unit).join(" ");
-}
-
-// parts: [[label, css class, amount, text]]; what a bar says in colour its label says in words.
-function bar(title, parts) {
-  const made = el("div", "bar");
-  made.setAttribute("role", "img");
-  made.setAttribute("aria-label", title + ": " + parts.map(([label, , , text]) => label + " " + text).join(", "));
-  made.title = parts.map(([label, , , text]) => label + ": " + text).join("\n");
-  for (const [, className, amount] of parts) {
-    if (amount <= 0) continue;
-    const part = el("i", className);
-    part.style.flexGrow = String(amount * 1e6); // sums below 1 would not fill the bar
-    made.append(part);
-  }
-  return made;
-}
-
-function pairs(entries) {
-  return el("dl", "", ...entries.flatMap(([name, value]) => [el("dt", "", name), el("dd", "", value)]));
-}
 
 // --- nodes
 
@@ -188,45 +115,15 @@ function showNodes(nodes, isLikeAll) {
 
 // --- requests
 
-function phases(request) {
-  const parts = Object.entries(PHASES)
-    .filter(([name]) => request.seconds[name] > 0)
-    .map(([name, [label, group]]) => [label, "p-" + group, request.seconds[name], seconds(request.seconds[name])]);
-  const known = parts.reduce((sum, part) => sum + part[2], 0);
-  const first = request.ttft_seconds === null ? (known || null) : request.ttft_seconds;
-  const total = request.total_seconds;
-  const add = (label, group, value) => {
-    if (value > 0.0005) parts.push([label, "p-" + group, value, seconds(value)]);
-  };
-  if (first === null) {
-    add(request.running ? "waiting so far" : "no report of phases", "other", total);
-  } else {
-    add("not accounted for", "other", first - known);
-    add("more tokens", "decode", total - Math.max(first, known));
-  }
-  return { parts, first };
-}
-
-function where(request) {
-  const words = [];
-  if (request.decode_node) {
-    words.push(request.prefill_node ? "prefill " + request.prefill_node + " → decode " + request.decode_node
-      : "all on " + request.decode_node);
-  } else {
-    words.push("no node yet");
-  }
+function place(request) {
+  const words = [where(request)];
   if (request.prompt_tokens !== undefined) {
     const cached = [["prefill", request.prefill_cached_tokens], ["decode", request.decode_cached_tokens]]
       .filter(([, value]) => value).map(([role, value]) => number(value) + " on the " + role + " node");
     words.push(number(request.prompt_tokens) + " prompt tokens, cached: " + (cached.join(", ") || "none"));
   }
-  if (request.transferred_bytes) {
-    words.push(bytes(request.transferred_bytes) + " moved (" + count(request.transferred_blocks, "block") + ", " +
-      count(request.transferred_states, "state") + ")");
-  } else if (request.prompt_tokens !== undefined) {
-    words.push("nothing moved");
-  }
-  return words.join(" · ");
+  words.push(moved(request));
+  return words.filter(Boolean).join(" · ");
 }
 
 function outcome(request) {
@@ -237,7 +134,10 @@ function outcome(request) {
 }
 
 function requestParts(request) {
-  const { parts, first } = phases(request);
+  const known = Object.values(request.seconds).reduce((sum, value) => sum + value, 0);
+  const first = request.ttft_seconds === null ? (known || null) : request.ttft_seconds;
+  const parts = timeline(request.seconds, first, request.total_seconds,
+    request.running ? "waiting so far" : "no report of phases");
   const [word, kind] = outcome(request);
   const time = new Date(request.arrived * 1000).toLocaleTimeString("en-GB");
   const head = el("div", "request-head",
@@ -252,7 +152,7 @@ function requestParts(request) {
     ["cached on prefill node", String(request.prefill_cached_tokens ?? "not reported")],
     ...parts.map(([label, , , text]) => [label, text]),
   ];
-  return [head, bar("Timeline", parts), el("div", "where", where(request)), facts];
+  return [head, bar("Timeline", parts), el("div", "where", place(request)), facts];
 }
 
 function showRequests(requests) {
@@ -272,8 +172,8 @@ function showRequests(requests) {
     const [shown, details] = row.children;
     if (row.dataset.key !== JSON.stringify(request)) {
       row.dataset.key = JSON.stringify(request);
-      const [head, timeline, place, facts] = requestParts(request);
-      shown.replaceChildren(head, timeline, place);
+      const [head, line, words, facts] = requestParts(request);
+      shown.replaceChildren(head, line, words);
       details.lastElementChild.replaceChildren(pairs(facts));
     }
     const wanted = previous ? previous.nextElementSibling : list.firstElementChild;
@@ -347,15 +247,14 @@ function askForKey(why) {
 }
 
 async function look() {
-  const key = sessionStorage.getItem(KEY);
   const answer = await fetch("status.json", {
-    headers: key ? { Authorization: "Bearer " + key } : {},
+    headers: authorization(),
     cache: "no-store",
     signal: AbortSignal.timeout(GIVE_UP_MS),
   });
   if (answer.status === 401) {
-    sessionStorage.removeItem(KEY);
-    askForKey(key ? "That key is not one of this proxy's." : "");
+    askForKey(hasKey() ? "That key is not one of this proxy's." : "");
+    forgetKey();
     return false;
   }
   if (!answer.ok) throw new Error("the proxy answers " + answer.status);
@@ -394,10 +293,7 @@ async function tick() {
 document.addEventListener("visibilitychange", tick);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  // What no header can carry cannot be a key; fetch would throw on it.
-  const given = byId("key").value.trim().replace(/[^\x21-\x7e]/g, "");
-  byId("key").value = "";
-  sessionStorage.setItem(KEY, given);
+  keepKey(byId("key"));
   tick();
 });
 tick();

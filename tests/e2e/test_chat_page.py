@@ -1,0 +1,115 @@
+"""The chat page in a real browser, before a real service with the built-in model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.demo_model import FOLDER
+from tests.support.chromium import Page, chromium
+from tests.support.service import Service
+
+pytestmark = pytest.mark.full
+
+FLAGS = ("--max-num-batched-tokens", "1024", "--max-model-len", "4096", "--kv-cache-memory", "128MiB")
+NAMED = ("--served-model-name", FOLDER.name)
+ANSWERS = "document.querySelectorAll('.turn.answer')"
+LAST = f"[...{ANSWERS}].at(-1)"
+IS_DONE = f"!{LAST}.hasAttribute('aria-busy')"
+DETAIL = "Object.fromEntries([...ROOT.querySelectorAll('dt')].map((dt) => [dt, dt.nextElementSibling].map(TEXT)))"
+DETAIL = DETAIL.replace("TEXT", "(each) => each.textContent")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Service]:
+    with Service(
+        FOLDER,
+        prefill_flags=(*FLAGS, *NAMED, "--node-name", "prefill"),
+        decode_flags=(*FLAGS, *NAMED, "--node-name", "decode"),
+    ) as running:
+        yield running
+
+
+def test_chat_when_a_new_user_asks_twice_then_both_answers_and_their_traces_are_there(
+    demo: Service, tmp_path: Path
+) -> None:
+    program = chromium()
+    if program is None:
+        pytest.skip("chromium is not installed (Debian package chromium)")
+    with Page(tmp_path, program) as page:
+        page.resize(1300, 900)
+        page.call("Page.navigate", url=demo.url + "/")
+        page.wait_for("document.querySelector('nav a')")
+        page.evaluate("document.querySelector('nav a').click()")
+        page.wait_for("location.pathname === '/chat' && document.getElementById('state').innerText === 'Ready'")
+        page.screenshot(tmp_path / "welcome.png")
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        page.evaluate("document.querySelector('#starters button').click()")
+        page.wait_for(f"{ANSWERS}.length === 1 && {IS_DONE}")
+        assert "amber falcon" in page.evaluate(f"{LAST}.querySelector('.text').innerText")
+        first = facts(page)
+        assert first["cached"] == "0 tokens"
+        assert first["moved"] not in ("", "0 B")
+        assert float(first["speed"].split()[0]) > 0
+        for words in ("Ran on prefill → decode", "prefill ", "transfer ", "first token ", "more tokens "):
+            assert words in page.evaluate(f"{LAST}.querySelector('.trace').innerText"), words
+        # The page invents nothing: what it shows is what the proxy's own status says of this request.
+        request_id = page.evaluate(f"{DETAIL.replace('ROOT', LAST)}['request id']")
+        [shown] = [
+            each
+            for each in httpx.get(demo.url + "/status.json", timeout=30).json()["requests"]
+            if each["request_id"] == request_id
+        ]
+        assert first["prompt"] == f"{shown['prompt_tokens']} tokens"
+        label = page.evaluate(f"{LAST}.querySelector('.bar').getAttribute('aria-label')")
+        assert f"prefill {shown['seconds']['prefill'] * 1000:.1f} ms" in label or shown["seconds"]["prefill"] >= 0.1
+        # The second question: the decode node has the conversation so far, nothing of it is computed again.
+        page.evaluate(
+            "[...document.querySelectorAll('button')].find((each) => each.innerText.startsWith('Ask: ')).click()"
+        )
+        page.wait_for(f"{ANSWERS}.length === 2 && {IS_DONE}")
+        assert "golden otter" in page.evaluate(f"{LAST}.querySelector('.text').innerText")
+        second = facts(page)
+        num_known = int(first["prompt"].split()[0])
+        assert int(second["cached"].split()[0]) >= num_known
+        assert int(second["cached"].split()[0]) + int(second["computed"].split()[0]) == int(second["prompt"].split()[0])
+        page.evaluate("document.activeElement.blur()")
+        for width, height, is_dark in ((1300, 900, False), (1300, 900, True), (360, 740, False), (360, 740, True)):
+            page.resize(width, height, dark=is_dark)
+            page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            page.screenshot(tmp_path / f"chat-{width}{'-dark' if is_dark else ''}.png")
+        page.resize(1300, 900)
+
+        # A long answer is stopped in the middle; what came stays, and is marked.
+        page.evaluate("document.getElementById('more').value = '{\"ignore_eos\": true}'")
+        page.evaluate("document.getElementById('message').value = 'Go on for long.'")
+        page.evaluate("document.getElementById('send').click()")
+        page.wait_for(f"{ANSWERS}.length === 3 && {LAST}.querySelector('.text')")
+        page.evaluate("document.getElementById('stop').click()")
+        page.wait_for(IS_DONE)
+        assert "Incomplete: stopped by you" in page.evaluate(f"{LAST}.innerText")
+
+        # An error is shown as the server said it.
+        page.evaluate("document.getElementById('temperature').value = '-3'")
+        page.evaluate("document.getElementById('message').value = 'Hello'")
+        page.evaluate("document.getElementById('send').click()")
+        page.wait_for(f"{ANSWERS}.length === 4 && {IS_DONE}")
+        said = httpx.post(
+            demo.url + "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hello"}], "temperature": -3},
+            timeout=30,
+        ).json()["error"]["message"]
+        assert page.evaluate(f"{LAST}.querySelector('.failure p').innerText") == said
+
+        assert [each for each in page.complaints if "400" not in each] == []
+        assert {httpx.URL(url).netloc.decode() for url in page.urls} == {demo.url.removeprefix("http://")}
+        assert page.hosts_asked(demo.url) == {"127.0.0.1"}
+
+
+def facts(page: Page) -> dict[str, str]:
+    """The figures under the last answer."""
+    return dict(page.evaluate(DETAIL.replace("ROOT", f"{LAST}.querySelector('.facts')")))
