@@ -17,8 +17,10 @@ class SamplingParams:
     """How to turn logits into tokens.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 mean "off". ``logprobs`` is the number
-    of alternatives to report per token (0: the sampled token's own only; None: no logprobs). ``prompt_logprobs`` asks
-    for the log-probability of every prompt token (echo). ``seed`` makes a request reproducible on its own, whatever it
+    of alternatives to report per token (0: the sampled token's own only; None: no logprobs); ``logprob_token_ids`` are
+    reported instead of the most likely ones. ``prompt_logprobs`` asks for the log-probability of every prompt token,
+    with that many alternatives. Only ``allowed_token_ids`` are sampled (None: all); no token is that would complete
+    one of ``bad_token_ids``, which are sequences. ``seed`` makes a request reproducible on its own, whatever it
     is batched with. ``max_tokens`` 0 is allowed only with ``prompt_logprobs`` or echo.
     """
 
@@ -35,8 +37,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: frozenset[int] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
-    prompt_logprobs: bool = False
+    logprob_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -97,4 +102,4 @@ class Request:
 
     @property
     def skip_prefix_lookup(self) -> bool:
-        return self.sampling is not None and self.sampling.prompt_logprobs
+        return self.sampling is not None and self.sampling.prompt_logprobs is not None

@@ -358,7 +358,7 @@ class EngineCore:
         for begin in range(0, len(following), PROMPT_LOGPROB_ROWS):
             next_ids = following[begin : begin + PROMPT_LOGPROB_ROWS]
             logits = self._runner.logits(hidden[begin : begin + len(next_ids)])
-            num_top = sequence.sampling.logprobs or 0
+            num_top = sequence.sampling.prompt_logprobs or 0
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
 
     def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:

@@ -65,9 +65,7 @@ class Sequence:
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] | None = (
-            [None] if request.sampling is not None and request.sampling.prompt_logprobs else None
-        )
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if request.skip_prefix_lookup else None
         # What the response reports.
         self.num_prompt_computed = 0
         self.num_local_hit = 0

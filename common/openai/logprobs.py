@@ -5,7 +5,7 @@ chats. The caller gives the text and bytes of each token (``piece_of``): no toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.request import TokenLogprob
@@ -31,6 +31,30 @@ class TokenPiece:
 
 
 PieceOf = Callable[[int], TokenPiece]
+
+
+def named_by_id(piece_of: PieceOf) -> PieceOf:
+    """``piece_of`` with ``token_id:ID`` as the text: tokens that are no whole characters can be told apart."""
+    return lambda token_id: replace(piece_of(token_id), text=f"token_id:{token_id}")
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], piece_of: PieceOf, *, num_top: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` as vLLM has it: for each token of the prompt (the first has None) token id -> its
+    log-probability and rank, for the ``num_top`` most likely ones and the token that is there."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": piece_of(token_id).text}
+            for token_id, logprob, rank in (
+                *((token_id, logprob, place) for place, (token_id, logprob) in enumerate(entry.top[:num_top], start=1)),
+                (entry.token_id, entry.logprob, entry.rank),
+            )
+        }
+        for entry in entries
+    ]
 
 
 def completion_logprobs(

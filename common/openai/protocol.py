@@ -52,6 +52,7 @@ __all__ = [
     "parse_prompts",
     "check_tokens_together",
     "check_token_ids",
+    "echoed_message",
     "check_model",
     "to_sampling_params",
 ]
@@ -100,6 +101,12 @@ class CompletionRequest(_Request):
 
     prompts: tuple[Prompt, ...]
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives per token of the prompt; None: no log-probabilities of it. An echo has the answer's."""
+        given, echoed = self.sampling.prompt_logprobs, self.sampling.logprobs if self.output.echo else None
+        return given if echoed is None else max(given or 0, echoed)
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFields:
@@ -128,6 +135,11 @@ class ChatRequest(_Request):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     documents: tuple[dict[str, Any], ...] | None = None
     prompt_ids: PromptIds | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives per token of the prompt; None: no log-probabilities of it."""
+        return self.sampling.prompt_logprobs
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -196,8 +208,6 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         if prompt_ids is None:
             _check_tool_choice(fields.tool_choice, fields.tools)
         output = output_of(fields, echo=bool(fields.echo))
-        if output.echo:
-            invalid("echo", True, "false for chat completions")
         answer = _answer(body, fields, output, chat_logprobs_of(fields), _COMPLETION_ONLY, is_from_peer=is_from_peer)
         if answer.sampling.max_tokens == 0:
             invalid("max_tokens", 0, "at least 1")
@@ -296,6 +306,13 @@ def _common(
     }
 
 
+def echoed_message(request: ChatRequest) -> str | None:
+    """The text that an answer with ``echo`` begins with: the last message's, if the answer is its role's."""
+    last = request.messages[-1] if request.messages else {}
+    role = "assistant" if request.add_generation_prompt else last.get("role")
+    return last.get("content") if last.get("role") == role else None
+
+
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Refuse ids that the model has no embedding for.
 
@@ -370,6 +387,8 @@ def to_sampling_params(
         )
     check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", sampling.logit_bias, vocab_size)
+    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_token_ids("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=sampling.min_tokens,
@@ -385,5 +404,7 @@ def to_sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         logprobs=sampling.logprobs,
-        prompt_logprobs=request.output.echo and sampling.logprobs is not None,
+        allowed_token_ids=sampling.allowed_token_ids,
+        logprob_token_ids=sampling.logprob_token_ids,
+        prompt_logprobs=request.num_prompt_logprobs,
     )

@@ -60,10 +60,11 @@ def chat_response(
     choices: Sequence[Json],
     usage: Json,
     kv_transfer_params: Mapping[str, Any] | None = None,
+    prompt: Json | None = None,
     trace: Json | None = None,
 ) -> Json:
-    """``chat.completion`` object."""
-    body = _envelope("chat.completion", response_id, model, created, choices)
+    """``chat.completion`` object. ``prompt``: see ``prompt_block``."""
+    body = {**_envelope("chat.completion", response_id, model, created, choices), **(prompt or {})}
     return _finish(body, usage, kv_transfer_params, trace)
 
 
@@ -74,10 +75,12 @@ def chat_chunk(
     created: int,
     choices: Sequence[Json],
     usage: Json | None = None,
+    prompt: Json | None = None,
     trace: Json | None = None,
 ) -> Json:
-    """``chat.completion.chunk`` object."""
-    return _finish(_envelope("chat.completion.chunk", response_id, model, created, choices), usage, None, trace)
+    """``chat.completion.chunk`` object. ``prompt``: see ``prompt_block``."""
+    body = {**_envelope("chat.completion.chunk", response_id, model, created, choices), **(prompt or {})}
+    return _finish(body, usage, None, trace)
 
 
 def _envelope(kind: str, response_id: str, model: str, created: int, choices: Sequence[Json]) -> Json:
@@ -105,10 +108,11 @@ def completion_choice(
     stop_reason: int | str | None = None,
     logprobs: Json | None = None,
     token_ids: Sequence[int] | None = None,
+    prompt: Json | None = None,
 ) -> Json:
     """A choice of a completion, whole or one chunk of it. ``stop_reason``: the stop string or stop token id that
-    hit."""
-    return _choice(index, {"text": text}, finish_reason, stop_reason, logprobs, token_ids)
+    hit. ``prompt``: see ``prompt_block``."""
+    return _choice(index, {"text": text}, finish_reason, stop_reason, logprobs, token_ids) | (prompt or {})
 
 
 def chat_choice(
@@ -161,6 +165,16 @@ def _choice(
     if token_ids is not None:
         choice["token_ids"] = list(token_ids)
     return choice
+
+
+def prompt_block(token_ids: Sequence[int] | None, logprobs: Sequence[Json | None] | None) -> Json:
+    """What is told of a prompt, where it is asked for: in each choice of a completion, beside a chat's choices."""
+    block: Json = {}
+    if token_ids is not None:
+        block["prompt_token_ids"] = list(token_ids)
+    if logprobs is not None:
+        block["prompt_logprobs"] = list(logprobs)
+    return block
 
 
 # --- usage, trace, models ---------------------------------------------------------------------------------------------

@@ -67,6 +67,10 @@ def sampling_of(body: AnswerFields, logprobs: int | None) -> SamplingFields:
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         invalid("min_tokens", min_tokens, f"at most max_tokens {max_tokens}")
+    if body.logprob_token_ids is not None and logprobs is None:
+        raise InvalidRequestError("logprob_token_ids is allowed only with logprobs", param="logprob_token_ids")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs is allowed only without stream", param="prompt_logprobs")
     temperature = _default(body.temperature, 1.0)
     return SamplingFields(
         max_tokens=max_tokens,
@@ -95,6 +99,9 @@ def output_of(body: AnswerFields, *, echo: bool) -> OutputFields:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidRequestError("stream_options is allowed only with stream true", param="stream_options")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise InvalidRequestError(f"{name} is allowed only with include_usage true", param=name)
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of > n:
         refuse_field("best_of", body.best_of)
@@ -102,7 +109,7 @@ def output_of(body: AnswerFields, *, echo: bool) -> OutputFields:
         n=n,
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
         stop=body.stop,
         include_stop=bool(body.include_stop_str_in_output),
         echo=echo,

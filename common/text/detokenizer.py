@@ -55,6 +55,7 @@ class TextStream:
         stop: stop strings; the one that ends first in the text wins, however the text is cut into tokens.
         skip_special_tokens: leave special tokens out of the text.
         min_tokens: no stop string is looked for before this many tokens.
+        include_stop: the text ends with the stop string, not before it.
         context_token_ids: ids before the first (the prompt's last ones), for decoders that need a left neighbour.
     """
 
@@ -65,9 +66,11 @@ class TextStream:
         skip_special_tokens: bool = True,
         *,
         min_tokens: int = 0,
+        include_stop: bool = False,
         context_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._include_stop = include_stop
         self._stop = tuple(stop)
         self._longest_stop = max((len(item) for item in self._stop), default=0)
         self._skip_special_tokens = skip_special_tokens
@@ -158,7 +161,7 @@ class TextStream:
         if found is not None:
             self._held = ""
             self._stopped = found[2]
-            return text[: found[1]]
+            return text[: found[0] if self._include_stop else found[1]]
         num_held = 0
         for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
             tail = text[-length:]

@@ -250,6 +250,18 @@ class TextCodec:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
         return TokenPiece(token_id, text, data, is_special)
 
+    def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that ``words`` are: at the beginning of a text, and after a blank where that makes
+        one sequence of the same length with another first token (as vLLM has it)."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            blank = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            found |= dict.fromkeys(each for each in (plain,) if each)
+            if blank and len(blank) == len(plain) and blank[0] != plain[0]:
+                found[blank] = None
+        return tuple(found)
+
     def pieces(self, token_ids: Sequence[int]) -> list[TokenPiece]:
         return [self.piece(token_id) for token_id in token_ids]
 

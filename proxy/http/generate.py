@@ -157,7 +157,7 @@ class GenerateService:
             headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id,
             prompts=_prompts(read.body) if route == COMPLETIONS_ROUTE else [None],
-            is_local=parsed.output.echo and parsed.sampling.logprobs is not None,
+            is_local=parsed.num_prompt_logprobs is not None,
             is_stream=parsed.output.stream,
             arrival_s=arrival_s,
             span=span,

@@ -185,7 +185,7 @@ class PromptTokenizer:
     def _chat(
         self, document: TokenizerDocument, codec: TextCodec | None, request: ChatRequest, body: Mapping[str, Any]
     ) -> Tokenised:
-        if codec is None:
+        if codec is None or request.output.echo:  # which needs the messages
             return Tokenised(body, [None])
         prompt = _encode_chat(codec, document, request)
         self._metrics.inc("prompts_tokenised_total")

@@ -153,7 +153,9 @@ def test_forks_when_there_is_no_room_for_all_wait_and_still_answer() -> None:
 def test_forks_when_only_the_prompt_is_asked_for_then_each_is_ended(with_logprobs: bool) -> None:
     core, model = engine()
     for name in ("computed", "found whole"):
-        core.add_request(request(name, tokens(3, 40), num_forks=3, max_tokens=0, prompt_logprobs=with_logprobs))
+        core.add_request(
+            request(name, tokens(3, 40), num_forks=3, max_tokens=0, prompt_logprobs=0 if with_logprobs else None)
+        )
         outputs = [output for step in run(core) for output in step]
         assert [(output.index, output.finish_reason) for output in outputs] == [
             (index, FinishReason.LENGTH) for index in range(3)
@@ -182,7 +184,7 @@ def test_prompt_logprobs_when_asked_come_from_a_computation_of_the_whole_prompt(
     prompt = tokens(8, 100)
     core.add_request(request("warm", prompt))
     collect(core)
-    core.add_request(request("echo", prompt, max_tokens=0, prompt_logprobs=True, logprobs=2))
+    core.add_request(request("echo", prompt, max_tokens=0, prompt_logprobs=2, logprobs=2))
     outputs = [output for step in run(core) for output in step]
     assert len(outputs) == 1
     entries = outputs[0].prompt_logprobs
@@ -207,7 +209,7 @@ def test_prompt_logprobs_when_preempted_or_forked_are_whole_and_the_same() -> No
     for each, others in ((roomy, 0), (core, 5)):
         for index in range(others):
             each.add_request(request(f"a{index}", tokens(index, 60), max_tokens=100))
-        echo = request("z", tokens(20, 100), num_forks=2, prompt_logprobs=True, logprobs=0, max_tokens=3)
+        echo = request("z", tokens(20, 100), num_forks=2, prompt_logprobs=0, logprobs=0, max_tokens=3)
         each.add_request(echo)
         by_fork: dict[int, list[Any]] = {}
         for step in run(each):

@@ -249,6 +249,50 @@ def test_sample_when_below_min_tokens_then_never_ends() -> None:
     assert Sampler().sample(logits, [replace(early, output_token_ids=[6, 6])])[0].token_id == 1
 
 
+def test_sample_when_tokens_are_allowed_then_only_these_are_drawn_and_other_rows_are_not_touched() -> None:
+    logits = random_logits(40, seed=5)
+    allowed = frozenset({3, 9, 41})
+    tasks = [task(seed=row, allowed_token_ids=allowed if row % 2 else None) for row in range(40)]
+    free = [each.token_id for each in Sampler().sample(logits, [task(seed=row) for row in range(40)])]
+    drawn = [each.token_id for each in Sampler().sample(logits, tasks)]
+    assert set(drawn[1::2]) == allowed
+    assert drawn[::2] == free[::2]
+    assert not set(free[1::2]) <= allowed
+    greedy = Sampler().sample(logits[:1], [task(temperature=0.0, allowed_token_ids=allowed)])
+    assert greedy[0].token_id == max(allowed, key=lambda token: float(logits[0, token]))
+
+
+def test_sample_when_only_ends_are_allowed_before_min_tokens_then_one_is_drawn() -> None:
+    params = SamplingParams(min_tokens=5, allowed_token_ids=frozenset({1, 2}), stop_token_ids=frozenset({2}))
+    ending = SampleTask(params, [5], [], eos_token_ids=frozenset({1}))
+    assert Sampler().sample(random_logits(1), [ending])[0].token_id in {1, 2}
+
+
+def test_sample_when_words_are_bad_then_the_token_that_would_complete_one_is_not_drawn() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 6], logits[0, 7] = 9.0, 8.0, 7.0
+    bad = {"temperature": 0.0, "bad_token_ids": ((4,), (5, 6), (1, 2, 7))}
+    sample = Sampler().sample
+    assert sample(logits, [task(**bad)])[0].token_id == 6
+    assert sample(logits, [task(output=[5], **bad)])[0].token_id == 7
+    assert sample(logits, [task(prompt=[5], output=[3], **bad)])[0].token_id == 6
+    logits[0, 6] = 0.0
+    assert sample(logits, [task(output=[1, 2], **bad)])[0].token_id not in {4, 7}
+    assert sample(logits, [task(output=[2], **bad)])[0].token_id == 7
+    assert sample(logits, [task(allowed_token_ids=frozenset({4}), **bad)])[0].token_id == 4
+
+
+def test_sample_when_tokens_are_named_then_their_logprobs_are_told_instead_of_the_likeliest() -> None:
+    logits = random_logits(2, seed=8)
+    expected = logits.log_softmax(-1)
+    named, usual = Sampler().sample(
+        logits, [task(temperature=0.0, logprobs=1, logprob_token_ids=(30, 2, 17)), task(temperature=0.0, logprobs=1)]
+    )
+    assert dict(named.top) == pytest.approx({token: float(expected[0, token]) for token in (30, 2, 17)})
+    assert [value for _, value in named.top] == sorted((value for _, value in named.top), reverse=True)
+    assert [token for token, _ in usual.top] == [int(expected[1].argmax())]
+
+
 def test_sample_when_logprobs_are_asked_then_values_are_of_the_raw_distribution() -> None:
     logits = random_logits(3, seed=6)
     tasks = [

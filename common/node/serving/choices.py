@@ -11,7 +11,7 @@ from typing import Any
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError
-from common.openai.logprobs import chat_logprobs, completion_logprobs
+from common.openai.logprobs import chat_logprobs, completion_logprobs, named_by_id, prompt_logprobs
 from common.openai.protocol import OutputFields
 from common.request import FinishReason, TokenLogprob
 from common.text.detokenizer import TextStream
@@ -38,7 +38,7 @@ class ChoiceDelta:
 class Choice:
     """Owned by one response. ``index`` is the choice's number in it.
 
-    ``echo_text``: the prompt's text, given back before the answer (completions with ``echo``).
+    ``echo_text``: what is given back before the answer; of completions it is the prompt's text, with its tokens.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class Choice:
         self._is_chat = is_chat
         self._num_logprobs = num_logprobs
         self._echo_text = echo_text
-        self._echo_token_ids = list(prompt_token_ids) if echo_text is not None else []
+        self._echo_token_ids = list(prompt_token_ids) if echo_text is not None and not is_chat else []
+        self._piece_of = named_by_id(codec.piece) if output.return_tokens_as_token_ids else codec.piece
         self._stream = TextStream(
             codec.tokenizer,
             output.stop,
             output.skip_special_tokens,
             min_tokens=min_tokens,
+            include_stop=output.include_stop,
             context_token_ids=prompt_token_ids,
         )
         self._is_first = True
@@ -82,7 +84,7 @@ class Choice:
     def add(self, output: RequestOutput) -> ChoiceDelta:
         """Adds one output; after a stop string matched, ``finish_reason`` is set whatever the engine says."""
         ended_by_token = output.finish_reason is FinishReason.STOP and bool(output.token_ids)
-        delta = self._stream.add(output.token_ids, hide_last=ended_by_token)
+        delta = self._stream.add(output.token_ids, hide_last=ended_by_token and not self._output.include_stop)
         text, token_ids = delta.text, list(output.token_ids[: delta.num_tokens_consumed])
         output_token_ids = token_ids
         entries: list[TokenLogprob | None] = list((output.logprobs or [])[: delta.num_tokens_consumed])
@@ -97,7 +99,7 @@ class Choice:
         if self._is_first and self._echo_text is not None:
             text = self._echo_text + text
             token_ids = self._echo_token_ids + token_ids
-            if output.prompt_logprobs is not None:
+            if output.prompt_logprobs is not None and self._echo_token_ids and self._num_logprobs is not None:
                 entries = list(output.prompt_logprobs) + entries
         is_first, self._is_first = self._is_first, False
         logprobs = self._logprobs_block(entries, token_ids)
@@ -138,16 +140,20 @@ class Choice:
         self._text_offset = 0
         return self._logprobs_block(self.entries, self.token_ids)
 
+    def prompt_logprobs(self, entries: Sequence[TokenLogprob | None], *, num_top: int) -> list[dict[str, Any] | None]:
+        """``prompt_logprobs`` of the prompt's tokens."""
+        return prompt_logprobs(entries, self._piece_of, num_top=num_top)
+
     def _logprobs_block(
         self, entries: Sequence[TokenLogprob | None], token_ids: Sequence[int]
     ) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
         if self._is_chat:
-            return chat_logprobs([e for e in entries if e is not None], self._codec.piece, num_top=self._num_logprobs)
+            return chat_logprobs([e for e in entries if e is not None], self._piece_of, num_top=self._num_logprobs)
         block = completion_logprobs(
             entries,
-            self._codec.piece,
+            self._piece_of,
             token_ids=token_ids,
             text_offset=self._text_offset,
             skip_special_tokens=self._output.skip_special_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -22,13 +22,13 @@ from common.node.serving.choices import Choice
 from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.openai.protocol import (
     ChatRequest,
-    CompletionRequest,
     GenerationRequest,
     Prompt,
     check_token_ids,
+    echoed_message,
     to_sampling_params,
 )
-from common.request import SamplingParams
+from common.request import SamplingParams, TokenLogprob
 from common.server.gate import is_peer, request_id_of
 from common.server.json_body import run_for_body
 from common.text.tokenizer import TextCodec
@@ -63,7 +63,8 @@ class EncodedPrompt:
 @dataclass(slots=True)
 class PromptJob:
     """One prompt of a request on its way through the engine. ``handoff_result``: what ``handoff`` came to, once it was
-    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far."""
+    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``prompt_logprobs``: once the
+    prompt is computed, if they were asked for."""
 
     index: int
     request_id: str
@@ -73,6 +74,7 @@ class PromptJob:
     handoff: Handoff | None
     choices: list[Choice]
     num_resumed: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     handoff_result: HandoffResult = field(default_factory=HandoffResult)
 
 
@@ -144,12 +146,15 @@ class PromptReader:
         return resume.output_token_ids
 
     def sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
-        return to_sampling_params(
+        sampling = to_sampling_params(
             request,
             num_prompt_tokens=len(token_ids),
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
         )
+        if not request.sampling.bad_words:
+            return sampling
+        return replace(sampling, bad_token_ids=self.codec.bad_token_ids(request.sampling.bad_words))
 
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
         handoffs: Sequence[Handoff] = ()
@@ -183,7 +188,7 @@ class PromptReader:
                     token_ids=prompt.token_ids,
                     semantic_boundaries=prompt.semantic_boundaries,
                     sampling=sampling,
-                    handoff=handoffs[index] if handoffs and not sampling.prompt_logprobs else None,
+                    handoff=handoffs[index] if handoffs and sampling.prompt_logprobs is None else None,
                     choices=choices,
                     num_resumed=num_resumed,
                 )
@@ -225,8 +230,10 @@ class PromptReader:
 
     async def _echo_text(self, request: GenerationRequest, prompt_index: int, token_ids: list[int]) -> str | None:
         output = request.output
-        if not output.echo or not isinstance(request, CompletionRequest):
+        if not output.echo:
             return None
+        if isinstance(request, ChatRequest):
+            return echoed_message(request)
         prompt = request.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
@@ -242,13 +249,14 @@ class PromptReader:
         echo_text: str | None,
     ) -> list[Choice]:
         output = request.output
+        named = sampling.logprob_token_ids
         return [
             Choice(
                 prompt_index * output.n + fork,
                 self.codec,
                 output,
                 is_chat=isinstance(request, ChatRequest),
-                num_logprobs=sampling.logprobs,
+                num_logprobs=sampling.logprobs if named is None else len(named),
                 min_tokens=sampling.min_tokens,
                 prompt_token_ids=token_ids,
                 echo_text=echo_text,

@@ -70,6 +70,7 @@ class ResponseBuilder:
         self._scope = http.scope
         self._shows_trace = wants_trace(http)
         self._is_chat = isinstance(request, ChatRequest)
+        self._tells_prompt = request.output.return_token_ids or request.sampling.prompt_logprobs is not None
         self._num_cached_tokens = 0
         self._record = record
         resume = request.resume
@@ -86,29 +87,45 @@ class ResponseBuilder:
             async for _ in deltas:
                 pass
         num_tokens = sum(len(choice.token_ids) for job in self._jobs for choice in job.choices)
+        if self._tells_prompt:
+            num_tokens += sum(len(job.token_ids) for job in self._jobs)
         body = await asyncio.to_thread(self._whole_body) if num_tokens > THREAD_BODY_TOKENS else self._whole_body()
         return Response(body, media_type="application/json", headers=self.report_headers())
 
     def _whole_body(self) -> bytes:
-        build_body = responses.chat_response if self._is_chat else responses.completion_response
-        body = build_body(choices=[], usage=self._usage(), trace=self._trace_block(), **self._envelope)
+        common = {"choices": [], "usage": self._usage(), "trace": self._trace_block(), **self._envelope}
+        if self._is_chat:
+            body = responses.chat_response(prompt=self._prompt_block(self._jobs[0]), **common)
+        else:
+            body = responses.completion_response(**common)
         # One by one: log-probabilities of many tokens are megabytes, and one call holds the interpreter's lock.
-        choices = b",".join(self._whole_choice(choice) for job in self._jobs for choice in job.choices)
+        choices = b",".join(self._whole_choice(job, choice) for job in self._jobs for choice in job.choices)
         before, separator, after = orjson.dumps(body).partition(b'"choices":[')
         return before + separator + choices + after
 
-    def _whole_choice(self, choice: Choice) -> bytes:
-        build = responses.chat_choice if self._is_chat else responses.completion_choice
+    def _whole_choice(self, job: PromptJob, choice: Choice) -> bytes:
         assert choice.finish_reason is not None
-        whole = build(
-            choice.index,
-            choice.text,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            logprobs=choice.all_logprobs(),
-            token_ids=choice.token_ids if self._request.output.return_token_ids else None,
+        what: dict[str, Any] = {
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "logprobs": choice.all_logprobs(),
+            "token_ids": choice.token_ids if self._request.output.return_token_ids else None,
+        }
+        if self._is_chat:
+            return orjson.dumps(responses.chat_choice(choice.index, choice.text, **what))
+        return orjson.dumps(
+            responses.completion_choice(choice.index, choice.text, prompt=self._prompt_block(job), **what)
         )
-        return orjson.dumps(whole)
+
+    def _prompt_block(self, job: PromptJob) -> dict[str, Any]:
+        """What the client asked to know of a prompt."""
+        if not self._tells_prompt:
+            return {}
+        request, logprobs = self._request, None
+        if request.sampling.prompt_logprobs is not None and job.prompt_logprobs is not None:
+            logprobs = job.choices[0].prompt_logprobs(job.prompt_logprobs, num_top=request.sampling.prompt_logprobs)
+        token_ids = job.token_ids[: len(job.token_ids) - job.num_resumed]
+        return responses.prompt_block(token_ids if request.output.return_token_ids else None, logprobs)
 
     def report_headers(self) -> dict[str, str]:
         """Where the request ran and where the time to its first token went, for the proxy."""
@@ -124,7 +141,10 @@ class ResponseBuilder:
                     self._unreported += delta.output_token_ids
                     if delta.is_visible:
                         make = partial(self._event, delta)
-                        is_long = len(delta.token_ids) > THREAD_BODY_TOKENS  # an echoed prompt
+                        # A prompt that is echoed, or whose tokens are told.
+                        tells = delta.is_first and self._request.output.return_token_ids
+                        num_tokens = len(delta.token_ids) + (len(self._job_of(delta).token_ids) if tells else 0)
+                        is_long = num_tokens > THREAD_BODY_TOKENS
                         event = await asyncio.to_thread(make) if is_long else make()
                         yield self._state_line(delta) + event if self._request.reports_state else event
                         is_started = True
@@ -147,8 +167,18 @@ class ResponseBuilder:
             raise
 
     def _event(self, delta: ChoiceDelta) -> bytes:
-        chunk = responses.chat_chunk if self._is_chat else responses.completion_chunk
-        return responses.sse_event(chunk(choices=[self._chunk_choice(delta)], **self._envelope))
+        usage = self._usage() if self._request.output.continuous_usage else None
+        prompt = self._prompt_block(self._job_of(delta)) if delta.is_first else {}
+        if self._is_chat:
+            choice = self._chunk_choice(delta)
+            return responses.sse_event(
+                responses.chat_chunk(choices=[choice], usage=usage, prompt=prompt, **self._envelope)
+            )
+        choice = self._chunk_choice(delta, prompt)
+        return responses.sse_event(responses.completion_chunk(choices=[choice], usage=usage, **self._envelope))
+
+    def _job_of(self, delta: ChoiceDelta) -> PromptJob:
+        return self._jobs[delta.index // self._request.output.n]
 
     def _state_line(self, delta: ChoiceDelta) -> bytes:
         """What the client knows once it has the event that follows, with the tokens that had no event of their own."""
@@ -161,7 +191,7 @@ class ResponseBuilder:
             is_end=delta.finish_reason is not None,
         )
 
-    def _chunk_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+    def _chunk_choice(self, delta: ChoiceDelta, prompt: dict[str, Any] | None = None) -> dict[str, Any]:
         token_ids = delta.token_ids if self._request.output.return_token_ids else None
         if self._is_chat:
             return responses.chat_chunk_choice(
@@ -180,6 +210,7 @@ class ResponseBuilder:
             stop_reason=delta.stop_reason,
             logprobs=delta.logprobs,
             token_ids=token_ids,
+            prompt=prompt,
         )
 
     async def _deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
@@ -209,6 +240,7 @@ class ResponseBuilder:
         self._record.close_finished(choice.finish_reason for job in self._jobs for choice in job.choices)
 
     def _prompt_done(self, job: PromptJob, output: RequestOutput) -> None:
+        job.prompt_logprobs = output.prompt_logprobs
         report = job.handoff_result.report
         prefill_computed = report.computed_tokens if report is not None else 0
         computed = prefill_computed + output.num_local_computed_tokens

@@ -196,7 +196,7 @@ class Serving:
                 async with self._admission.waiting_for_peer():
                     job.handoff_result = await stack.enter_async_context(reading)
             remote = job.handoff_result.prefix
-            if job.handoff is None and not job.sampling.prompt_logprobs:
+            if job.handoff is None and job.sampling.prompt_logprobs is None:
                 found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources)
                 remote = await stack.enter_async_context(found)
             engine_request = Request(

@@ -121,7 +121,7 @@ def refuse_unsupported(body: Body, of_other_route: frozenset[str]) -> tuple[str,
     for name, value in (body.model_extra or {}).items():
         if name in HARMLESS or name in _INTERNAL:
             continue
-        is_neutral = UNSUPPORTED.get(name, _is_empty)
+        is_neutral = UNSUPPORTED.get(name, _is_one_of() if name.startswith(_PREFIX) else _is_empty)
         if name not in UNSUPPORTED and name not in of_other_route and not name.startswith(_PREFIX):
             unknown.append(name)
         elif not is_neutral(value):
@@ -143,12 +143,6 @@ _UNBUILT: Mapping[str, IsNeutral] = {
     "truncate_prompt_tokens": _is_one_of(),
     "chat_template": _is_one_of(),
     "documents": _is_one_of(),
-    "allowed_token_ids": _is_one_of(),
-    "bad_words": lambda value: not value,
-    "include_stop_str_in_output": _is_empty,
-    "return_tokens_as_token_ids": _is_empty,
-    "logprob_token_ids": _is_one_of(),
-    "prompt_logprobs": _is_one_of(),
     "request_id": _is_one_of(),
 }
 

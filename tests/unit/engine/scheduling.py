@@ -39,7 +39,7 @@ class Rig:
         max_tokens: int = 8,
         index: int = 0,
         sampled: bool = True,
-        prompt_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
         remote: Any = None,
     ) -> Sequence:
         """Arrivals are one second apart unless the test says when."""

@@ -124,7 +124,7 @@ def test_rows_when_prompt_logprobs_are_asked_then_all_are_handed_back_and_no_pre
     rig = Rig()
     rig.add("warm-up", words(1, 20), max_tokens=1)
     rig.run()
-    rig.add("echo", words(1, 20), prompt_logprobs=True)
+    rig.add("echo", words(1, 20), prompt_logprobs=0)
     schedule = rig.step()
     assert planned(schedule) == [("echo", 0, 20)]
     assert schedule.plan.segments[0].rows is Rows.ALL

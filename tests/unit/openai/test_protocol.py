@@ -105,12 +105,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     request = completion(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3, stop_token_ids=[5, 6, 5], max_tokens=9,
         min_tokens=2, ignore_eos=True, presence_penalty=1, frequency_penalty=-2, repetition_penalty=1.5,
-        logit_bias={"3": -100, "4": 2}, logprobs=4, echo=True,
+        logit_bias={"3": -100, "4": 2}, logprobs=4, echo=True, allowed_token_ids=[7, 8], logprob_token_ids=[9, 8, 9],
     )  # fmt: skip
     assert params(request) == SamplingParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=-3,
         stop_token_ids=frozenset({5, 6}), ignore_eos=True, presence_penalty=1.0, frequency_penalty=-2.0,
-        repetition_penalty=1.5, logit_bias={3: -100.0, 4: 2.0}, logprobs=4, prompt_logprobs=True,
+        repetition_penalty=1.5, logit_bias={3: -100.0, 4: 2.0}, logprobs=4, prompt_logprobs=4,
+        allowed_token_ids=frozenset({7, 8}), logprob_token_ids=(9, 8),
     )  # fmt: skip
 
 
@@ -188,7 +189,6 @@ def test_error_message_when_value_is_huge_stays_short() -> None:
         ("guided_whatever", "x"),
         ("best_of", 2),
         ("suffix", "x"),
-        ("prompt_logprobs", 0),
         ("logits_processors", ["p"]),
     ],
 )
@@ -268,7 +268,7 @@ def test_prompt_and_max_tokens_over_the_context_names_both_numbers() -> None:
 def test_max_tokens_zero_needs_echo_and_may_fill_the_context() -> None:
     request = completion(max_tokens=0, echo=True, logprobs=0)
     result = params(request, num_prompt_tokens=100)
-    assert (result.max_tokens, result.prompt_logprobs, result.logprobs) == (0, True, 0)
+    assert (result.max_tokens, result.prompt_logprobs, result.logprobs) == (0, 0, 0)
     with pytest.raises(InvalidRequestError):
         chat(max_tokens=0)
 
@@ -281,7 +281,12 @@ def test_min_tokens_over_max_tokens_is_refused_given_or_implied() -> None:
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
-    for request in (completion(stop_token_ids=[1000]), completion(logit_bias={"1000": 1})):
+    for request in (
+        completion(stop_token_ids=[1000]),
+        completion(logit_bias={"1000": 1}),
+        completion(allowed_token_ids=[1000]),
+        completion(logprobs=0, logprob_token_ids=[1000]),
+    ):
         with pytest.raises(InvalidRequestError, match="1000"):
             params(request)
         assert params(request, vocab_size=1001)
@@ -441,6 +446,13 @@ def test_any_json_is_parsed_or_refused_with_a_field_name(noise: dict[str, Any]) 
         ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "at most 128"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "between 0 and 20"),
         ({"request_id": ""}, "request_id", "1 to 128"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "only with logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "only without stream"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "only with include_usage",
+        ),
     ],
 )
 def test_value_of_a_newer_field_when_bad_then_named_with_its_bound(fields: Any, param: str, words: str) -> None:
