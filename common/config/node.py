@@ -29,6 +29,9 @@ class NodeConfig(ProcessConfig):
     model: str = flag("", "model folder or Hugging Face hub id", metavar="DIR|HUB_ID")
     revision: str | None = flag(None, "revision of a hub model", metavar="REV")
     trust_remote_code: bool = bool_flag(False, "run code that comes with the model")
+    trust_request_chat_template: bool = bool_flag(
+        False, "requests may bring a chat_template: a program that a sandbox runs, which can take seconds"
+    )
     served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
     port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)
     advertise_host: str | None = flag(

@@ -74,6 +74,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             vocab_size=loaded.geometry.vocab_size,
             max_model_len=model.max_model_len,
             backend=plain_backend(loaded.tokenizer),
+            trusts_templates=config.trust_request_chat_template,
         )
     handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
     prompts = PromptReader(

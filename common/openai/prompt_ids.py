@@ -24,6 +24,10 @@ _TEMPLATE_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "documents",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
 )
 
 

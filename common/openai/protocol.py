@@ -94,6 +94,22 @@ class _Request:
     request_id: str | None = None
     unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """What of a prompt is used: all, or as much as ``truncate_prompt_tokens`` says; for -1, what the context holds
+        beside ``max_tokens``, or beside one token.
+
+        Raises:
+            InvalidRequestError: it says more than the context holds.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most > max_model_len:
+            invalid("truncate_prompt_tokens", most, f"at most the model's context of {max_model_len} tokens")
+        if most == -1:
+            most = max(1, max_model_len - max(1, self.sampling.max_tokens or 0))
+        return token_ids[-most:] if self.truncates_left else token_ids[:most]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(_Request):
@@ -278,6 +294,12 @@ def _check_tool_choice(choice: ToolChoiceValue | None, tools: tuple[dict[str, An
             invalid("tool_choice", choice.name, "the name of one of tools")
 
 
+def _truncation(fields: PromptBody) -> int | None:
+    if fields.truncate_prompt_tokens == 0:
+        invalid("truncate_prompt_tokens", 0, "at least 1, or -1")
+    return fields.truncate_prompt_tokens
+
+
 def _common(
     body: Mapping[str, Any],
     fields: PromptBody,
@@ -298,7 +320,7 @@ def _common(
         "cache_salt": fields.cache_salt,
         "priority": fields.priority or 0,
         "add_special_tokens": fields.add_special_tokens,
-        "truncate_prompt_tokens": fields.truncate_prompt_tokens,
+        "truncate_prompt_tokens": _truncation(fields),
         "truncates_left": fields.truncation_side != "right",
         "transfer_mode": mode,
         "kv_transfer_params": kv_transfer_params,

@@ -182,7 +182,6 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         gate, error = self._gate, self._gate.check(scope)
-        request_id = scope["state"]["request_id"]
         num_bytes, is_started, is_whole = 0, False, False
         deadline_s = asyncio.get_running_loop().time() + gate.body_timeout_s
 
@@ -210,7 +209,7 @@ class GateMiddleware:
                 return
             is_started = True
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = scope["state"]["request_id"]
             await send(message)
 
         if error is None:
@@ -220,7 +219,7 @@ class GateMiddleware:
                 if is_started:
                     raise
         if error is not None and not is_started:
-            await refusal(error, request_id)(scope, receive, send)
+            await refusal(error, scope["state"]["request_id"])(scope, receive, send)
 
 
 def refusal(error: TandemError, request_id: str) -> Response:
@@ -263,6 +262,13 @@ async def read_body(receive: Receive, gate: Gate) -> bytes:
 def request_id_of(request: Request) -> str:
     """The id that the ``Gate`` gave to ``request``."""
     return str(request.scope["state"]["request_id"])
+
+
+def take_request_id(request: Request, given: str | None) -> None:
+    """``given``, which the body has, becomes the id of a request whose head gave none."""
+    if given is not None and REQUEST_ID_HEADER not in request.headers:
+        request.scope["state"]["request_id"] = given
+        enter_request(given)
 
 
 def wants_trace(request: Request) -> bool:

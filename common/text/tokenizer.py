@@ -16,7 +16,14 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidRequestError
 from common.openai.logprobs import TokenPiece
-from common.openai.protocol import ChatRequest, Prompt, check_token_ids, check_tokens_together
+from common.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+    check_token_ids,
+    check_tokens_together,
+)
 from common.text.boundaries import Conversation, semantic_boundaries
 from common.text.detokenizer import REPLACEMENT, Decoder
 from common.wire.fields import shown
@@ -87,6 +94,7 @@ class TextCodec:
         backend: what ``tokenizer`` is a plain wrapper round, if it is one
             (``common.text.tokenizer_document.plain_backend``): its batches take a third of the time, and release the
             interpreter's lock, so that a long text does not hold up the event loop from a thread.
+        trusts_templates: a request may bring a template of its own.
     """
 
     def __init__(
@@ -96,11 +104,13 @@ class TextCodec:
         vocab_size: int,
         max_model_len: int | None = None,
         backend: Backend | None = None,
+        trusts_templates: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._backend = backend
+        self._trusts_templates = trusts_templates
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
@@ -113,14 +123,14 @@ class TextCodec:
             return ids
         return [int(token_id) for token_id in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
-    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a completion prompt.
+    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
+        """Token ids of a completion prompt. ``is_cut``: it may have more than the context holds.
 
         Raises:
             InvalidRequestError: a given id is not in the vocabulary, or the text has no tokens or is far too long.
         """
         if isinstance(prompt, str):
-            self.check_length("prompt", prompt)
+            self.check_length("prompt", prompt, is_cut=is_cut)
             token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
             if not token_ids:
                 raise InvalidRequestError(f"prompt {shown(prompt)} has no tokens", param="prompt")
@@ -128,16 +138,18 @@ class TextCodec:
         check_token_ids("prompt", prompt, self.vocab_size)
         return list(prompt)
 
-    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """As ``encode_prompt`` for each.
+    def encode_prompts(self, request: CompletionRequest, prompts: Sequence[Prompt] | None = None) -> list[list[int]]:
+        """Token ids of each prompt of ``request``, or of ``prompts`` as of its own.
 
         Raises:
             InvalidRequestError: for one of them, or because they have too many tokens together.
         """
         all_ids: list[list[int]] = []
         num_tokens = 0
-        for prompt in prompts:
-            all_ids.append(self.encode_prompt(prompt))
+        special, is_cut = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
+        for prompt in request.prompts if prompts is None else prompts:
+            token_ids = self.encode_prompt(prompt, add_special_tokens=special, is_cut=is_cut)
+            all_ids.append(self._cut(request, token_ids))
             num_tokens += len(all_ids[-1])
             check_tokens_together(num_tokens, num_prompts=len(all_ids))
         return all_ids
@@ -149,6 +161,12 @@ class TextCodec:
             InvalidRequestError: no template, a reserved template argument, the template refused the messages, or what
                 it made of them is far too long.
         """
+        if request.chat_template is not None and not self._trusts_templates:
+            raise InvalidRequestError(
+                "chat_template is allowed only where nodes are started with --trust-request-chat-template",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:
             raise InvalidRequestError(
@@ -167,14 +185,18 @@ class TextCodec:
             raise InvalidRequestError(
                 f"the chat template refused the messages: {type(exc).__name__}: {exc}", param="messages"
             ) from exc
-        self.check_length("messages", text)
-        token_ids = self.encode(text, add_special_tokens=False)
+        self.check_length("messages", text, is_cut=request.truncate_prompt_tokens is not None)
+        token_ids = self.encode(text, add_special_tokens=bool(request.add_special_tokens))
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
-        return token_ids
+        return self._cut(request, token_ids)
 
-    def check_length(self, name: str, text: str) -> None:
-        """Raises InvalidRequestError for a text that is far too long to be tokenised."""
+    def _cut(self, request: GenerationRequest, token_ids: list[int]) -> list[int]:
+        return token_ids if self._max_model_len is None else request.truncated(token_ids, self._max_model_len)
+
+    def check_length(self, name: str, text: str, *, is_cut: bool = False) -> None:
+        """Raises InvalidRequestError for a text that is far too long to be tokenised. ``is_cut``: only so much of its
+        tokens is used as the context holds."""
         if self._max_model_len is None:
             return
         if len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
@@ -183,7 +205,7 @@ class TextCodec:
                 f"{self._max_model_len} tokens, got {len(text)} characters",
                 name,
             )
-        if len(text) <= max(PIECE_CHARS, self._max_model_len * USUAL_CHARS_PER_TOKEN):
+        if is_cut or len(text) <= max(PIECE_CHARS, self._max_model_len * USUAL_CHARS_PER_TOKEN):
             return
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
@@ -206,11 +228,15 @@ class TextCodec:
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             return_dict=False,
             **options,
+            **({"documents": [dict(each) for each in request.documents]} if request.documents else {}),
+            **({"chat_template": request.chat_template} if request.chat_template is not None else {}),
             **request.chat_template_kwargs,
         )
 
     def chat_boundaries(self, request: ChatRequest, token_ids: list[int]) -> tuple[int, ...]:
         """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; most reusable first."""
+        if request.add_special_tokens or request.truncate_prompt_tokens is not None:
+            return ()  # the places of a conversation's parts in its text are not those in its tokens
         conversation = Conversation(
             messages=request.messages,
             marks=request.cache_marks,

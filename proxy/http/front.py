@@ -49,16 +49,16 @@ class Front:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
         error = self._gate.check(scope)
-        request_id = scope["state"]["request_id"]
         if error is not None:
-            return self._shaped(refusal(error, request_id), scope)
+            return self._shaped(refusal(error, scope["state"]["request_id"]), scope)
         try:
             scope[BODY_KEY] = await read_body(receive, self._gate)
             await self._pacer.turn()
             return await self._handlers[scope["path"]](Request(scope, receive, send))
         except (BodyTooLargeError, BodyTimeoutError) as exc:
-            return self._shaped(refusal(exc, request_id), scope)
+            return self._shaped(refusal(exc, scope["state"]["request_id"]), scope)
         except Exception as exc:  # noqa: BLE001 - answered and logged, as the app does for its other routes
+            request_id = scope["state"]["request_id"]
             response = answer_error(exc, request_id=request_id, path=scope["path"])
             response.headers[REQUEST_ID_HEADER] = request_id
             return self._shaped(response, scope)

@@ -27,7 +27,7 @@ from common.openai.prompt_ids import PROMPT_IDS_KEY
 from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
-from common.server.gate import request_id_of
+from common.server.gate import request_id_of, take_request_id
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
 from common.wire.headers import (
@@ -140,9 +140,11 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
-            request_id = request_id_of(request)
-            read = await run_for_body(request, lambda: _read(body, request_id, parse, convert))
+            given_id = request_id_of(request)
+            read = await run_for_body(request, lambda: _read(body, given_id, parse, convert))
             parsed = read.parsed
+            take_request_id(request, parsed.request_id)
+            request_id = request_id_of(request)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))

@@ -185,7 +185,8 @@ class PromptTokenizer:
     def _chat(
         self, document: TokenizerDocument, codec: TextCodec | None, request: ChatRequest, body: Mapping[str, Any]
     ) -> Tokenised:
-        if codec is None or request.output.echo:  # which needs the messages
+        # A node needs the messages for an echo, and decides by itself whether it trusts a template.
+        if codec is None or request.output.echo or request.chat_template is not None:
             return Tokenised(body, [None])
         prompt = _encode_chat(codec, document, request)
         self._metrics.inc("prompts_tokenised_total")
@@ -199,12 +200,15 @@ class PromptTokenizer:
             return given
         all_ids: list[array[int]] = given.prompts
         if codec is not None and texts:
-            ids_of_texts = iter(codec.encode_prompts(texts))
+            ids_of_texts = iter(codec.encode_prompts(request, texts))
             all_ids = [array("I", next(ids_of_texts)) if isinstance(each, str) else each for each in given.prompts]
+        is_cut = request.truncate_prompt_tokens is not None
+        if is_cut:
+            all_ids = [array("I", request.truncated(list(each), document.max_model_len)) for each in all_ids]
         keys: Sequence[PromptKeys | None] = ()
         if len(all_ids) <= MAX_KEYED_PROMPTS:
             keys = tuple(_keys(document, token_ids, request.cache_salt) for token_ids in all_ids)
-        if not texts or request.output.echo:  # an echo gives the text back as it came
+        if not (texts or is_cut) or request.output.echo:  # an echo gives the text back as it came
             return Tokenised(given.body, given.prompts, keys)
         self._metrics.inc("prompts_tokenised_total", len(texts))
         as_given = all_ids if isinstance(given.body["prompt"], list) else all_ids[0]

@@ -22,8 +22,8 @@ from common.node.serving.choices import Choice
 from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.openai.protocol import (
     ChatRequest,
+    CompletionRequest,
     GenerationRequest,
-    Prompt,
     check_token_ids,
     echoed_message,
     to_sampling_params,
@@ -122,12 +122,12 @@ class PromptReader:
         text_lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
         self._metrics.inc("prompts_tokenised_total", len(text_lengths))
         if sum(text_lengths) > THREAD_TOKENISE_CHARS or len(text_lengths) > THREAD_TOKENISE_PROMPTS:
-            return await asyncio.to_thread(self._encode_prompts, request.prompts)
-        return self._encode_prompts(request.prompts)
+            return await asyncio.to_thread(self._encode_prompts, request)
+        return self._encode_prompts(request)
 
-    def _encode_prompts(self, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
+    def _encode_prompts(self, request: CompletionRequest) -> list[EncodedPrompt]:
         """Blocks; 10 ms for each 20,000 characters."""
-        return [EncodedPrompt(token_ids) for token_ids in self.codec.encode_prompts(prompts)]
+        return [EncodedPrompt(token_ids) for token_ids in self.codec.encode_prompts(request)]
 
     def _given(self, prompt: PromptIds) -> EncodedPrompt:
         """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""
@@ -235,7 +235,7 @@ class PromptReader:
         if isinstance(request, ChatRequest):
             return echoed_message(request)
         prompt = request.prompts[prompt_index]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
             return prompt
         decode = partial(self.codec.decode, token_ids, skip_special_tokens=output.skip_special_tokens)
         return await asyncio.to_thread(decode) if len(token_ids) > THREAD_DECODE_TOKENS else decode()

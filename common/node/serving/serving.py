@@ -43,7 +43,7 @@ from common.openai.protocol import (
 )
 from common.request import Request
 from common.server.disconnect import run_until_disconnect
-from common.server.gate import is_peer, request_id_of, wants_trace
+from common.server.gate import is_peer, request_id_of, take_request_id, wants_trace
 from common.server.json_body import read_json_object, run_for_body
 from common.server.pacer import Pacer
 from common.telemetry.tracing import Tracer
@@ -99,6 +99,7 @@ class Serving:
         body = await read_json_object(http, is_leg=True)
         with self._telling_reader(body):
             request = await run_for_body(http, lambda: parse(body, is_from_peer=is_peer(http)))
+            take_request_id(http, request.request_id)
             return await self._serve(http, request)
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "Tandem"]
 ORIGIN_KEY = "x-origin"
 
 _Body = TypeVar("_Body", bound="Body")
-_BOUNDS = ("ge", "le", "gt", "min_length", "max_length")
+_BOUNDS = ("ge", "le", "gt", "min_length", "max_length", "pattern")
 _NAMES: Mapping[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -38,7 +38,7 @@ def declare(origin: Origin, description: str, *, default: Any = None, means: obj
     Args:
         default: its value when the body does not give it.
         means: what is done then, where ``default`` does not say it.
-        bounds: ``ge``, ``le``, ``gt``, ``min_length``, ``max_length``.
+        bounds: ``ge``, ``le``, ``gt``, ``min_length``, ``max_length``, ``pattern``.
     """
     extra: dict[str, Any] = {ORIGIN_KEY: origin}
     if means is not None:
@@ -71,10 +71,11 @@ def _in_our_words(model: type[Body], place: tuple[int | str, ...], value: Any, p
             metadata, [inner] = [], get_args(inner)
     name = prefix + _name(place) or "the body"
     bounds = {key: getattr(each, key) for each in metadata for key in _BOUNDS if hasattr(each, key)}
-    if isinstance(value, str) and "max_length" in bounds:
+    if isinstance(value, str) and not bounds.get("min_length", 0) <= len(value) <= bounds.get("max_length", len(value)):
         expected = f"a string of {bounds['min_length']} to {bounds['max_length']} characters"
         return InvalidRequestError(f"{name} must be {expected}, got {len(value)} characters", param=name)
-    expected = _kind(inner) + bounds_in_words(bounds.get("ge"), bounds.get("le"), bounds.get("gt"))
+    pattern = f" that matches {bounds['pattern']}" if "pattern" in bounds else ""
+    expected = _kind(inner) + pattern + bounds_in_words(bounds.get("ge"), bounds.get("le"), bounds.get("gt"))
     return InvalidRequestError(f"{name} must be {expected}, got {shown(value)}", param=name)
 
 

@@ -153,7 +153,11 @@ class AnswerFields(Body):
         "vLLM", "Log-probabilities of the prompt's tokens, with this many alternatives.", ge=0, le=MAX_LOGPROBS
     )
     request_id: str | None = declare(
-        "vLLM", "The request's id where no `X-Request-Id` header gives it.", min_length=1, max_length=128
+        "vLLM",
+        "The request's id where no `X-Request-Id` header gives it.",
+        min_length=1,
+        max_length=128,
+        pattern=r"^[A-Za-z0-9._:\-]+$",
     )
 
 

@@ -139,11 +139,6 @@ _UNBUILT: Mapping[str, IsNeutral] = {
     "parallel_tool_calls": _is_one_of(True),
     "include_reasoning": _is_one_of(True),
     "thinking_token_budget": _is_one_of(-1),
-    "add_special_tokens": _is_one_of(),
-    "truncate_prompt_tokens": _is_one_of(),
-    "chat_template": _is_one_of(),
-    "documents": _is_one_of(),
-    "request_id": _is_one_of(),
 }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.node.serving.prompt_jobs import THREAD_TOKENISE_CHARS, THREAD_TOKENISE_PROMPTS, PromptReader
-from common.openai.protocol import Prompt, parse_completion
+from common.openai.protocol import CompletionRequest, parse_completion
 
 LONG = "x" * (THREAD_TOKENISE_CHARS + 1)
 MANY = ["x" * (THREAD_TOKENISE_CHARS // 10)] * 11
@@ -23,9 +22,9 @@ class SpyCodec:
     def __init__(self) -> None:
         self.threads: set[int] = set()
 
-    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def encode_prompts(self, request: CompletionRequest) -> list[list[int]]:
         self.threads.add(threading.get_ident())
-        return [[len(prompt)] for prompt in prompts]
+        return [[len(prompt)] for prompt in request.prompts]
 
 
 def reader(codec: SpyCodec, counts: list[int]) -> PromptReader:

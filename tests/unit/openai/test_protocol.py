@@ -440,6 +440,7 @@ def test_any_json_is_parsed_or_refused_with_a_field_name(noise: dict[str, Any]) 
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
         ({"truncation_side": "up"}, "truncation_side", "one of left, right, got 'up'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "between -1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"bad_words": [""]}, "bad_words", "1 to 512"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
         ({"logprob_token_ids": [-1]}, "logprob_token_ids", "between 0 and"),

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.openai.bodies import values
-from common.openai.protocol import parse_chat
+from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import MAX_CHARS_PER_TOKEN, PIECE_CHARS, TextCodec
 from common.text.tokenizer_document import PROBE_TEXTS, plain_backend
 from tests.unit.text.vocabulary import train_byte_level
@@ -58,9 +58,14 @@ def test_texts_when_they_have_too_many_tokens_together_then_refused(
 ) -> None:
     codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
     monkeypatch.setattr(values, "MAX_TOKENS_TOGETHER", 7)
-    assert codec.encode_prompts([(1, 2, 3), (4, 5), (6, 7)]) == [[1, 2, 3], [4, 5], [6, 7]]
+    assert codec.encode_prompts(parse_completion({"prompt": [[1, 2, 3], [4, 5], [6, 7]]})) == [
+        [1, 2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    request = parse_completion({"prompt": "as many as follow"})
     with pytest.raises(InvalidRequestError, match="2 prompts must have at most 7 tokens together, got 8") as refused:
-        codec.encode_prompts([(1, 2, 3), (4, 5, 6, 7, 8), (9,)])
+        codec.encode_prompts(request, [(1, 2, 3), (4, 5, 6, 7, 8), (9,)])
     assert refused.value.param == "prompt"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
-from common.openai.protocol import parse_chat
+from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from tests.unit.text.vocabulary import EOS
 
@@ -24,6 +24,48 @@ def test_chat_is_rendered_through_the_template(codec: TextCodec) -> None:
     assert codec.decode(codec.encode_chat(chat(add_generation_prompt=False))) == "<user>hello"
     styled = chat(chat_template_kwargs={"style": "terse"}, tools=[{"a": 1}])
     assert codec.decode(codec.encode_chat(styled)) == '<user>hello[{"a": 1}]terse<assistant>'
+
+
+def test_chat_when_special_tokens_or_documents_are_asked_for_then_has_them(tokenizer: Any) -> None:
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer), trusts_templates=True)
+    template = "{% for each in documents %}[{{ each.text }}]{% endfor %}{{ messages[0].content }}"
+    asked = chat(chat_template=template, documents=[{"text": "a"}, {"text": "b"}])
+    assert codec.decode(codec.encode_chat(asked)) == "[a][b]hello"
+    plain, special = (codec.encode_chat(chat(add_special_tokens=each)) for each in (None, True))
+    assert special == codec.encode(codec.decode(plain), add_special_tokens=True)
+
+
+def test_template_of_a_request_when_requests_are_not_trusted_then_is_refused(codec: TextCodec) -> None:
+    with pytest.raises(InvalidRequestError, match="--trust-request-chat-template") as refused:
+        codec.encode_chat(chat(chat_template="x"))
+    assert refused.value.param == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("most", "max_tokens", "expected"), [(2, None, 2), (-1, None, 9), (-1, 6, 4), (50, None, None)]
+)
+def test_prompt_when_longer_than_asked_for_then_is_cut(
+    tokenizer: Any, most: int, max_tokens: int | None, expected: int | None
+) -> None:
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer), max_model_len=10)
+    ids = list(range(20, 50))
+    for side in ("left", "right"):
+        fields = {"truncate_prompt_tokens": most, "max_tokens": max_tokens, "truncation_side": side}
+        request = parse_completion({"prompt": ids, **fields})
+        if expected is None:
+            with pytest.raises(InvalidRequestError, match="context of 10"):
+                codec.encode_prompts(request)
+            continue
+        [cut] = codec.encode_prompts(request)
+        assert cut == (ids[-expected:] if side == "left" else ids[:expected])
+        assert codec.encode_prompts(parse_completion({"prompt": codec.decode(ids), **fields}))[0] != []
+
+
+def test_special_tokens_of_a_text_when_not_asked_for_then_are_left_out(sentencepiece: Any) -> None:
+    codec = TextCodec(sentencepiece, vocab_size=len(sentencepiece))
+    for special in (True, False):
+        request = parse_completion({"prompt": "world", "add_special_tokens": special})
+        assert codec.encode_prompts(request) == [codec.encode("world", add_special_tokens=special)]
 
 
 def test_template_that_refuses_is_the_requests_fault(codec: TextCodec) -> None:

@@ -106,6 +106,8 @@ def test_what_needs_its_text_or_cannot_be_tokenised_goes_on_as_it_came(cluster: 
         ("/v1/completions", {"prompt": "x" * 200_000}),  # more than the context can hold, whatever the tokens are
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}),  # refused by the template
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"tokenize": False}}),
+        ("/v1/chat/completions", {**CHAT, "chat_template": "{{ messages }}"}),  # nodes decide whether they trust it
+        ("/v1/chat/completions", {**CHAT, "echo": True}),
     ]
     for route, body in cases:
         for node in (*cluster.prefill, *cluster.decode):
@@ -115,6 +117,41 @@ def test_what_needs_its_text_or_cannot_be_tokenised_goes_on_as_it_came(cluster: 
             for key in ("prompt", "messages", "chat_template_kwargs"):
                 assert leg.get(key) == body.get(key)
             assert "tandem_prompt" not in leg
+
+
+@pytest.mark.parametrize(
+    ("fields", "cut"),
+    [
+        ({"truncate_prompt_tokens": 3}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(0, 3)),
+    ],
+)
+def test_prompt_when_it_is_cut_then_nodes_get_what_is_left(
+    cluster: Cluster, codec: TextCodec, fields: dict[str, Any], cut: slice
+) -> None:
+    text = "hello world, the quick brown fox"
+    for prompt in (text, codec.encode(text)):
+        for node in (*cluster.prefill, *cluster.decode):
+            node.received.clear()
+        cluster.client.post("/v1/completions", json={"prompt": prompt, **fields})
+        assert [body["prompt"] for body in bodies(cluster)] == [codec.encode(text)[cut]] * 2
+    for node in (*cluster.prefill, *cluster.decode):
+        node.received.clear()
+    cluster.client.post("/v1/chat/completions", json={**CHAT, **fields})
+    whole = codec.encode_chat(parse_chat(CHAT))
+    for body in bodies(cluster):
+        assert body["tandem_prompt"] == {"token_ids": whole[cut], "boundaries": []}
+        assert not body.keys() & fields.keys()
+
+
+def test_request_id_when_in_the_body_then_is_the_requests_unless_a_header_says_another(cluster: Cluster) -> None:
+    for headers, expected in (({}, "mine-1"), ({"X-Request-Id": "header-1"}, "header-1")):
+        for node in (*cluster.prefill, *cluster.decode):
+            node.received.clear()
+        body = {"prompt": "hello", "request_id": "mine-1"}
+        answer = cluster.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == expected
+        assert cluster.decode[0].received[0].headers["x-request-id"] == expected
 
 
 def test_clients_own_tandem_prompt_is_taken_off(cluster: Cluster) -> None:
