@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from common.config.dns import Resolver
 from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
 from common.openai.errors import install_error_handlers
@@ -55,7 +56,7 @@ from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.recent_requests import RecentRequests
 from proxy.node_http.client import NodeClient
 from proxy.nodes.breaker import Breaker
-from proxy.nodes.discovery import Discovery, Resolver, split_urls
+from proxy.nodes.discovery import Discovery, split_urls
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.pages.routes import PAGE_PATHS, add_page_routes

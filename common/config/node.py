@@ -18,7 +18,7 @@ from common.config.flag import (
     urls_flag,
 )
 from common.config.process import ProcessConfig
-from common.config.values import GIB
+from common.config.values import GIB, parse_node_url
 from common.errors import ConfigError
 
 
@@ -35,7 +35,10 @@ class NodeConfig(ProcessConfig):
     served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
     port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)
     advertise_host: str | None = flag(
-        None, "address at which other nodes reach this one (default: --host)", metavar="ADDR"
+        None,
+        "address at which other nodes reach this one (default: --host; where that is 0.0.0.0 or ::, the address of "
+        "this machine's or container's own name)",
+        metavar="ADDR",
     )
     node_name: str | None = flag(None, "name in traces and metrics (default: role and port)")
     dtype: str = choice_flag(
@@ -108,7 +111,11 @@ class NodeConfig(ProcessConfig):
     )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
-    peers: tuple[str, ...] = urls_flag("nodes that this one may pull from (default: loopback only)")
+    peers: tuple[str, ...] = urls_flag(
+        "nodes that this one may pull from (default: loopback only); dns+http://name:port is a node at each address of "
+        "the name",
+        parse_node_url,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

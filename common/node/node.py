@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 
+from common.config.dns import own_host
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
@@ -68,7 +69,7 @@ class Node:
         self.role = role
         self.name = config.node_name or role.value
         self.engine_id = new_engine_id(config)
-        self.advertised_host = config.advertise_host or config.host
+        self.advertised_host = config.advertise_host or own_host(config.host)
         self.model_name = config.served_model_name or config.model
         self.metrics = Metrics(role, versions=build_labels())
         self.tracer = create_tracer(
@@ -115,6 +116,7 @@ class Node:
 
     def start(self) -> None:
         self._lag.start()
+        self.peers.names.start()
         self.bridge.open()
         self.remote_leases.start()
         self._quarantine_keeper.start()

@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import urllib.parse
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.config.dns import DnsName, Resolver, resolve_host
 from common.config.values import DNS_PREFIX
 from common.errors import InvalidRequestError
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 
 logger = logging.getLogger(__name__)
-
-RESOLVE_TIMEOUT_S = 5.0
-"""Seconds for an answer of DNS; a name that gives none in time changes nothing."""
-
-Resolver = Callable[[str, int], Awaitable[set[str]]]
-"""The addresses of a host (with the port it is asked for). Raises OSError."""
 
 
 @dataclass(slots=True)
@@ -37,15 +30,6 @@ class DnsTarget:
     url: str
     role: NodeRole
     known: set[str] = field(default_factory=set)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        parts = urllib.parse.urlsplit(self.url.removeprefix(DNS_PREFIX))
-        return parts.hostname or "", parts.port or 80
-
-    def node_url(self, address: str) -> str:
-        port = self.address[1]
-        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def split_urls(urls: Sequence[str], role: NodeRole) -> tuple[list[str], list[DnsTarget]]:
@@ -89,12 +73,10 @@ class Discovery:
     async def resolve_once(self, target: DnsTarget) -> None:
         """Resolve once and bring the pool in line with the answer. Never raises on what DNS does."""
         try:
-            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                addresses = await self._resolve(*target.address)
-        except (OSError, TimeoutError, UnicodeError) as exc:
+            answer = await DnsName(target.url).node_urls(self._resolve)
+        except OSError as exc:
             self._say(target, f"{target.url}: {type(exc).__name__}: {exc}".rstrip(": "))
             return
-        answer = {target.node_url(address) for address in addresses}
         refused = set()
         problem = None if answer else f"{target.url}: no address"
         for url in sorted(answer - target.known):
@@ -118,10 +100,3 @@ class Discovery:
             self._pool.missing[target.url] = (target.role, problem)
         if problem is not None and (old is None or old[1] != problem):
             logger.warning("discovery role=%s %s", target.role.value, problem)
-
-
-async def resolve_host(host: str, port: int) -> set[str]:
-    """All addresses of a name, by the system's resolver. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {str(address[0]) for _, _, _, _, address in found}

@@ -16,8 +16,9 @@ import torch
 
 from common.errors import ConfigError
 from common.models.loading.fingerprint import user_cache_dir
-from common.ops.cpu import build
+from common.ops.cpu import build, levels
 from common.ops.cpu.build import BuildError, load_library
+from common.ops.cpu.levels import Level
 from common.ops.select import create_ops
 from tests.support.models import checkpoint
 from tests.support.ops import make_ops
@@ -122,6 +123,41 @@ def test_load_library_when_it_was_prebuilt_on_another_cpu_then_is_compiled_for_t
     library = load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image")
     assert count(compilations) == first + 1
     assert Path(library._name).parent == tmp_path / "cache" / "ops"
+
+
+def test_load_library_when_levels_were_prebuilt_then_takes_the_best_that_this_cpu_runs(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "one.cpp").write_text(
+        'extern "C" int tandem_attention() { return sizeof(float) * (0\n'
+        "#ifdef WIDE\n+ 1\n#endif\n#ifdef WIDER\n+ 2\n#endif\n); }\n"
+    )
+    wide = Level("wide", ("-DWIDE",), frozenset({"a"}))
+    wider = Level("wider", ("-DWIDE", "-DWIDER"), frozenset({"a", "b"}))
+    monkeypatch.setattr(levels, "levels_of_machine", lambda: (wider, wide))
+    build.prebuild(tmp_path / "image", (wider, wide), sources)
+    made = count(compilations)
+    assert made == 2
+    for features, value in (({"a", "b", "c"}, 12), ({"a"}, 4)):
+        monkeypatch.setattr(levels, "_features", lambda found=frozenset(features): found)
+        library = load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image")
+        assert library.tandem_attention() == value
+        assert count(compilations) == made
+    monkeypatch.setattr(levels, "_features", frozenset)
+    assert load_library(tmp_path / "cache", sources, prebuilt_dir=tmp_path / "image").tandem_attention() == 0
+    assert count(compilations) == made + 1
+    assert not levels.levels_here()
+
+
+@pytest.mark.full
+def test_prebuild_when_it_has_run_for_every_level_then_this_cpu_has_one_and_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run([sys.executable, "-m", "common.models.prebuild", "--levels", str(tmp_path)], cwd=ROOT)
+    assert done.returncode == 0
+    assert len(list((tmp_path / "ops").glob("*.so"))) == len(levels.levels_of_machine())
+    monkeypatch.setenv("PATH", "")
+    load_library(tmp_path / "cache", prebuilt_dir=tmp_path)
 
 
 def test_load_library_when_many_come_at_once_then_one_compiles(

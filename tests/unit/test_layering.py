@@ -134,7 +134,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "app",
         "main",
     ),
-    "common.node.peers": ("liveness", "directory"),
+    "common.node.peers": ("liveness", "names", "directory"),
     "common.node.lend": ("manifest_builder", "rendezvous", "prefill_leg", "prefix_holder"),
     "common.node.pull": (
         "remote_leases",

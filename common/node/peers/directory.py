@@ -26,6 +26,7 @@ from common.errors import (
     TransferError,
 )
 from common.node.peers.liveness import Liveness
+from common.node.peers.names import PeerNames
 from common.transfer.backend import TransferBackend
 from common.transfer.regions import Peer
 from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER
@@ -54,11 +55,13 @@ class PeerDirectory:
         self.liveness = Liveness(self._http, self.forget)
         self._backend = backend
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
+        self.names = PeerNames(allowed)
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._failures: dict[str, TransferError] = {}  # of the last handshake that failed
 
     async def close(self) -> None:
+        await self.names.close()
         await self.liveness.close()
         await self._http.aclose()
 
@@ -69,7 +72,7 @@ class PeerDirectory:
         process of this service (``is_from_peer``): what this node asks there carries the cluster key.
         """
         if self._allowed:
-            if url in self._allowed:
+            if url in self._allowed or url in self.names:
                 return
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not among the peers of this node (--peers)",

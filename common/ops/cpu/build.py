@@ -1,13 +1,13 @@
 """From the sources beside this file to a loaded library, compiled once per machine.
 
 1 name the library after what it was made of and for (sources, flags, CPU), 2 take one of that name from the folder of
-prebuilt ones where there is one (an image's), whichever compiler made it: none is needed to run it, 3 else find a
-compiler, which is the rest of the name, and take the library from the cache folder, or compile it there into a scratch
-file that is moved into place, under a lock so that nodes that start together compile once, 4 load it. Leaves by: a
-library, or :class:`BuildError` with the reason.
+prebuilt ones where there is one (an image's), or one for the best level that this CPU has, whichever compiler made it:
+none is needed to run it, 3 else find a compiler, which is the rest of the name, and take the library from the cache
+folder, or compile it there into a scratch file that is moved into place, under a lock so that nodes that start together
+compile once, 4 load it. Leaves by: a library, or :class:`BuildError` with the reason.
 
-The code is for the CPU it was compiled on, so packages hold only the sources, and what an image built on another kind
-of CPU brings has another name: it is never loaded.
+The code is for the CPU it was compiled on, so packages hold only the sources, and what was compiled on another kind of
+CPU has another name: it is never loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from common.ops.cpu.levels import Level, levels_here
 
 logger = logging.getLogger(__name__)
 
@@ -74,33 +76,69 @@ def load_library(
     ``cache_dir``/ops or compiled into that.
 
     ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
-    ``prebuilt_dir``: a folder that was the ``cache_dir`` of an earlier build, such as an image's; only read.
+    ``prebuilt_dir``: a folder that was the ``cache_dir`` of an earlier build, or that :func:`prebuild` has filled, such
+    as an image's; only read.
 
     Raises:
         BuildError: no compiler, no success with it, or nowhere to write.
     """
-    sources = sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
-    content = [word for source in sources for word in (source.name.encode(), source.read_bytes())]
-    name = _digest(*content, repr((_FLAGS, tuple(machine_flags))).encode(), _cpu().encode())
+    sources = _sources(source_dir)
+    name = _name(sources, machine_flags, _cpu())
     if prebuilt_dir is not None:
-        for prebuilt in sorted((prebuilt_dir / "ops").glob(f"{name}-*.so")):
-            if (library := _try_load(prebuilt)) is not None:
-                return library
+        levels = levels_here()
+        names = {"this CPU": name, **{level.name: _level_name(sources, level) for level in levels}}
+        for level, prebuilt_name in names.items():
+            for prebuilt in sorted((prebuilt_dir / "ops").glob(f"{prebuilt_name}-*.so")):
+                if (library := _try_load(prebuilt)) is not None:
+                    logger.info("prebuilt C++ ops for=%s path=%s", level, prebuilt)
+                    return library
         logger.info("no prebuilt C++ ops for this CPU path=%s", prebuilt_dir / "ops" / f"{name}-*.so")
+    path = _path_of_compiled(cache_dir, name, sources, machine_flags, lambda found: _try_load(found) is not None)
+    if (library := _try_load(path)) is None:
+        raise BuildError(f"{path} was compiled and cannot be loaded")
+    return library
+
+
+def prebuild(folder: Path, levels: Sequence[Level], source_dir: Path = SOURCE_DIR) -> None:
+    """Compile for each of ``levels`` into ``folder``/ops, whatever CPU this is. Raises BuildError."""
+    sources = _sources(source_dir)
+    for level in levels:
+        _path_of_compiled(folder, _level_name(sources, level), sources, (level.flags,))
+
+
+def _sources(source_dir: Path) -> list[Path]:
+    return sorted([*source_dir.glob("*.cpp"), *source_dir.glob("*.h")])
+
+
+def _name(sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]], cpu: str) -> str:
+    content = [word for source in sources for word in (source.name.encode(), source.read_bytes())]
+    return _digest(*content, repr((_FLAGS, tuple(machine_flags))).encode(), cpu.encode())
+
+
+def _level_name(sources: Sequence[Path], level: Level) -> str:
+    return _name(sources, (level.flags,), f"level {level.name}")
+
+
+def _path_of_compiled(
+    cache_dir: Path,
+    name: str,
+    sources: Sequence[Path],
+    machine_flags: Sequence[tuple[str, ...]],
+    is_good: Callable[[Path], bool] = lambda _: True,
+) -> Path:
+    """The library of that name in ``cache_dir``/ops, compiled where there is none that ``is_good``. Raises
+    BuildError."""
     compiler = _find_compiler()
     folder = cache_dir / "ops"
     path = folder / f"{name}-{_digest(compiler.encode(), _run([compiler, '--version']).encode())}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
-            if path.exists() and (library := _try_load(path)) is not None:
-                return library
-            _compile(compiler, sources, machine_flags, path)
+            if not (path.exists() and is_good(path)):
+                _compile(compiler, sources, machine_flags, path)
     except OSError as exc:
         raise BuildError(f"cannot use the cache folder {folder}: {exc}") from exc
-    if (library := _try_load(path)) is None:
-        raise BuildError(f"{path} was compiled and cannot be loaded")
-    return library
+    return path
 
 
 def _find_compiler() -> str:

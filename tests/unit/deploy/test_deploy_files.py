@@ -143,18 +143,53 @@ def test_compose_variables_when_commented_out_then_the_example_shows_the_default
 
 def test_compose_when_read_then_ports_commands_and_addresses_fit_together() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    assert services["proxy"]["environment"]["TANDEM_PREFILL"] == "http://prefill:8100"
-    assert services["proxy"]["environment"]["TANDEM_DECODE"] == "http://decode:8200"
-    for name, port in (("prefill", "8100"), ("decode", "8200")):
+    places = {"prefill": "dns+http://prefill:8100", "decode": "dns+http://decode:8200"}
+    assert services["proxy"]["environment"]["TANDEM_PREFILL"] == places["prefill"]
+    assert services["proxy"]["environment"]["TANDEM_DECODE"] == places["decode"]
+    for name, port, peer in (("prefill", "8100", "decode"), ("decode", "8200", "prefill")):
         for variant in (name, name + "-gpu"):
             assert services[variant]["command"] == [name]
             assert services[variant]["environment"]["TANDEM_PORT"] == port
-            assert services[variant]["environment"]["TANDEM_ADVERTISE_HOST"] == name
+            # Each of several containers of a service has its own address, which its peers find behind the name.
+            assert services[variant]["environment"]["TANDEM_PEERS"] == places[peer]
+            assert "TANDEM_ADVERTISE_HOST" not in services[variant]["environment"]
     for service in services.values():
         for published in service.get("ports", ()):
             assert published.startswith("127.0.0.1:"), published
     [scrape, _] = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
-    assert scrape["static_configs"] == [{"targets": ["proxy:8000", "prefill:8100", "decode:8200"]}]
+    found = {(name, each["port"]) for each in scrape["dns_sd_configs"] for name in each["names"]}
+    assert found == {("proxy", 8000), ("prefill", 8100), ("decode", 8200)}
+
+
+def test_compose_when_no_setting_is_given_then_nothing_is_missing_and_the_model_is_the_images_own() -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    assert not re.findall(r"\$\{[A-Z_]+:?\?", text)
+    assert not re.findall(r"^[A-Z_]+=", (DEPLOY / ".env.example").read_text(), re.MULTILINE)
+    [model] = set(re.findall(r"\$\{TANDEM_MODEL:-([^}]*)\}", text))
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text()
+    for target in ("node-cpu", "node-cuda"):
+        stage = dockerfile.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        assert f"COPY --from=code {model} {Path(model).name}\n" in stage
+
+
+def test_compose_services_when_started_then_cannot_write_their_image_and_have_no_rights() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("proxy", "prefill", "decode", "prefill-gpu", "decode-gpu"):
+        assert services[name]["read_only"] is True
+        assert services[name]["tmpfs"] == ["/tmp"]
+        assert services[name]["cap_drop"] == ["ALL"]
+    assert all("healthcheck" in services[name] for name in ("prometheus", "grafana"))
+
+
+def test_secrets_when_made_then_are_a_key_and_made_once(tmp_path: Path) -> None:
+    file, made = tmp_path / "new" / "key", set()
+    for _ in range(2):
+        subprocess.run(["bash", str(DEPLOY / "secrets.sh"), str(file)], check=True, capture_output=True, timeout=30)
+        made.add(file.read_text())
+    [key] = made
+    assert re.fullmatch(r"[0-9a-f]{64}", key)
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_kubernetes_workloads_when_read_then_probes_ports_and_roles_are_those_of_the_processes() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
+from common.config import dns
 from common.errors import InvalidRequestError, TransferError
 from common.node.peers import directory as directory_module
 from common.node.peers.directory import PeerDirectory
+from common.node.peers.names import PeerNames
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
 from tests.support.service import free_port
 
@@ -120,3 +122,60 @@ async def test_meet_when_many_wait_for_a_silent_peer_then_all_give_up_with_the_f
         for writing in tried:
             writing.close()
         await asyncio.gather(*(writing.wait_closed() for writing in tried), return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_peers_when_they_are_a_name_then_are_the_nodes_at_its_addresses_as_they_change() -> None:
+    answers: list[set[str]] = [{"10.0.0.7", "fd00::7"}]
+
+    async def resolve(host: str, port: int) -> set[str]:
+        assert (host, port) == ("prefill", 8100)
+        if not answers[0]:
+            raise OSError("no such name")
+        return answers[0]
+
+    names = PeerNames(["http://10.0.0.1:8100", "dns+http://prefill:8100"], interval_s=0.01, resolve=resolve)
+    assert "http://10.0.0.7:8100" not in names
+    names.start()
+    try:
+        await until(lambda: "http://10.0.0.7:8100" in names)
+        assert "http://[fd00::7]:8100" in names
+        for other in ("http://10.0.0.1:8100", "http://10.0.0.7:8200", "http://prefill:8100", "http://10.0.0.8:8100"):
+            assert other not in names
+        answers[0] = set()
+        await asyncio.sleep(0.1)
+        assert "http://10.0.0.7:8100" in names  # DNS that is down parts nobody
+        answers[0] = {"10.0.0.8"}
+        await until(lambda: "http://10.0.0.8:8100" in names)
+        assert "http://10.0.0.7:8100" not in names
+    finally:
+        await names.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("directory", [("dns+http://localhost:8100",)], indirect=True)
+async def test_directory_when_peers_are_a_name_then_allows_its_addresses_alone(
+    directory: PeerDirectory,
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        directory.check_allowed("http://127.0.0.1:8100", is_from_peer=True)
+    directory.names.start()
+    await until(lambda: "http://127.0.0.1:8100" in directory.names)
+    directory.check_allowed("http://127.0.0.1:8100", is_from_peer=False)
+    with pytest.raises(InvalidRequestError, match="--peers"):
+        directory.check_allowed("http://127.0.0.1:8200", is_from_peer=True)
+
+
+def test_own_host_when_a_process_listens_everywhere_then_is_its_names_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ["127.0.1.1", "fd00::5", "10.0.0.5"]
+    monkeypatch.setattr(dns.socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in found])
+    assert dns.own_host("10.9.9.9") == "10.9.9.9"
+    assert dns.own_host("0.0.0.0") == "10.0.0.5"
+    found[:] = ["127.0.1.1"]
+    assert dns.own_host("0.0.0.0") == "0.0.0.0"

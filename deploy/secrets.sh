@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Makes the key between proxy and nodes for compose.yaml, in deploy/secrets/cluster_key (or FILE), unless it is there.
+#
+#   bash deploy/secrets.sh [FILE]
+set -euo pipefail
+file=${1:-"$(dirname "${BASH_SOURCE[0]}")/secrets/cluster_key"}
+if [ -s "$file" ]; then
+    echo "$file is there already; to make another, remove it and start everything again"
+    exit 0
+fi
+mkdir -p "$(dirname "$file")"
+# The images' user, 10001, reads it through a mount; from others on this machine the folder keeps it.
+chmod 700 "$(dirname "$file")"
+od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file"
+chmod 644 "$file"
+echo "made $file"
