@@ -33,8 +33,19 @@ NOT_METRICS = {
         "tandem_proof",
     )
 }
-# Of `tandem simulate`, of tests/run.sh, and of other programs.
-OTHER_FLAGS = {"--trace", "--limit", "--model-config", "--json", "--all", "--cache", "--help", "--version"}
+# Of `tandem simulate`, of tests/run.sh, of ops that are compiled ahead, and of other programs.
+OTHER_FLAGS = {
+    "--levels",
+    "--scale",
+    "--trace",
+    "--limit",
+    "--model-config",
+    "--json",
+    "--all",
+    "--cache",
+    "--help",
+    "--version",
+}
 OTHER_PROGRAMS = re.compile(r"^.*(?:kubectl|docker|pip |benchmarks\.|python -m|--profile|--build).*$", re.MULTILINE)
 
 
