@@ -1,8 +1,8 @@
 """``tandem up``: a whole service on this machine.
 
 1 read the flags, 2 check that every port is free, 3 start nodes and proxy under the supervisor (with the built-in model
-when none is given), each with its effective flags in argv and nothing of ours in its environment, 4 print the URL and
-a curl example, 5 run until SIGINT, SIGTERM or SIGHUP.
+when none is given), each with its effective flags in argv and nothing of ours in its environment, 4 print the
+URLs of the pages and a curl example, 5 run until SIGINT, SIGTERM or SIGHUP.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def child_specs(config: UpConfig, model: str) -> list[ChildSpec]:
 
 
 def welcome(config: ProxyConfig) -> str:
-    """What to print when everything is ready: the URL and a command to try."""
+    """What to print when everything is ready: the chat page and a command to try."""
     body = json.dumps({"messages": _EXAMPLE, "max_tokens": 32, "temperature": 0, "stream": True})
     key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
     url = _url(config.host, config.port)
     return (
         f"\nTandem is ready at {url}  (Ctrl-C stops it)\n\n"
+        f"  chat: {url}/chat   status: {url}/\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
     )
 

@@ -14,6 +14,7 @@ const WIDE = matchMedia("(min-width: 1000px)");
 const TOUCH = matchMedia("(pointer: coarse)");
 const NEAR_END_PX = 120;
 const NEWS_CHARS = 2000;
+const BUILT_IN = "tandem-demo";
 const FACTS = "The code word of the mill is amber falcon. The code word of the castle is golden otter.";
 const STARTER = FACTS + " What is the code word of the mill?";
 const FOLLOW_UP = "What is the code word of the castle?";
@@ -322,6 +323,7 @@ async function look() {
   });
   select.replaceChildren(...options);
   select.hidden = options.length === 0;
+  byId("built-in").hidden = select.value !== BUILT_IN;
   setState("Ready", "good");
 }
 

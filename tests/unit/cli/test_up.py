@@ -133,6 +133,7 @@ def test_up_when_ready_then_says_who_where_and_how_to_call(start_up: StartUp) ->
     up = start_up().wait_ready()
     for name, port in ((f"prefill-{up.port + 100}", up.port + 100), ("proxy", up.port)):
         assert f"{name:<14} ready at http://127.0.0.1:{port}\n" in up.output
+    assert f"chat: http://127.0.0.1:{up.port}/chat " in up.output
     assert f"curl -N http://127.0.0.1:{up.port}/v1/chat/completions" in up.output
     assert httpx.get(f"http://127.0.0.1:{up.port}/ready", trust_env=False).status_code == 200
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common import demo_model
 from proxy.pages import routes
 from proxy.pages.routes import FILES, media_type_of
 from proxy.status.routes import DATA_PATH
@@ -143,6 +144,10 @@ def test_files_when_packaged_then_all_are_in_the_wheel() -> None:
     served = set(FILES.values())
     assert {name for name in served if not any(fnmatch(name, pattern) for pattern in patterns)} == set()
     assert served == {path.name for path in FOLDER.iterdir() if path.suffix not in (".py", "") and path.is_file()}
+
+
+def test_chat_when_the_built_in_model_is_served_then_knows_its_name() -> None:
+    assert f'BUILT_IN = "{demo_model.FOLDER.name}"' in read("chat.js")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
