@@ -62,8 +62,9 @@ MAX_ANSWERS = 2048
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say; OpenAI's default."""
 
-_CHAT_ONLY = frozenset(ChatBody.model_fields) - frozenset(CompletionBody.model_fields)
-_COMPLETION_ONLY = frozenset(CompletionBody.model_fields) - frozenset(ChatBody.model_fields)
+# The other route's prompt is no wish of this one's: bodies with both are sent to either.
+_CHAT_ONLY = frozenset(ChatBody.model_fields) - frozenset(CompletionBody.model_fields) - {"messages"}
+_COMPLETION_ONLY = frozenset(CompletionBody.model_fields) - frozenset(ChatBody.model_fields) - {"prompt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

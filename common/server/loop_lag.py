@@ -25,7 +25,8 @@ class LoopLag:
 
     def __init__(self, observe: Callable[[float, float], None]) -> None:
         self._observe = observe
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due_s = 0.0  # on the loop's clock: a timer that is late already cannot tell
         self._schedstat: int | None = None
         self._computed_s = self._queued_s = 0.0
 
@@ -34,7 +35,7 @@ class LoopLag:
             self._schedstat = os.open(SCHEDSTAT, os.O_RDONLY)
         self._computed_s, self._queued_s = time.process_time(), self._read_queued_s()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(loop.time() + INTERVAL_S, self._look, loop)
+        self._look_later(loop)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -44,13 +45,16 @@ class LoopLag:
             self._schedstat = None
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._timer is not None
-        late_s = max(0.0, loop.time() - self._timer.when())
+        late_s = max(0.0, loop.time() - self._due_s)
         computed_s, queued_s = time.process_time(), self._read_queued_s()
         own_s = min(late_s - (queued_s - self._queued_s), computed_s - self._computed_s)
         self._observe(late_s, max(0.0, own_s))
         self._computed_s, self._queued_s = computed_s, queued_s
-        self._timer = loop.call_at(loop.time() + INTERVAL_S, self._look, loop)
+        self._look_later(loop)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = loop.time() + INTERVAL_S
+        self._timer = loop.call_at(self._due_s, self._look, loop)
 
     def _read_queued_s(self) -> float:
         """Seconds that the loop's thread has waited for a processor so far."""

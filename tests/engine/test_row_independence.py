@@ -20,8 +20,9 @@ from tests.support.ops import OPS_BACKENDS, make_ops
 NUM_ROWS = 33
 HEADS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 31, 32, 48, 129)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-# One of each kind of state, with layers whose other parts (experts, a step size by torch's matrix product) are exact.
-FAMILIES = ("qwen3_5", "olmo_hybrid", "granitemoehybrid", "mamba2", "lfm2", "zamba", "falcon_h1", "bamba")
+# One of each kind of state, with layers whose other parts are exact on every processor. Not Mamba-1's, whose step size
+# is torch's matrix product: it depends on the rows on some.
+FAMILIES = ("qwen3_5", "olmo_hybrid", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1", "bamba")
 FIRST_LAYERS = ("qwen3_next", "kimi_linear", "bailing_hybrid", "minimax", "nemotron_h")
 """Families with routers, which torch multiplies: states before the first one are compared."""
 

@@ -4,7 +4,9 @@ import asyncio
 import time
 
 import pytest
+import uvloop
 
+from common.server import loop_lag
 from common.server.loop_lag import INTERVAL_S, LoopLag
 
 
@@ -32,3 +34,18 @@ async def test_lag_when_the_loop_is_held_up_then_told_with_what_of_it_was_comput
     seen.clear()
     await asyncio.sleep(4 * INTERVAL_S)
     assert seen == []
+
+
+def test_lag_when_the_next_look_is_due_at_once_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that stood still between reading the clock and setting the timer."""
+    monkeypatch.setattr(loop_lag, "INTERVAL_S", 0.0)
+    seen: list[float] = []
+
+    async def look() -> None:
+        lag = LoopLag(lambda late_s, own_s: seen.append(late_s))
+        lag.start()
+        await asyncio.sleep(0.01)
+        lag.close()
+
+    uvloop.run(look())
+    assert len(seen) > 2
