@@ -488,7 +488,12 @@ def test_tool_choice_when_absent_then_auto_with_tools_and_none_without() -> None
 
 
 def test_field_of_the_other_route_when_it_asks_for_something_then_refused_by_name() -> None:
-    for make, name, value in ((completion, "tools", [FUNCTION]), (chat, "prompt", "x"), (completion, "messages", USER)):
+    for name, value in (("tools", [FUNCTION]), ("documents", [{"text": "a"}]), ("include_reasoning", False)):
         with pytest.raises(InvalidRequestError, match=name) as refused:
-            make(**{name: value})
+            completion(**{name: value})
         assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+
+
+def test_prompt_of_the_other_route_when_both_are_given_then_taken_and_told() -> None:
+    assert chat(prompt="x").unknown_fields == ("prompt",)
+    assert completion(messages=USER).unknown_fields == ("messages",)
