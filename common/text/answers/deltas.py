@@ -1,0 +1,77 @@
+"""What an answer's text turned out to be: pieces of reasoning, of content, and of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A piece of call number ``index``. ``name`` comes once, with the first piece; ``arguments`` is a fragment of JSON
+    text. ``call_id``: the model's own, in formats that have one."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+    call_id: str | None = None
+
+
+@dataclass(slots=True)
+class AnswerDelta:
+    """What one piece of text added. Within it reasoning comes first, then content, then calls."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+class DeltaSink:
+    """Where parsers put what they find. ``num_calls`` have begun, ``is_call_open``: the last one has not ended.
+
+    ``texts``: what the characters that stand for special tokens are called, where they turned out to mark nothing.
+    """
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+        self.num_calls = 0
+        self.is_call_open = False
+        self._delta = AnswerDelta()
+
+    def take(self) -> AnswerDelta:
+        """What came since the last time."""
+        delta, self._delta = self._delta, AnswerDelta()
+        return delta
+
+    def reasoning(self, text: str) -> None:
+        self._delta.reasoning += self._spelled(text)
+
+    def content(self, text: str) -> None:
+        self._delta.content += self._spelled(text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        self._delta.calls.append(CallDelta(self.num_calls, self._spelled(name), "", call_id))
+        self.num_calls += 1
+        self.is_call_open = True
+
+    def arguments(self, text: str) -> None:
+        if not text:
+            return
+        text = self._spelled(text)
+        calls, index = self._delta.calls, self.num_calls - 1
+        if calls and calls[-1].index == index:
+            calls[-1].arguments += text
+        else:
+            calls.append(CallDelta(index, None, text))
+
+    def end_call(self) -> None:
+        self.is_call_open = False
+
+    def _spelled(self, text: str) -> str:
+        if self._texts and not text.isascii():
+            for character, marker in self._texts.items():
+                text = text.replace(character, marker)
+        return text

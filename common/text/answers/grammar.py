@@ -1,0 +1,166 @@
+"""Grammars that hold an answer to its format: one from the first token to the last, in llguidance's syntax.
+
+``think? (text | schema | calls)``: what of it there is depends on the request. Calls are written with the template's
+own separators, so that the next turn's prompt has the same tokens. Markers that are special tokens are named by id.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from common.text.answers.formats import AnswerFormat, CallKind, ToolFormat
+from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
+
+_FREE_TEXT = "TEXT: /(?s:.*)/"
+
+
+class Thinking(enum.Enum):
+    """How the prompt ends: no reasoning was opened, it is open, or it is opened and closed."""
+
+    ABSENT = "absent"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+def answer_grammar(
+    answer_format: AnswerFormat,
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    is_call_required: bool,
+    parallel: bool,
+    constraint: str | None,
+    thinking: Thinking,
+    token_id: Callable[[str], int | None],
+) -> str:
+    """llguidance's top-level grammar.
+
+    Args:
+        tools: those that may be called; none: content only.
+        is_call_required: the answer is nothing but calls.
+        parallel: several calls may stand together.
+        constraint: the grammar of content, top-level too; None: any text.
+        token_id: of a marker that is a special token, else None.
+    """
+    grammars: list[dict[str, Any]] = [{}]
+    rules: list[str] = []
+    body: list[str] = []
+    if constraint is not None and not is_call_required:
+        grammars += _named(constraint)
+        body.append("@content")
+    if tools:
+        assert answer_format.tools is not None
+        calls = _Calls(answer_format.tools, token_id, rules)
+        body.append(calls.rule(tools, parallel=parallel, after_text=constraint is None and not is_call_required))
+    if constraint is None and not is_call_required:
+        body.append("TEXT")
+    start = "body"
+    if answer_format.reasoning is not None and thinking is not Thinking.CLOSED:
+        start = _thinking(answer_format, thinking, token_id, rules)
+    lines = ["%llguidance {}", f"start: {start}", f"body: {' | '.join(body)}", *rules]
+    if any("TEXT" in line for line in lines):
+        lines.append(_FREE_TEXT)
+    grammars[0] = {"lark_grammar": "\n".join(lines) + "\n"}
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _thinking(
+    answer_format: AnswerFormat, thinking: Thinking, token_id: Callable[[str], int | None], rules: list[str]
+) -> str:
+    reasoning = answer_format.reasoning
+    assert reasoning is not None
+    begin_marker, end_marker = reasoning.markers
+    rest = lark_text(reasoning.end.partition(end_marker)[2], token_id)
+    if token_id(end_marker) is None:
+        rules.append(f"think_text[suffix={json.dumps(end_marker)}]: TEXT")
+        rules.append(f"think: think_text {rest}")
+    else:
+        rules.append(f"think: TEXT <[{token_id(end_marker)}]> {rest}")
+    if thinking is Thinking.OPEN:
+        return "think body"
+    rules.append(f"opened: {lark_text(begin_marker, token_id)} think")
+    return "opened? body"
+
+
+def _named(constraint: str) -> list[dict[str, Any]]:
+    """The grammars of a constraint, the first of them as ``content``."""
+    try:
+        value = json.loads(constraint)
+    except ValueError:
+        value = None
+    if isinstance(value, dict) and isinstance(value.get("grammars"), list):
+        first, *others = value["grammars"]
+        return [{**first, "name": "content"}, *others]
+    return [{"name": "content", "lark_grammar": constraint}]
+
+
+class _Calls:
+    """The rules of one request's calls."""
+
+    def __init__(self, tool_format: ToolFormat, token_id: Callable[[str], int | None], rules: list[str]) -> None:
+        self._format = tool_format
+        self._token_id = token_id
+        self._rules = rules
+
+    def rule(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, after_text: bool) -> str:
+        """Adds all rules; the name of the one for all calls."""
+        layout = self._format.layout
+        for index, tool in enumerate(tools):
+            self._add_tool(index, tool)
+        self._rules.append("call: " + " | ".join(f"tool_{index}" for index in range(len(tools))))
+        more = f" ({self._text(layout.between)} call)*" if parallel else ""
+        tail = f"call{more} {self._text(layout.end)}"
+        if not after_text:
+            self._rules.append(f"calls: {self._text(layout.begin)} {tail}")
+            return "calls"
+        opener = self._format.open_marker
+        rest = self._text(layout.begin.partition(opener)[2])
+        if self._token_id(opener) is None:
+            self._rules.append(f"head[lazy]: TEXT {json.dumps(opener)}")
+            self._rules.append(f"calls: head {rest} {tail}")
+        else:
+            self._rules.append(f"calls: TEXT <[{self._token_id(opener)}]> {rest} {tail}")
+        return "calls"
+
+    def _add_tool(self, index: int, tool: Mapping[str, Any]) -> None:
+        function = tool.get("function", tool)
+        layout = self._format.layout
+        schema = parameters_schema(function)
+        strict = bool(function.get("strict"))
+        if self._format.kind in (CallKind.XML, CallKind.PYTHON):
+            arguments = ParameterRules(layout, self._token_id, self._rules, strict=strict).add(f"args_{index}", schema)
+        else:
+            arguments = f"args_{index}"
+            self._rules.append(f"{arguments}: {schema_rule(schema, layout, strict=strict)}")
+        number = " /:[0-9]{1,4}/" if self._format.kind is CallKind.KIMI else ""
+        head = f"{self._text(str(function['name']))}{number} {self._text(layout.name_end)}"
+        self._rules.append(f"tool_{index}: {head} {arguments}")
+
+    def _text(self, text: str) -> str:
+        return lark_text(text, self._token_id)
+
+
+def parameters_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; without one it takes none."""
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping) or not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = dict(parameters)
+    if not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:
+        schema["type"] = "object"
+    return schema
+
+
+def thinking_of(tail: str, answer_format: AnswerFormat) -> Thinking:
+    """``tail``: the prompt's text from the last header on."""
+    reasoning = answer_format.reasoning
+    if reasoning is None:
+        return Thinking.ABSENT
+    if reasoning.always:
+        return Thinking.OPEN
+    begin, end = (tail.rfind(marker) for marker in reasoning.markers)
+    if begin < 0 and end < 0:
+        return Thinking.ABSENT
+    return Thinking.OPEN if begin > end else Thinking.CLOSED

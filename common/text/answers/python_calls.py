@@ -1,0 +1,122 @@
+"""Calls written as a list in Python: ``[f(a="b", c=1), g()]``.
+
+A value is passed on when it is whole, as JSON. Templates write strings without escaping them, so a quotation mark ends
+a string only where something follows that can stand after one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+from common.text.answers.deltas import DeltaSink
+from common.text.answers.json_calls import MAX_HEAD_CHARS, json_calls
+from common.text.answers.reader import TextReader
+from common.text.answers.values import dumps, json_of_python
+
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*\Z")
+_STOP = re.compile(r"[\"'(){}\[\],\\\ud800-\udfff]")
+_AFTER_STRING = ",)]}:"
+
+
+def python_calls(reader: TextReader, sink: DeltaSink, close: str) -> Generator[None, None, bool]:
+    """Calls up to and with ``close``; whether there was one. A list of JSON objects is taken too."""
+    num_before = sink.num_calls
+    character = yield from reader.spaces()
+    if character == "[":
+        reader.place += 1
+        character = yield from reader.spaces()
+    if character == "{":
+        return (yield from json_calls(reader, sink, close))
+    while True:
+        character = yield from reader.spaces()
+        if character and character in ",];" and sink.num_calls > num_before:
+            reader.place += 1
+            continue
+        if (yield from reader.literal(close)):
+            break
+        reader.keep = reader.place if reader.keep is None else reader.keep
+        found = yield from reader.until(("(", close), MAX_HEAD_CHARS)
+        name = found[0].strip() if found is not None and found[1] == "(" else ""
+        if not _NAME.match(name):
+            reader.place, reader.keep = reader.keep or 0, None
+            break
+        sink.begin_call(name)
+        reader.keep = None
+        if not (yield from _arguments(reader, sink)):
+            yield from reader.literal(close)
+            break
+    return sink.num_calls > num_before
+
+
+def _arguments(reader: TextReader, sink: DeltaSink) -> Generator[None, None, bool]:
+    num_given = 0
+    while True:
+        character = yield from reader.spaces()
+        if character == ")":
+            reader.place += 1
+            sink.arguments("}" if num_given else "{}")
+            sink.end_call()
+            return True
+        if character == ",":
+            reader.place += 1
+            continue
+        found = yield from reader.until(("=",), MAX_HEAD_CHARS)
+        if found is None or not _NAME.match(found[0].strip()):
+            return False
+        sink.arguments(("{" if not num_given else ", ") + dumps(found[0].strip()) + ": ")
+        num_given += 1
+        text = yield from _literal(reader)
+        if text is None:
+            return False
+        sink.arguments(json_of_python(text))
+
+
+def _literal(reader: TextReader) -> Generator[None, None, str | None]:
+    """A literal up to the comma or bracket after it; None when the text ends before."""
+    parts: list[str] = []
+    depth = 0
+    quote = ""
+    while True:
+        match = _STOP.search(reader.text, reader.place)
+        end = match.start() if match is not None else len(reader.text)
+        parts.append(reader.text[reader.place : end])
+        reader.place = end
+        if match is None:
+            if reader.is_ended:
+                return None
+            yield
+            continue
+        character = match.group()
+        if character >= "\ud800":
+            return None
+        if not quote and depth == 0 and character in ",)":
+            return "".join(parts)
+        reader.place += 1
+        if character == "\\":
+            while reader.place == len(reader.text) and not reader.is_ended:
+                yield
+            character += reader.text[reader.place : reader.place + 1]
+            reader.place = min(reader.place + 1, len(reader.text))
+        elif quote:
+            if character == quote and (yield from _ends_string(reader)):
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        parts.append(character)
+
+
+def _ends_string(reader: TextReader) -> Generator[None, None, bool]:
+    """Whether what follows a quotation mark can stand after a string; goes over nothing."""
+    offset = 0
+    while True:
+        rest = reader.text[reader.place + offset :].lstrip()
+        if rest:
+            return rest[0] in _AFTER_STRING or rest[0] >= "\ud800"
+        if reader.is_ended:
+            return False
+        yield

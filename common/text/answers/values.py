@@ -1,0 +1,150 @@
+"""Values that are written without JSON's types, as JSON text: parameters between XML tags, and Python literals."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Set
+from typing import Any
+
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+MAX_REFERENCES = 8
+"""Schemas that refer to each other, one after another, before no more is asked."""
+MAX_LITERAL_CHARS = 100_000
+"""Longer Python literals are taken for text: Python's parser takes seconds for some."""
+
+
+def dumps(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, out of an escape
+        return json.dumps(value)
+    return text
+
+
+def escaped(text: str) -> str:
+    """A piece of a JSON string's inside."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """``schema``, or what it refers to inside ``root``."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if found is None:
+            break
+        schema = found
+    return schema
+
+
+def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a parameter's schema allows; empty: any, or it does not say."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return frozenset()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset({given})
+    if isinstance(given, list):
+        return frozenset(each for each in given if isinstance(each, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        return frozenset(map(_type_of, values))
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            options = [types_of(each, root, depth + 1) for each in schema[word]]
+            return frozenset().union(*options) if all(options) else frozenset()
+    for each in schema.get("allOf") or ():
+        if found := types_of(each, root, depth + 1):
+            return found
+    return frozenset()
+
+
+def json_of_text(text: str, types: Set[str]) -> str:
+    """The value of a parameter that may have other types than string, as JSON; what fits none of them is a string."""
+    stripped = text.strip()
+    value = _literal(stripped)
+    if value is _NONE_SUCH:
+        return dumps(text)
+    if types and not (_types_of_value(value) & types):
+        return dumps(text)
+    return _as_written(stripped, value)
+
+
+def json_of_python(text: str) -> str:
+    """A Python literal as JSON; what is none is a string."""
+    stripped = text.strip()
+    if stripped[:1] in ("'", '"') and len(stripped) > 1 and stripped[-1] == stripped[0]:
+        return dumps(_unquoted(stripped))
+    value = _literal(stripped)
+    return dumps(stripped) if value is _NONE_SUCH else _as_written(stripped, value)
+
+
+class _NoneSuch:
+    pass
+
+
+_NONE_SUCH = _NoneSuch()
+
+
+def _as_written(text: str, value: Any) -> str:
+    """Numbers keep their digits."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            json.loads(text)
+        except ValueError:
+            return dumps(value)
+        return text
+    return dumps(value)
+
+
+def _literal(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > MAX_LITERAL_CHARS:
+        return _NONE_SUCH
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return _NONE_SUCH
+    return value if isinstance(value, int | float | str | list | dict | tuple | None) else _NONE_SUCH
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _unquoted(text: str) -> str:
+    """A string literal, whose own quotation marks need not be escaped inside."""
+    inner = text[1:-1]
+    if "\\" not in inner:
+        return inner
+    try:
+        return str(json.loads('"' + inner + '"', strict=False)) if text[0] == '"' else str(ast.literal_eval(text))
+    except (ValueError, SyntaxError, MemoryError):
+        return inner
+
+
+def _type_of(value: Any) -> str:
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object")):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else "array"
+
+
+def _types_of_value(value: Any) -> set[str]:
+    name = _type_of(value)
+    if name == "integer" or (name == "number" and float(value).is_integer()):
+        return {"integer", "number"}
+    return {name}

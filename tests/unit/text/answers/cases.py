@@ -1,0 +1,267 @@
+# ruff: noqa: E501 - answers stand as models write them
+"""Answers as models write them, and what they are: one entry for each kind of thing that goes right or wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.text.answers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolTypes
+
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in {
+        "weather": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "share": {"type": "number"},
+                "hourly": {"type": "boolean"},
+                "unit": {"type": ["string", "null"]},
+                "places": {"type": "array", "items": {"type": "string"}},
+                "where": {"$ref": "#/$defs/where"},
+                "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            },
+            "required": ["city"],
+            "$defs": {"where": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+        },
+        "write": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
+        "now": {"type": "object", "properties": {}},
+    }.items()
+)
+TYPES = ToolTypes.of(TOOLS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``calls``: name and arguments, which are JSON values, or text where they must not be read. ``is_open``: the last
+    call is cut."""
+
+    name: str
+    kind: str
+    text: str
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    content: str = ""
+    reasoning: str = ""
+    in_reasoning: bool = False
+    is_open: bool = False
+    call_ids: list[str] | None = None
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        return AnswerFormat(TOOL_FORMATS[self.kind], ReasoningFormat())
+
+
+BERN = ("weather", {"city": "Bern"})
+_JSON = '{"name": "weather", "arguments": {"city": "Bern"}}'
+_XML = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+_LFM = "<|tool_call_start|>[{}]<|tool_call_end|>"
+_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+_KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_DEEP = {"a": [{"b": {"c": ["]}", '"', "\\"]}}], "d": None, "e": -1.5e3, "f": True}
+
+CASES: tuple[Case, ...] = (
+    # --- text alone
+    Case("plain", "hermes", "Just text, no call.", content="Just text, no call."),
+    Case("empty", "hermes", ""),
+    Case("space alone", "hermes", "  \n ", content="  \n "),
+    Case("angle brackets", "hermes", "a < b <to <tool <tool_cal", content="a < b <to <tool <tool_cal"),
+    Case("marker at the end", "hermes", "so: <tool_call>", content="so: <tool_call>"),
+    Case("marker quoted", "hermes", "Write <tool_call> first.", content="Write <tool_call> first."),
+    Case("json without marker", "hermes", _JSON, content=_JSON),
+    # --- JSON
+    Case("one", "hermes", f"<tool_call>\n{_JSON}\n</tool_call>", [BERN]),
+    Case("no line breaks", "hermes", f"<tool_call>{_JSON}</tool_call>", [BERN]),
+    Case("text before", "hermes", f"Let me look.\n\n<tool_call>\n{_JSON}\n</tool_call>", [BERN], "Let me look."),
+    Case("text after", "hermes", f"<tool_call>\n{_JSON}\n</tool_call>\nDone.", [BERN], "\nDone."),
+    Case("two", "hermes", f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_JSON}\n</tool_call>", [BERN, BERN]),
+    Case("two in one marker", "hermes", f"<tool_call>\n{_JSON}\n{_JSON}\n</tool_call>", [BERN, BERN]),
+    Case("list", "falcon_h1", f"<tool_call>\n[{_JSON}, {_JSON}]\n</tool_call>", [BERN, BERN]),
+    Case("list without marker's end", "nemotron_json", f"<TOOLCALL>[{_JSON}]", [BERN]),
+    Case("list of one", "nemotron_json", f"<TOOLCALL>[{_JSON}]</TOOLCALL>", [BERN]),
+    Case("lines", "jamba", f"<tool_calls>[\n    {_JSON},\n    {_JSON}\n]</tool_calls>", [BERN, BERN]),
+    Case("empty list", "nemotron_json", "<TOOLCALL>[]</TOOLCALL>", [], "<TOOLCALL>[]</TOOLCALL>"),
+    Case("no arguments", "hermes", '<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
+    Case("empty arguments", "hermes", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', [("now", {})]),
+    Case("null arguments", "hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", {})]),
+    Case(
+        "deep arguments", "hermes",
+        f'<tool_call>{json.dumps({"name": "any", "arguments": _DEEP})}</tool_call>', [("any", _DEEP)],
+    ),
+    Case(
+        "arguments first", "hermes",
+        '<tool_call>{"arguments": {"city": "Bern"}, "name": "weather"}</tool_call>', [BERN],
+    ),
+    Case(
+        "arguments as text", "granite",
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Bern\\"}"}</tool_call>', [BERN],
+    ),
+    Case(
+        "arguments that are a word", "granite",
+        '<tool_call>{"name": "weather", "arguments": "Bern"}</tool_call>', [("weather", "Bern")],
+    ),
+    Case("parameters", "hermes", '<tool_call>{"name": "weather", "parameters": {"city": "Bern"}}</tool_call>', [BERN]),
+    Case(
+        "other keys", "hermes",
+        '<tool_call>{"id": 7, "type": {"a": ["}"]}, "name": "weather", "arguments": {"city": "Bern"}, "z": 1}</tool_call>',
+        [BERN],
+    ),
+    Case(
+        "markers in a string", "hermes",
+        '<tool_call>{"name": "write", "arguments": {"text": "</tool_call> <tool_call> \\" }"}}</tool_call>',
+        [("write", {"text": '</tool_call> <tool_call> " }'})],
+    ),
+    Case(
+        "escapes and other scripts", "hermes",
+        '<tool_call>{"name": "write", "arguments": {"text": "\\u00e9\\n\\t日本 👩‍👧 \\\\"}}</tool_call>',
+        [("write", {"text": "é\n\t日本 👩‍👧 \\"})],
+    ),
+    Case(
+        "pretty", "hermes",
+        '<tool_call>\n{\n  "name": "weather",\n  "arguments": {\n    "city": "Bern"\n  }\n}\n</tool_call>', [BERN],
+    ),
+    Case("bracket missing", "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}</tool_call>', [BERN]),
+    Case(
+        "both brackets missing", "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Bern"</tool_call>',
+        [("weather", '{"city": "Bern"')], is_open=True,
+    ),
+    Case("cut in a name", "hermes", '<tool_call>{"name": "wea', [], '<tool_call>{"name": "wea'),
+    Case(
+        "cut in a string", "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Be',
+        [("weather", '{"city": "Be')], is_open=True,
+    ),
+    Case(
+        "cut in an escape", "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Be\\',
+        [("weather", '{"city": "Be')], is_open=True,
+    ),
+    Case("cut after a name", "hermes", '<tool_call>{"name": "weather"', [("weather", "")], is_open=True),
+    Case("cut after the arguments", "hermes", f"<tool_call>{_JSON[:-1]}", [("weather", '{"city": "Bern"}')], is_open=True),
+    Case("no JSON", "hermes", "<tool_call>weather(Bern)</tool_call>", [], "<tool_call>weather(Bern)</tool_call>"),
+    Case("no name", "hermes", '<tool_call>{"city": "Bern"}</tool_call>', [], '<tool_call>{"city": "Bern"}</tool_call>'),
+    Case("empty name", "hermes", '<tool_call>{"name": ""}</tool_call>', [], '<tool_call>{"name": ""}</tool_call>'),
+    Case("a number for a name", "hermes", '<tool_call>{"name": 5}</tool_call>', [], '<tool_call>{"name": 5}</tool_call>'),
+    Case(
+        "a call after what was none", "hermes", f"<tool_call>no<tool_call>{_JSON}</tool_call>", [BERN], "<tool_call>no",
+    ),
+    Case("a second that is none", "hermes", f'<tool_call>{_JSON}, {{"x": 1}}</tool_call>', [BERN], '{"x": 1}</tool_call>'),
+    # --- XML
+    Case("xml", "qwen3_coder", _XML, [BERN]),
+    Case("xml in one line", "qwen3_coder", _XML.replace("\n", ""), [BERN]),
+    Case("xml after text", "qwen3_coder", f"I look.\n\n{_XML}", [BERN], "I look."),
+    Case("xml twice", "qwen3_coder", f"{_XML}\n{_XML}", [BERN, BERN]),
+    Case("xml without outer marker", "qwen3_coder", _XML[12:-13], [BERN]),
+    Case("xml no parameters", "qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
+    Case(
+        "xml types", "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "<parameter=share>\n0.50\n</parameter>\n<parameter=hourly>\nTrue\n</parameter>\n<parameter=unit>\nnull\n"
+        "</parameter>\n<parameter=places>\n[\"a\", 'b']\n</parameter>\n<parameter=where>\n{'lat': 1.5}\n</parameter>\n"
+        "<parameter=limit>\nNone\n</parameter>\n</function>\n</tool_call>",
+        [("weather", {"city": "12", "days": 3, "share": 0.5, "hourly": True, "unit": None, "places": ["a", "b"],
+                      "where": {"lat": 1.5}, "limit": None})],
+    ),
+    Case(
+        "xml types that do not fit", "qwen3_coder",
+        "<tool_call><function=weather><parameter=days>soon</parameter><parameter=hourly>yes</parameter>"
+        "<parameter=other>5</parameter></function></tool_call>",
+        [("weather", {"days": "soon", "hourly": "yes", "other": "5"})],
+    ),
+    Case(
+        "xml unknown function", "qwen3_coder",
+        "<tool_call><function=other><parameter=a>\n[1]\n</parameter></function></tool_call>", [("other", {"a": "[1]"})],
+    ),
+    Case(
+        "xml text of many lines", "qwen3_coder",
+        "<tool_call>\n<function=write>\n<parameter=text>\n\nif a < b:\n\treturn \"</p>\"\n\n</parameter>\n</function>\n</tool_call>",
+        [("write", {"text": '\nif a < b:\n\treturn "</p>"\n'})],
+    ),
+    Case(
+        "xml empty text", "qwen3_coder",
+        "<tool_call>\n<function=write>\n<parameter=text>\n</parameter>\n</function>\n</tool_call>", [("write", {"text": ""})],
+    ),
+    Case(
+        "xml closing tag missing", "qwen3_coder",
+        "<tool_call>\n<function=write>\n<parameter=path>\na.py\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>",
+        [("write", {"path": "a.py", "text": "x"})],
+    ),
+    Case(
+        "xml last closing tag missing", "qwen3_coder",
+        "<tool_call>\n<function=write>\n<parameter=path>\na.py\n</function>\n</tool_call>", [("write", {"path": "a.py"})],
+    ),
+    Case(
+        "xml cut in a value", "qwen3_coder", "<tool_call>\n<function=write>\n<parameter=path>\na\n</para",
+        [("write", '{"path": "a')], is_open=True,
+    ),
+    Case("xml cut in a name", "qwen3_coder", "<tool_call>\n<function=wri", [], "<tool_call>\n<function=wri"),
+    Case(
+        "xml function's end missing", "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</tool_call>", [BERN],
+    ),
+    # --- Python
+    Case("python", "lfm2", _LFM.format('weather(city="Bern")'), [BERN]),
+    Case("python with text after", "lfm2", _LFM.format("weather(city='Bern')") + "One moment.", [BERN], "One moment."),
+    Case("python two", "lfm2", _LFM.format('weather(city="Bern"), now()'), [BERN, ("now", {})]),
+    Case(
+        "python values", "lfm2",
+        _LFM.format("f(a=1, b=-2.5, c=True, d=None, e=[1, 'x', {'y': (2,)}], g={\"h\": null}, i=false, j='', k=1e3)"),
+        [("f", {"a": 1, "b": -2.5, "c": True, "d": None, "e": [1, "x", {"y": [2]}], "g": {"h": None}, "i": False,
+                "j": "", "k": 1000.0})],
+    ),
+    Case(
+        "python strings", "lfm2", _LFM.format("f(a='it\\'s', b=\"say \\\"x\\\"\", c='a, b) c', d='it's', e=\"]\")"),
+        [("f", {"a": "it's", "b": 'say "x"', "c": "a, b) c", "d": "it's", "e": "]"})],
+    ),
+    Case("python dotted name", "lfm2", _LFM.format("math.sum(a=1)"), [("math.sum", {"a": 1})]),
+    Case("python no list", "lfm2", "<|tool_call_start|>now()<|tool_call_end|>", [("now", {})]),
+    Case("python that is JSON", "lfm2", _LFM.format(_JSON), [BERN]),
+    Case("python no call", "lfm2", _LFM.format("hello"), [], _LFM.format("hello")),
+    Case("python cut", "lfm2", "<|tool_call_start|>[f(a=1, b='x", [("f", '{"a": 1, "b": ')], is_open=True),
+    Case("python without a name for a value", "lfm2", _LFM.format("f(1)"), [("f", "")], "1)]<|tool_call_end|>", is_open=True),
+    # --- Kimi
+    Case(
+        "kimi", "kimi_k2", _SECTION.format(_KIMI.format("functions.weather:0", '{"city": "Bern"}')), [BERN],
+        call_ids=["functions.weather:0"],
+    ),
+    Case(
+        "kimi two after text", "kimi_k2",
+        "Both. " + _SECTION.format(_KIMI.format("functions.weather:3", '{"city": "Bern"}') + _KIMI.format("now:4", "{}")),
+        [BERN, ("now", {})], "Both.", call_ids=["functions.weather:3", "now:4"],
+    ),
+    Case(
+        "kimi spaces", "kimi_k2",
+        _SECTION.format("\n" + _KIMI.format(" functions.weather:0 ", ' {"city": "Bern"} \n') + "\n"), [BERN],
+    ),
+    Case("kimi empty section", "kimi_k2", _SECTION.format(""), [], _SECTION.format("")),
+    Case(
+        "kimi cut", "kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{",
+        [("now", "{")], is_open=True,
+    ),
+    Case(
+        "kimi marker in a string", "kimi_k2",
+        _SECTION.format(_KIMI.format("functions.write:0", '{"text": "<|tool"}')), [("write", {"text": "<|tool"})],
+    ),
+    # --- reasoning
+    Case("thought", "hermes", "<think>\nHm.\n</think>\n\nYes.", [], "Yes.", "Hm."),
+    Case("thought, opened by the prompt", "hermes", "Hm.\n</think>\n\nYes.", [], "Yes.", "Hm.", in_reasoning=True),
+    Case("thought, opened twice", "hermes", "<think>Hm.</think>Yes.", [], "Yes.", "Hm.", in_reasoning=True),
+    Case("thought alone", "hermes", "Hm. I", [], "", "Hm. I", in_reasoning=True),
+    Case("no thought", "hermes", "</think>Yes.", [], "Yes.", "", in_reasoning=True),
+    Case("empty thought", "hermes", "<think>\n\n</think>\n\nYes.", [], "Yes.", ""),
+    Case("thought of many lines", "hermes", "<think>\na\n\nb < c </thin\n</think>\nd", [], "d", "a\n\nb < c </thin"),
+    Case("thought and nothing", "hermes", "<think>Hm.</think>", [], "", "Hm."),
+    Case("thought later on", "hermes", "Yes <think>no</think>", [], "Yes <think>no</think>"),
+    Case("thought, then a call", "hermes", f"Hm.\n</think>\n\n<tool_call>\n{_JSON}\n</tool_call>", [BERN], "", "Hm.", True),
+    Case(
+        "a marker in a thought", "hermes", "say <tool_call>{}</tool_call></think>ok", [], "ok",
+        "say <tool_call>{}</tool_call>", in_reasoning=True,
+    ),
+    Case("a call in a thought", "qwen3_coder", f"Hm.\n{_XML}\n</think>\nok", [BERN], "ok", "Hm.", in_reasoning=True),
+    Case("a call that ends a thought", "qwen3_coder", f"Hm.\n\n{_XML}", [BERN], "", "Hm.", in_reasoning=True),
+    Case(
+        "a marker in an XML thought", "qwen3_coder", "use <tool_call> then</think>ok", [], "ok", "use <tool_call> then",
+        in_reasoning=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,136 @@
+"""Formats found by rendering: what each template writes, and that what is found writes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from common.text.answers.detection import NONE, Overrides, Render, detect
+from common.text.answers.formats import REASONING_FORMATS, TOOL_FORMATS, CallKind
+from common.text.chat_template import ChatTemplate
+from tests.support.chat_templates import TEMPLATES
+
+USER = {"role": "user", "content": "Hello"}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"city": "Bern", "days": 3, "hourly": True, "unit": None}),
+    ("now", {}),
+]
+
+
+def renderer(source: str) -> Render:
+    template = ChatTemplate(source)
+
+    def render(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str | None:
+        try:
+            return template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=False,
+                variables=variables,
+            )
+        except Exception:  # noqa: BLE001 - as any template
+            return None
+
+    return render
+
+
+def nothing(_: str) -> bool:
+    return False
+
+
+KINDS = {
+    "hermes": (CallKind.JSON, "<tool_call>", True),
+    "granite": (CallKind.JSON, "<tool_call>", False),
+    "hermes_thinking": (CallKind.JSON, "<tool_call>", True),
+    "hermes_may_think": (CallKind.JSON, "<tool_call>", True),
+    "nemotron": (CallKind.JSON, "<TOOLCALL>", True),
+    "jamba": (CallKind.JSON, "<tool_calls>", True),
+    "falcon": (CallKind.JSON, "<tool_call>", True),
+    "xml": (CallKind.XML, "<tool_call>", False),
+    "xml_thinking": (CallKind.XML, "<tool_call>", False),
+    "python": (CallKind.PYTHON, "<|tool_call_start|>", False),
+    "kimi": (CallKind.KIMI, "<|tool_calls_section_begin|>", True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_calls_when_a_template_writes_them_then_the_layout_writes_the_same(name: str) -> None:
+    render = renderer(TEMPLATES[name])
+    found = detect(render, nothing).tools
+    assert found is not None
+    assert (found.kind, found.open_marker, found.takes_text) == KINDS[name]
+    is_kimi = found.kind is CallKind.KIMI
+    calls = [(f"{name}:{i}" if is_kimi else name, arguments) for i, (name, arguments) in enumerate(CALLS)]
+    for content in ("", "Well."):
+        message = {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [
+                {"id": f"functions.{function}:{i}", "function": {"name": function, "arguments": arguments}}
+                for i, (function, arguments) in enumerate(CALLS)
+            ],
+        }
+        text = render([USER, message, USER], tools=None, add_generation_prompt=False, variables={})
+        assert text is not None
+        assert content + found.layout.write(calls, after_text=bool(content)) in text
+
+
+def test_calls_when_a_template_does_not_write_them_then_the_vocabulary_tells() -> None:
+    render = renderer(TEMPLATES["no_calls"])
+    assert detect(render, nothing).tools is None
+    found = detect(render, lambda text: text.startswith("<|tool_call_")).tools
+    assert found is not None
+    assert found.kind is CallKind.PYTHON
+    assert not found.is_rendered
+
+
+def test_reasoning_when_the_prompt_or_an_answer_has_it_then_it_is_found() -> None:
+    found = {name: detect(renderer(source), nothing) for name, source in TEMPLATES.items()}
+    assert {name for name, each in found.items() if each.reasoning is not None} == {
+        "hermes_thinking",
+        "hermes_may_think",
+        "xml_thinking",
+    }
+    reasoning = found["hermes_thinking"].reasoning
+    assert reasoning is not None
+    assert (reasoning.begin, reasoning.end) == ("<think>\n", "\n</think>\n\n")
+    assert found["hermes_thinking"].switches == ("enable_thinking",)
+    assert {each.header for each in found.values()} == {"<|assistant|>"}
+    taken_out = (
+        "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+    )
+    assert detect(renderer(taken_out), nothing).reasoning is not None
+
+
+def test_overrides_when_a_format_is_named_then_it_is_that_one() -> None:
+    for name in TOOL_FORMATS:
+        found = detect(renderer(TEMPLATES["no_calls"]), nothing, Overrides(name)).tools
+        assert found is not None
+        assert found.kind is TOOL_FORMATS[name].kind
+        assert not found.is_rendered
+    found = detect(renderer(TEMPLATES["falcon"]), nothing, Overrides("hermes")).tools
+    assert found is not None
+    assert "[" in found.layout.begin
+    assert detect(renderer(TEMPLATES["hermes"]), nothing, Overrides(NONE)).tools is None
+    for name, reasoning in REASONING_FORMATS.items():
+        named = detect(renderer(TEMPLATES["hermes"]), nothing, Overrides(reasoning=name)).reasoning
+        assert named is not None
+        assert named.always is reasoning.always
+    assert detect(renderer(TEMPLATES["hermes_thinking"]), nothing, Overrides(reasoning=NONE)).reasoning is None
+
+
+@pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ messages[0].content }}", "{{ 1 / 0 }}"])
+def test_template_when_it_tells_nothing_then_no_format_is_found(source: str) -> None:
+    found = detect(renderer(source), nothing)
+    assert found.tools is None
+    assert found.reasoning is None

@@ -1,0 +1,224 @@
+"""Answers drawn at random from a grammar: they parse, their arguments fit the schemas, and a template that is given the
+calls writes the very text."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import llguidance.numpy
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from common.text.answers.detection import detect
+from common.text.answers.formats import AnswerFormat, ToolTypes
+from common.text.answers.grammar import Thinking, answer_grammar, thinking_of
+from tests.support.chat_templates import TEMPLATES
+from tests.unit.text.answers.test_detection import renderer
+from tests.unit.text.answers.test_parser import parse
+
+TOKENIZER = LLTokenizer("byte")
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "minLength": 1, "maxLength": 9},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                    "unit": {"enum": ["c", "f"]},
+                    "hourly": {"type": "boolean"},
+                },
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "sum",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "values": {"type": "array", "items": {"type": "integer", "minimum": -9}, "maxItems": 3},
+                    "place": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/place"}]},
+                },
+                "required": ["values", "place"],
+                "additionalProperties": False,
+                "$defs": {
+                    "place": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string", "maxLength": 3}},
+                        "required": ["name"],
+                        "additionalProperties": False,
+                    }
+                },
+            },
+        },
+    },
+]  # fmt: skip
+SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in TOOLS}
+WITH_CALLS = sorted(set(TEMPLATES) - {"no_calls"})
+
+
+def grammar_of(answer_format: AnswerFormat, **options: Any) -> str:
+    given: dict[str, Any] = {
+        "tools": TOOLS,
+        "is_call_required": True,
+        "parallel": True,
+        "constraint": None,
+        "thinking": Thinking.CLOSED,
+        "token_id": lambda _: None,
+    }
+    return answer_grammar(answer_format, **{**given, **options})
+
+
+def draw(grammar: str, seed: int, most: int = 3000) -> str:
+    """A random text of a grammar, of ASCII."""
+    rng, matcher, out = random.Random(seed), LLMatcher(TOKENIZER, grammar), bytearray()
+    assert not matcher.is_error(), matcher.get_error()
+    masks = llguidance.numpy.allocate_token_bitmask(1, TOKENIZER.vocab_size)
+    while len(out) < most:
+        llguidance.numpy.fill_next_token_bitmask(matcher, masks, 0)
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")[: TOKENIZER.vocab_size]
+        allowed = [int(token_id) for token_id in np.flatnonzero(bits)]
+        plain = [token_id for token_id in allowed if 32 <= token_id < 127 or token_id == 10]
+        if TOKENIZER.eos_token in allowed and (not plain or rng.random() < 0.3):
+            return out.decode()
+        token_id = rng.choice(plain)
+        assert matcher.consume_token(token_id)
+        out.append(token_id)
+    raise AssertionError(f"no end after {most} characters: {out[:200]!r}")
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(TOKENIZER, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = TOKENIZER.tokenize_str(text)
+    return matcher.validate_tokens(token_ids) == len(token_ids) and (
+        bool(matcher.consume_tokens(token_ids)) and matcher.is_accepting()
+    )
+
+
+def check_calls(name: str, seeds: range, *, parallel: bool) -> None:
+    render = renderer(TEMPLATES[name])
+    answer_format = detect(render, lambda _: False)
+    assert answer_format.tools is not None
+    grammar = grammar_of(answer_format, parallel=parallel)
+    user = {"role": "user", "content": "Hello"}
+    variables = {"enable_thinking": False}
+    prompt = render([user], tools=TOOLS, add_generation_prompt=False, variables=variables)
+    assert prompt is not None
+    for seed in seeds:
+        text = draw(grammar, seed)
+        total, parser = parse(answer_format, list(text), types=ToolTypes.of(TOOLS))
+        assert total.names, text
+        assert (total.content, parser.is_call_open) == ("", False), text
+        assert parallel or len(total.names) == 1
+        calls = []
+        for function, arguments, call_id in zip(total.names, total.arguments, total.call_ids, strict=True):
+            jsonschema.validate(json.loads(arguments), SCHEMAS[function])
+            given = arguments if answer_format.tools.takes_text else json.loads(arguments)
+            calls.append({"id": call_id or "call_1", "function": {"name": function, "arguments": given}})
+        history = [user, {"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "ok"}]
+        again = render(history, tools=TOOLS, add_generation_prompt=True, variables=variables)
+        assert again is not None
+        closed = "<think>\n\n</think>\n\n" if again.startswith(f"{prompt}<|assistant|><think>") else ""
+        assert again.startswith(f"{prompt}<|assistant|>{closed}{text}<|end|>"), (text, again)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_when_they_are_required_then_they_fit_and_are_rendered_as_they_were_written(name: str) -> None:
+    check_calls(name, range(2), parallel=True)
+    check_calls(name, range(2, 4), parallel=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_when_many_are_required_then_all_fit_and_are_rendered_as_they_were_written(name: str) -> None:
+    check_calls(name, range(100, 200), parallel=True)
+    check_calls(name, range(200, 250), parallel=False)
+
+
+def text_of(name: str, call: str, arguments: dict[str, Any]) -> tuple[AnswerFormat, str]:
+    answer_format = detect(renderer(TEMPLATES[name]), lambda _: False)
+    assert answer_format.tools is not None
+    return answer_format, answer_format.tools.layout.write([(call, arguments)])
+
+
+def test_calls_when_text_is_allowed_then_what_begins_as_one_must_be_one() -> None:
+    answer_format, call = text_of("hermes", "sum", {"values": [1], "place": None})
+    grammar = grammar_of(answer_format, is_call_required=False)
+    assert accepts(grammar, "No call < here.")
+    assert accepts(grammar, "")
+    assert accepts(grammar, f"Well.\n{call}")
+    assert not accepts(grammar, f"Well.\n{call.replace('[1]', '[-10]')}")
+    assert not accepts(grammar, f"{call}\n{call} and")
+    assert accepts(grammar, f"{call}\n{call}")
+    assert not accepts(grammar_of(answer_format, is_call_required=False, parallel=False), f"{call}\n{call}")
+    required = grammar_of(answer_format)
+    assert accepts(required, call)
+    assert not accepts(required, "Text")
+    assert not accepts(required, f" {call}")
+
+
+def test_content_when_it_is_constrained_then_an_answer_is_that_or_calls() -> None:
+    answer_format, call = text_of("hermes", "now", {})
+    constraint = json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]})
+    grammar = grammar_of(answer_format, is_call_required=False, constraint=constraint)
+    assert accepts(grammar, "12")
+    assert accepts(grammar, call)
+    assert not accepts(grammar, "twelve")
+    assert not accepts(grammar, f"12{call}")
+    alone = grammar_of(answer_format, tools=[], is_call_required=False, constraint='start: "yes" | "no"')
+    assert accepts(alone, "yes")
+    assert not accepts(alone, "12")
+    assert not accepts(alone, call)
+
+
+def test_reasoning_when_the_prompt_has_opened_it_then_the_constraint_begins_after_it() -> None:
+    answer_format, call = text_of("hermes_thinking", "now", {})
+    is_open = grammar_of(answer_format, thinking=Thinking.OPEN)
+    assert accepts(is_open, f"12 <b\n</think>\n\n{call}")
+    assert not accepts(is_open, call)
+    assert not accepts(is_open, "x</think>y")
+    may_open = grammar_of(answer_format, thinking=Thinking.ABSENT)
+    assert accepts(may_open, call)
+    assert accepts(may_open, f"<think>\nx\n</think>\n\n{call}")
+    assert not accepts(grammar_of(answer_format), f"<think>x</think>\n\n{call}")
+    schema = '{"grammars": [{"json_schema": {"const": 5}}]}'
+    content = grammar_of(answer_format, tools=[], is_call_required=False, constraint=schema, thinking=Thinking.OPEN)
+    assert accepts(content, "5?\n</think>\n\n5")
+    assert not accepts(content, "5?\n</think>\n\n6")
+
+
+@pytest.mark.parametrize(
+    ("tail", "thinking"),
+    [
+        ("", Thinking.ABSENT),
+        ("<think>\n", Thinking.OPEN),
+        ("<think>\n\n</think>\n\n", Thinking.CLOSED),
+        ("<think>so </think> <think>", Thinking.OPEN),
+    ],
+)
+def test_prompt_when_it_ends_then_whether_reasoning_is_open_is_known(tail: str, thinking: Thinking) -> None:
+    assert thinking_of(tail, detect(renderer(TEMPLATES["hermes_thinking"]), lambda _: False)) is thinking
+    assert thinking_of(tail, AnswerFormat()) is Thinking.ABSENT
+
+
+def test_schema_when_a_strict_tool_has_what_cannot_be_held_to_then_it_is_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    for name in ("hermes", "xml", "python"):
+        answer_format = detect(renderer(TEMPLATES[name]), lambda _: False)
+        for strict in (True, False):
+            tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}]
+            error = LLMatcher.validate_grammar(grammar_of(answer_format, tools=tools), TOKENIZER)
+            assert ("uniqueItems" in error) is strict
