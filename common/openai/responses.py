@@ -219,7 +219,16 @@ def trace_block(
     }
 
 
-TRACE_PHASES = ("proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token", "total")
+TRACE_PHASES = (
+    "proxy_queue",
+    "tokenize",
+    "prefill_queue",
+    "prefill",
+    "transfer",
+    "decode_queue",
+    "first_token",
+    "total",
+)
 
 
 def models_response(model: str, *, created: int, max_model_len: int) -> Json:

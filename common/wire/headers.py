@@ -27,7 +27,8 @@ DROPPED_HEADER = "X-Tandem-Dropped"
 
 # On the decode leg, from the proxy to a node.
 PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
-"""``QUEUE,ELAPSED``: seconds in the proxy's queue, and since the request's arrival, until the leg was sent."""
+"""``QUEUE,ELAPSED,TOKENIZE``: seconds in the proxy's queue, since the request's arrival until the leg was sent, and for
+rendering and tokenising the prompt there."""
 PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
 """Name of the node that computes the prompt."""
 

@@ -175,7 +175,8 @@ class GenerateService:
         with self._metrics.track(label, job.arrival_s, client.record, job.span), self._follow(job, label, client):
             try:
                 async with self._admission.admitted(admission) as charge, self._bounded(admission):
-                    self._metrics.observe_phase("queue", time.monotonic() - job.arrival_s)
+                    job.admitted_s = time.monotonic()
+                    self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
                     with _settled(charge, job, client):
                         client.record.num_prompt_tokens = await self._tokenise(asked)
                         await self._orchestrator.run(job, client)

@@ -18,7 +18,7 @@ class Job(PlacementRequest):
     Attributes:
         route: the path of its legs.
         headers: what every node gets of the client's headers.
-        arrival_s: on ``time.monotonic``'s clock.
+        arrival_s: on ``time.monotonic``'s clock, as ``admitted_s``: when admission let it in; 0: at once.
         encoder: of the bodies of all legs.
         key_sources: instead of ``prompt_keys``, once the answer has begun.
     """
@@ -27,6 +27,7 @@ class Job(PlacementRequest):
     headers: Mapping[str, str]
     request_id: str
     arrival_s: float
+    admitted_s: float = 0.0
     span: RequestSpan = NO_SPAN
     encoder: BodyEncoder = field(default_factory=BodyEncoder, repr=False, compare=False)
     key_sources: Sequence[KeySource | None] = ()

@@ -53,13 +53,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """One request in progress: what was ``given``, and the ``job`` that is left of it. ``resumable``: None when its
-    stream is not to go on elsewhere. ``handoff``: what the decode leg is given, until its answer begins."""
+    """One request in progress: what was ``given``, and the ``job`` that is left of it. ``waits_s``: until it was
+    admitted, and then until it was tokenised. ``resumable``: None when its stream is not to go on elsewhere.
+    ``handoff``: what the decode leg is given, until its answer begins."""
 
     given: Job
     job: Job
     client: ClientStream
-    queue_s: float
+    waits_s: tuple[float, float]
     resumable: ResumableProgress | None
     avoided: Avoided = field(default_factory=Avoided)
     handoff: Handoff = LOCAL
@@ -108,7 +109,8 @@ class Orchestrator:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
         self._budget.add_request()
         progress = ResumableProgress() if self._may_migrate(job) else None
-        run = Run(job, job, client, time.monotonic() - job.arrival_s, progress)
+        admitted_s = max(job.admitted_s, job.arrival_s)
+        run = Run(job, job, client, (admitted_s - job.arrival_s, time.monotonic() - admitted_s), progress)
         num_migrations = 0
         while True:
             try:
@@ -302,7 +304,8 @@ class Orchestrator:
         headers = self._headers(run.job, node)
         if node.is_vllm:
             return headers
-        headers |= {PROXY_SECONDS_HEADER: f"{run.queue_s:.6f},{elapsed_s:.6f}"}
+        queue_s, tokenize_s = run.waits_s
+        headers |= {PROXY_SECONDS_HEADER: f"{queue_s:.6f},{elapsed_s:.6f},{tokenize_s:.6f}"}
         return headers if prefill_node is None else headers | {PREFILL_NODE_HEADER: prefill_node}
 
 

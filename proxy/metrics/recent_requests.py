@@ -26,7 +26,7 @@ RUNNING_SHOWN = 50
 """Running requests that the page lists, the newest first: nobody reads a list of a thousand streams."""
 MAX_REPORT_CHARS = 4096
 """A node's report has a few hundred characters; a longer one is ignored."""
-PHASES = ("proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token")
+PHASES = ("proxy_queue", "tokenize", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token")
 _COUNTS = (
     "prompt_tokens",
     "prefill_cached_tokens",

@@ -209,6 +209,8 @@ function generate() {
   draw.now();
   scrollTo(0, document.documentElement.scrollHeight);
   tell("Answering.");
+  // Where the focus was may be gone with the button that it was on.
+  if (!TOUCH.matches) byId("message").focus({ preventScroll: true });
   ask(body, answer, control.signal, draw.later).then(() => {
     draw.now();
     turn.element.removeAttribute("aria-busy");

@@ -4,6 +4,7 @@
 const KEY = "tandem-api-key";
 const PHASES = {
   proxy_queue: ["proxy queue", "queue"],
+  tokenize: ["tokenise", "tokenize"],
   prefill_queue: ["prefill queue", "queue"],
   prefill: ["prefill", "prefill"],
   transfer: ["transfer", "transfer"],

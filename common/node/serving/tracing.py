@@ -25,7 +25,15 @@ MAX_HEADER_SECONDS = 1e6
 class RequestTrace:
     """Collects what is known of each prompt of a request: counts are summed, phases are those of the slowest prompt."""
 
-    def __init__(self, node_name: str, *, prefill_node: str | None, proxy_queue_s: float, elapsed_s: float) -> None:
+    def __init__(
+        self,
+        node_name: str,
+        *,
+        prefill_node: str | None,
+        proxy_queue_s: float,
+        elapsed_s: float,
+        tokenize_s: float | None = None,
+    ) -> None:
         self._node_name = node_name
         self._prefill_node = prefill_node
         self._proxy_queue_s = proxy_queue_s
@@ -42,15 +50,20 @@ class RequestTrace:
             ),
             0,
         )
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {} if tokenize_s is None else {"tokenize": tokenize_s}
         self._num_prompt_tokens = 0
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str], node_name: str) -> RequestTrace:
-        """``X-Tandem-Proxy-Seconds: QUEUE,ELAPSED`` says what passed in the proxy before this leg was sent."""
-        queue_s, _, elapsed_s = headers.get(PROXY_SECONDS_HEADER, "").partition(",")
-        prefill_node = headers.get(PREFILL_NODE_HEADER)
-        return cls(node_name, prefill_node=prefill_node, proxy_queue_s=_seconds(queue_s), elapsed_s=_seconds(elapsed_s))
+        """``X-Tandem-Proxy-Seconds: QUEUE,ELAPSED,TOKENIZE`` says what passed in the proxy before this leg was sent."""
+        queue_s, elapsed_s, tokenize_s, *_ = [*headers.get(PROXY_SECONDS_HEADER, "").split(","), "", ""]
+        return cls(
+            node_name,
+            prefill_node=headers.get(PREFILL_NODE_HEADER),
+            proxy_queue_s=_seconds(queue_s),
+            elapsed_s=_seconds(elapsed_s),
+            tokenize_s=_seconds(tokenize_s) if tokenize_s else None,
+        )
 
     def add_prompt(self, num_tokens: int, result: HandoffResult, output: RequestOutput) -> None:
         self._num_prompt_tokens += num_tokens

@@ -103,7 +103,7 @@ def test_trace_has_every_phase_and_models_the_context() -> None:
     trace = responses.trace_block(placement="remote", transferred_bytes=9, seconds={"prefill": 0.5, "transfer": None})
     assert trace["seconds"]["prefill"] == 0.5
     assert set(trace["seconds"]) == {
-        "proxy_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token", "total",
+        "proxy_queue", "tokenize", "prefill_queue", "prefill", "transfer", "decode_queue", "first_token", "total",
     }  # fmt: skip
     models = responses.models_response("m", created=1, max_model_len=512)
     assert models["data"][0]["id"] == "m"

@@ -98,8 +98,9 @@ def test_headers_when_traced_then_both_legs_and_the_answer_have_them(start_clust
     for leg in (prefill, decode):
         assert (leg["x-request-id"], leg["authorization"], leg["x-tandem-trace"]) == ("abc-1", "Bearer k", "1")
     assert decode["x-tandem-prefill-node"] == "prefill-0"
-    queue_s, elapsed_s = map(float, decode["x-tandem-proxy-seconds"].split(","))
-    assert 0 <= queue_s <= elapsed_s
+    queue_s, elapsed_s, tokenize_s = map(float, decode["x-tandem-proxy-seconds"].split(","))
+    assert 0 <= queue_s <= queue_s + tokenize_s <= elapsed_s + 1e-5
+    assert tokenize_s >= 0
 
 
 def test_headers_when_no_request_id_then_one_is_made(start_cluster: StartCluster) -> None:

@@ -34,6 +34,7 @@ HOSTILE = (
 )
 SECONDS = {
     "proxy_queue": 0.001,
+    "tokenize": 0.006,
     "prefill_queue": 0.002,
     "prefill": 0.03,
     "transfer": 0.004,
@@ -74,16 +75,26 @@ def cluster(start_cluster: StartCluster) -> Cluster:
 
 
 @pytest.fixture
-def page(cluster: Cluster, tmp_path: Path) -> Iterator[Page]:
+def browser(tmp_path: Path) -> Iterator[Page]:
     program = chromium()
     if program is None:
         pytest.skip("chromium is not installed (Debian package chromium)")
-    with Page(tmp_path, program) as page:
-        page.resize(1300, 900)
-        page.call("Page.navigate", url=f"{cluster.client.base_url}/chat".replace("//chat", "/chat"))
-        page.wait_for("document.getElementById('state').innerText === 'Ready'")
-        yield page
-        assert page.evaluate("window.hit") is None
+    with Page(tmp_path, program) as browser:
+        browser.resize(1300, 900)
+        yield browser
+
+
+def open_chat(browser: Page, cluster: Cluster) -> None:
+    browser.call("Page.navigate", url=str(cluster.client.base_url.join("/chat")))
+    browser.wait_for("document.getElementById('state').innerText !== 'Loading …'")
+
+
+@pytest.fixture
+def page(cluster: Cluster, browser: Page) -> Iterator[Page]:
+    open_chat(browser, cluster)
+    browser.wait_for("document.getElementById('state').innerText === 'Ready'")
+    yield browser
+    assert browser.evaluate("window.hit") is None
 
 
 def say(page: Page, text: str, *, wait: bool = True) -> None:
@@ -157,6 +168,7 @@ def test_answer_when_traced_then_shows_what_the_trace_and_the_usage_say(
         assert shown in trace, trace
     for phase in (
         "proxy queue 1.0 ms",
+        "tokenise 6.0 ms",
         "prefill queue 2.0 ms",
         "prefill 30.0 ms",
         "transfer 4.0 ms",
@@ -298,6 +310,34 @@ def test_stream_when_it_breaks_fails_or_is_stopped_then_is_marked_incomplete(
     assert [each for each in page.complaints if "422" not in each] == []
 
 
+def test_key_when_the_proxy_has_any_then_is_asked_for_kept_in_the_tab_and_shown_nowhere(
+    start_cluster: StartCluster, browser: Page, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-secret\n")
+    cluster, page = start_cluster(api_key_file=str(keys)), browser
+    cluster.decode[0].script = stream(delta(content="Well."))
+    open_chat(page, cluster)
+    for key, shown in (("wrong", "not one of"), ("a-secret", "")):
+        page.wait_for("!document.getElementById('key-form').hidden")
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.call("Input.insertText", text=key)
+        press(page, "Enter", 13)
+        page.wait_for(f"document.getElementById('key-why').innerText.includes({shown!r})")
+    page.wait_for("document.getElementById('state').innerText === 'Ready'")
+    say(page, "hello")
+    assert cluster.decode[0].received[-1].headers["authorization"] == "Bearer a-secret"
+    assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+    click(page, "Request")
+    assert "$TANDEM_API_KEY" in text_of(page, "#export-text")
+    assert "a-secret" not in page.evaluate("document.documentElement.outerHTML")
+    page.evaluate("document.getElementById('export-close').click()")
+    click(page, "Forget it")
+    page.wait_for("!document.getElementById('key-form').hidden")
+    assert page.evaluate("sessionStorage.length") == 0
+    assert [each for each in page.complaints if "401" not in each] == []
+
+
 def test_parser_and_markdown_when_text_is_cut_anywhere_or_worst_case_then_hold(page: Page) -> None:
     """In the page, where their modules are."""
     events = ': hello\r\ndata: {"a": 1}\r\n\r\ndata: one\ndata: two\n\nevent: x\rdata:three\r\rdata: [DONE]\n\n'
@@ -314,6 +354,13 @@ def test_parser_and_markdown_when_text_is_cut_anywhere_or_worst_case_then_hold(p
       return [...results];
     }})()"""
     assert page.evaluate(script) == [json.dumps(['{"a": 1}', "one\ntwo", "three", "[DONE]"], separators=(",", ":"))]
+    script = """(async () => {
+      const { Answer } = await import("/pages/stream.js");
+      const rates = [[5, 1100], [1, 1100], [5, 100.5]].map(([completion_tokens, lastAt]) =>
+        Object.assign(new Answer(), { usage: { completion_tokens }, firstAt: 100, lastAt }).rate);
+      return [...rates, new Answer().rate];
+    })()"""
+    assert page.evaluate(script) == [4, None, None, None]
     script = """(async () => {
       const { markdown } = await import("/pages/markdown.js");
       const show = (text) => { const box = document.createElement("div"); box.append(...markdown(text)); return box; };

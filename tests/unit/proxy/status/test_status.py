@@ -29,7 +29,14 @@ REPORT = {
     "transferred_bytes": 4096,
     "transferred_blocks": 2,
     "transferred_states": 1,
-    "seconds": {"proxy_queue": 0.001, "prefill": 0.2, "transfer": 0.003, "first_token": 0.004, "unheard_of": 1},
+    "seconds": {
+        "proxy_queue": 0.001,
+        "tokenize": 0.002,
+        "prefill": 0.2,
+        "transfer": 0.003,
+        "first_token": 0.004,
+        "unheard_of": 1,
+    },
 }
 PROMPT = "a prompt of nobody's business"
 EXPOSITION = """\
