@@ -20,7 +20,8 @@ class SamplingParams:
     of alternatives to report per token (0: the sampled token's own only; None: no logprobs); ``logprob_token_ids`` are
     reported instead of the most likely ones. ``prompt_logprobs`` asks for the log-probability of every prompt token,
     with that many alternatives. Only ``allowed_token_ids`` are sampled (None: all); no token is that would complete
-    one of ``bad_token_ids``, which are sequences. ``seed`` makes a request reproducible on its own, whatever it
+    one of ``bad_token_ids``, which are sequences. ``grammar`` is llguidance's text of one: the output fits it and ends
+    where it does. ``seed`` makes a request reproducible on its own, whatever it
     is batched with. ``max_tokens`` 0 is allowed only with ``prompt_logprobs`` or echo.
     """
 
@@ -42,6 +43,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -19,6 +19,11 @@ class ProcessConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    structured_outputs_config: str = flag(
+        "{}",
+        "limits of structured output as JSON: max_chars, max_compile_seconds, wait_seconds, disable_any_whitespace",
+        metavar="JSON",
+    )
     drain_timeout_seconds: float = seconds_flag(
         30.0,
         "longest time that admitted requests, and leases of a prefill node, get to end after SIGTERM",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.finished_prompts import FinishedPrompts
+from common.engine.grammars import StepGrammars
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
@@ -70,12 +71,14 @@ class EngineCore:
         lease_seconds: float,
         recompute_on_load_failure: bool,
         local_prefill_limit: int | None = None,
+        grammars: StepGrammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._manager = manager
         self._runner = runner
         self._sampler = sampler
+        self._grammars = grammars if grammars is not None else StepGrammars(None, None)
         self._max_model_len = max_model_len
         self._lease_seconds = lease_seconds
         self._clock = clock
@@ -131,8 +134,17 @@ class EngineCore:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Sets what makes the engine's thread take a step, from any thread, when a grammar is compiled."""
+        self._grammars.wake_with(wake)
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begins to compile the grammar of a request that will be added. Callable from any thread."""
+        self._grammars.prepare(grammar)
+
     def next_deadline_s(self) -> float | None:
-        return self._manager.next_lease_deadline()
+        deadlines = (self._manager.next_lease_deadline(), self._grammars.next_deadline_s())
+        return min((each for each in deadlines if each is not None), default=None)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Its remote prefix must be one of this prompt (and this cache salt).
@@ -147,6 +159,8 @@ class EngineCore:
         error = self._remote.find_refusal(sequence)
         if error is None and request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
             error = InvalidRequestError(f"lease id {request.request_id} is in use")
+        if error is None:
+            error = self._grammars.begin(sequence)
         self._live.add(sequence)
         self._scheduler.add(sequence)
         if error is not None:
@@ -227,6 +241,8 @@ class EngineCore:
         self._check_collected()
         started_s = self._clock()
         self._manager.expire_leases()
+        for sequence, refusal in self._grammars.take_failed(started_s):
+            self._fail(sequence, refusal)
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
         for sequence, error in schedule.failed:
@@ -237,6 +253,7 @@ class EngineCore:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
+        self._grammars.launch(schedule)
         forward = None
         if schedule.sequences or schedule.plan.block_copies:
             try:
@@ -362,6 +379,9 @@ class EngineCore:
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
 
     def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
+        to_sample, failed = self._grammars.take_ready(to_sample)
+        for sequence, refusal in failed:
+            self._fail(sequence, refusal)
         if not to_sample:
             return
         try:
@@ -377,6 +397,9 @@ class EngineCore:
         for (sequence, _), token in zip(to_sample, tokens, strict=True):
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
+            if (refused := self._grammars.consume(sequence, token.token_id)) is not None:
+                self._fail(sequence, refused)
+                continue
             sequence.append(token.token_id)
             sequence.check_stop(token.token_id, self._max_model_len)
             self._outputs.add(sequence, token)
@@ -396,6 +419,7 @@ class EngineCore:
                     eos_token_ids=sequence.request.eos_token_ids,
                     index=sequence.index,
                     counts=sequence.token_counts,
+                    mask=self._grammars.mask(sequence),
                 )
             )
         return self._sampler.sample(logits, tasks)

@@ -167,7 +167,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # preempted for an earlier one
         if sequence.pending_row is not None:
-            schedule.row_only.append(sequence)
+            if not sequence.waits_for_grammar:
+                schedule.row_only.append(sequence)
             return 0
         try:
             num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from common.engine.sampling.grammar import SequenceGrammar
 from common.engine.sampling.token_counts import TokenCounts
 from common.kv_cache.keys import PrefixKeys
 from common.request import FinishReason, Request, SamplingParams, TokenLogprob
@@ -40,6 +41,7 @@ class Sequence:
         num_failed_forwards: forwards that it was in and that raised.
         num_lone_steps: after one: steps of all its tokens that it still has to be alone in.
         last_step: the number of the step that it was last planned in.
+        grammar: what its output must be; None: anything.
     """
 
     def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
@@ -62,6 +64,7 @@ class Sequence:
         self.is_prompt_done = False
         self.num_preemptions = 0
         self.token_counts = TokenCounts()
+        self.grammar: SequenceGrammar | None = None
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
@@ -113,6 +116,11 @@ class Sequence:
         """Scheduling order: lower priority value first, then first come first served."""
         return (self.request.priority, self.request.arrival_s, self.seq_id)
 
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether its next token is due and its grammar is not compiled yet."""
+        return self.is_prompt_done and self.grammar is not None and self.grammar.is_pending
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.keys.extend([token_id])
@@ -121,6 +129,10 @@ class Sequence:
         """Sets ``finish_reason`` when ``token_id``, just appended, ends the sequence."""
         sampling = self.sampling
         assert sampling is not None
+        if self.grammar is not None and token_id in self.request.eos_token_ids:
+            # Its mask had no end as long as anything else could come, whatever the request says of ends.
+            self.finish_reason = FinishReason.STOP
+            return
         if self.num_output_tokens >= sampling.min_tokens:
             if not sampling.ignore_eos and token_id in self.request.eos_token_ids:
                 self.finish_reason = FinishReason.STOP

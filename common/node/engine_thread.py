@@ -40,6 +40,7 @@ class EngineThread:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        core.wake_with(lambda: self.post(lambda: None))
         self._loop: asyncio.AbstractEventLoop
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}

@@ -12,16 +12,21 @@ import logging
 import os
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
+from common.engine.grammars import StepGrammars
 from common.engine.model_runner import ModelRunner
+from common.engine.sampling.grammar import GrammarMasks
+from common.engine.sampling.grammar_compiler import GrammarCompiler
 from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.errors import ConfigError
+from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import plan_cache
@@ -31,12 +36,17 @@ from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel, load_model
 from common.node.cache_warnings import cache_warnings
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
+from common.text.tokenizer import TextCodec
+from common.text.vocabulary import grammar_tokenizer
 from common.transfer.backend import TransferBackend
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.regions import Region
 from common.transfer.testing.faulty import FaultyBackend
 
 logger = logging.getLogger(__name__)
+
+MAX_MASK_THREADS = 8
+"""Threads that fill masks of constrained rows beside the forward, of the cores that it leaves."""
 
 TEST_HOOKS_VARIABLE = "TANDEM_TEST_HOOKS"
 """Environment variable; ``1`` adds the routes of ``common.node.routes.test_hooks``."""
@@ -168,7 +178,23 @@ def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
         lease_seconds=config.kv_lease_seconds,
         recompute_on_load_failure=config.kv_load_failure_policy == "recompute",
         local_prefill_limit=config.local_prefill_limit,
+        grammars=create_grammars(config, model.loaded),
     )
+
+
+def create_grammars(config: NodeConfig, loaded: LoadedModel) -> StepGrammars:
+    """Nothing of a vocabulary is made before the first grammar comes."""
+    if loaded.tokenizer is None:
+        return StepGrammars(None, None)
+    vocab_size, eos_token_ids = loaded.geometry.vocab_size, frozenset(loaded.eos_token_ids)
+    codec = TextCodec(loaded.tokenizer, vocab_size=vocab_size)
+    compiler = GrammarCompiler(
+        partial(grammar_tokenizer, codec, sorted(eos_token_ids)),
+        eos_token_ids,
+        wait_seconds=GrammarLimits.from_json(config.structured_outputs_config).wait_seconds,
+    )
+    num_idle = (os.cpu_count() or 1) - config.num_threads
+    return StepGrammars(compiler, GrammarMasks(vocab_size, num_threads=max(1, min(num_idle, MAX_MASK_THREADS))))
 
 
 def new_engine_id(config: NodeConfig) -> str:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 import orjson
-from llguidance import LLMatcher, StructTag
+from llguidance import StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.errors import InvalidRequestError
@@ -92,7 +92,8 @@ class Constraint:
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in orjson.loads(self.text))
             return _top_level({"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"})
         if self.kind is ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_regex(self.text)
+            # Digits and letters as in JSON Schema: ASCII.
+            return _top_level({"lark_grammar": f"start: /{regex_to_lark(self.text, use_ascii='dw')}/"})
         return _top_level({"lark_grammar": self.text})
 
 

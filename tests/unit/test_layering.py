@@ -85,11 +85,12 @@ ORDER: dict[str, tuple[str, ...]] = {
         "model_runner",
         "outputs",
         "live_sequences",
+        "grammars",
         "remote_prefixes",
         "finished_prompts",
         "core",
     ),
-    "common.engine.sampling": ("token_counts", "sampler"),
+    "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
     "common.kv_cache": (
@@ -177,6 +178,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "light_tokenizer",
         "tokenizer",
         "tokenizer_document",
+        "vocabulary",
     ),
     "common.text.answers": (
         "deltas",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common.engine.sampling.token_counts import TokenCounts
+from common.errors import GrammarError
 from common.request import SamplingParams, TokenLogprob
 
 _UNIFORM_BITS = 52
@@ -49,6 +50,8 @@ class SampleTask:
         index: the fork number (0 without forks); it is hashed with the seed as well.
         eos_token_ids: masked, with the stop tokens, until ``min_tokens`` are out.
         counts: the sequence's own, so that penalties need not count all of it again; None: they do.
+        mask: of its grammar: uint32 words, bit i % 32 of word i // 32 says whether token i may come; it says of ends
+            too. None: all may.
     """
 
     params: SamplingParams
@@ -57,11 +60,12 @@ class SampleTask:
     index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     counts: TokenCounts | None = None
+    mask: memoryview | None = None
 
     @property
     def masks_stops(self) -> bool:
         """Unless nothing else is allowed."""
-        if len(self.output_token_ids) >= self.params.min_tokens:
+        if len(self.output_token_ids) >= self.params.min_tokens or self.mask is not None:
             return False
         allowed = self.params.allowed_token_ids
         return allowed is None or not allowed <= self.eos_token_ids | self.params.stop_token_ids
@@ -84,7 +88,7 @@ class SampleTask:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the token is the largest logit and nothing else is asked for."""
+        """Whether the token is the largest logit, of those that its mask has, and nothing else is asked for."""
         p = self.params
         if not p.is_greedy or p.logprobs is not None or p.allowed_token_ids is not None:
             return False
@@ -101,13 +105,16 @@ class Sampler:
         """One token per row of ``logits`` [R, vocab].
 
         A row that asked for no logprobs gets ``logprob`` 0.0 and ``rank`` 0: not computed.
+
+        Raises:
+            GrammarError: a row has no token that its mask and the rest of what was asked for allow.
         """
         with torch.inference_mode():
             assert logits.shape[0] == len(tasks), "one task per row"
             if not tasks:
                 return []
             if all(task.is_plain_greedy for task in tasks):
-                return [TokenLogprob(token, 0.0, 0) for token in logits.argmax(-1).tolist()]
+                return [TokenLogprob(token, 0.0, 0) for token in _largest(logits, tasks)]
             scores = logits.float().clone()
             _add_bias(scores, tasks)
             _mask(scores, tasks)
@@ -155,6 +162,9 @@ def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
             kept = scores[row, allowed]
             scores[row] = float("-inf")
             scores[row, allowed] = kept
+    for row, task in enumerate(tasks):
+        if task.mask is not None:
+            scores[row].masked_fill_(~_allowed(task.mask, scores), float("-inf"))
     entries = [
         (row, token)
         for row, task in enumerate(tasks)
@@ -165,6 +175,33 @@ def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
     if entries:
         rows, tokens = zip(*entries, strict=True)
         scores[_ids(rows, scores), _ids(tokens, scores)] = float("-inf")
+    constrained = [row for row, task in enumerate(tasks) if task.mask is not None]
+    if constrained and bool((scores[constrained].amax(-1) == float("-inf")).any()):
+        raise GrammarError("the grammar allows no token that the rest of the request allows")
+
+
+def _largest(logits: Tensor, tasks: Sequence[SampleTask]) -> list[int]:
+    """The largest logit of each row, of those that its mask has."""
+    tokens: list[int] = logits.argmax(-1).tolist()
+    for row, task in enumerate(tasks):
+        mask = task.mask
+        if mask is not None and not mask[tokens[row] >> 5] >> (tokens[row] & 31) & 1:
+            scores = logits[row].masked_fill(~_allowed(mask, logits), float("-inf"))
+            tokens[row] = int(scores.argmax())
+    return tokens
+
+
+def _allowed(mask: memoryview, like: Tensor) -> Tensor:
+    """The bits of ``mask`` as [vocab] booleans."""
+    # By a table of bytes: 76 us for 150,000 tokens on one core, shifting words takes 180.
+    places = torch.frombuffer(mask, dtype=torch.uint8).to(like.device).int()
+    return _bits_of_bytes(like.device).index_select(0, places).flatten()[: like.shape[-1]]
+
+
+@functools.lru_cache(maxsize=8)
+def _bits_of_bytes(device: torch.device) -> Tensor:
+    """[256, 8], the lowest bit first."""
+    return (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1).bool()
 
 
 def _penalise(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
