@@ -18,8 +18,11 @@ from fastapi.responses import JSONResponse, Response
 from common.config.dns import Resolver
 from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
+from common.openai.answers import Answer
 from common.openai.errors import install_error_handlers
+from common.openai.openapi import ENDPOINTS, Endpoint
 from common.server import drain as draining
+from common.server.docs_routes import add_docs_routes
 from common.server.gate import OPEN_PATHS, Gate, GateMiddleware
 from common.server.json_body import read_json_object
 from common.server.loop_lag import LoopLag
@@ -44,6 +47,8 @@ from common.wire.routes import (
 from proxy.admission.key_limits import KeyLimits, read_key_limits
 from proxy.admission.queue import AdmissionQueue
 from proxy.dialects.messages.answer import shape_error
+from proxy.dialects.messages.body import CountTokensBody, MessagesBody
+from proxy.dialects.responses.body import ResponsesBody
 from proxy.http.admin import add_node_routes
 from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
@@ -66,6 +71,12 @@ from proxy.prefix_index.index import PrefixIndex
 from proxy.status.board import StatusBoard
 from proxy.status.gauges import read_gauges
 from proxy.status.routes import add_status_routes
+
+DIALECT_ENDPOINTS = (
+    Endpoint(RESPONSES_ROUTE, "createResponse", "OpenAI's Responses.", ResponsesBody, Answer, streams=True),
+    Endpoint(MESSAGES_ROUTE, "createMessage", "Anthropic's Messages.", MessagesBody, Answer, streams=True),
+    Endpoint(COUNT_TOKENS_ROUTE, "countTokens", "Tokens of a message's prompt.", CountTokensBody, Answer),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +198,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
+    add_docs_routes(app, (*ENDPOINTS, *DIALECT_ENDPOINTS))
     _add_openai_routes(app)
     _add_operator_routes(app)
     add_page_routes(app)
@@ -218,6 +230,10 @@ def _add_openai_routes(app: FastAPI) -> None:
 
     @app.get(MODELS_ROUTE)
     async def models(request: Request) -> Response:
+        return await _forward(request)
+
+    @app.get(MODELS_ROUTE + "/{model:path}")
+    async def model(request: Request) -> Response:
         return await _forward(request)
 
     @app.post(TOKENIZE_ROUTE)

@@ -7,6 +7,7 @@ documentation fails there.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from common.cli.flags import UpConfig
@@ -15,6 +16,15 @@ from common.config.node import NodeConfig
 from common.config.proxy import ProxyConfig
 from common.metrics.labels import LABEL_VALUES, LabelValues
 from common.metrics.table import METRICS, NODES, PREFIX, MetricSpec, Role
+from common.openai.bodies.base import Body
+from common.openai.bodies.models import AnswerFields, ChatBody, CompletionBody, PromptBody
+from common.openai.bodies.unsupported import HARMLESS, UNSUPPORTED
+from common.openai.openapi import ENDPOINTS, field_rows
+
+
+class _Both(AnswerFields, PromptBody):
+    """What completions and chats share."""
+
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 COMMAND = "python -m common.cli.docs"
@@ -59,9 +69,51 @@ def metrics_document() -> str:
     return "\n".join([_heading("Metrics", _METRICS_INTRODUCTION), *rows, _LABELS_INTRODUCTION, *values]) + "\n"
 
 
+def api_document(text: str) -> str:
+    """``docs/api.md``, which is ``text`` with its tables written anew: each is between two comments."""
+    for name, table in _API_TABLES.items():
+        begin, end = f"<!-- {name}: written by `{COMMAND}` -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
 def documents() -> dict[str, str]:
     """File name in ``docs/`` -> its text."""
-    return {"flags.md": flags_document(), "metrics.md": metrics_document()}
+    api = (FOLDER / "api.md").read_text(encoding="utf-8")
+    return {"flags.md": flags_document(), "metrics.md": metrics_document(), "api.md": api_document(api)}
+
+
+def _fields(*models: type[Body], without: type[Body] | None = None) -> str:
+    rows = ["| field | type | of | here |", "|---|---|---|---|"]
+    for model in models:
+        left_out = without.model_fields if without is not None else {}
+        rows += [
+            f"| `{name}` | {kind} | {origin} | {meaning} |"
+            for name, kind, origin, meaning in field_rows(model)
+            if name not in left_out or model.model_fields[name].description != left_out[name].description
+        ]
+    return "\n".join(rows)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _endpoints() -> str:
+    rows = ["| route | |", "|---|---|"]
+    rows += [f"| `{'GET' if each.body is None else 'POST'} {each.path}` | {each.summary} |" for each in ENDPOINTS]
+    return "\n".join(rows)
+
+
+_API_TABLES: Mapping[str, Callable[[], str]] = {
+    "endpoints": _endpoints,
+    "fields of both": lambda: _fields(AnswerFields, PromptBody),
+    "fields of completions": lambda: _fields(CompletionBody, without=_Both),
+    "fields of chats": lambda: _fields(ChatBody, without=_Both),
+    "refused fields": lambda: _names(UNSUPPORTED),
+    "harmless fields": lambda: _names(sorted(HARMLESS)),
+}
 
 
 def _heading(title: str, introduction: str) -> str:

@@ -104,6 +104,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("request_phase_seconds", "Time in one phase of a request.", "phase"),
     _counter("prompt_tokens_total", "Prompt tokens, by where their state came from.", "source", roles=NODES),
     _counter("prompts_tokenised_total", "Prompts that this process turned into token ids."),
+    _counter("unknown_fields_total", "Fields of requests that nobody here knows; they change nothing.", "route"),
     _counter("generation_tokens_total", "Tokens generated.", roles=NODES),
     _counter(
         "prefix_cache_query_tokens_total",

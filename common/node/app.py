@@ -30,6 +30,7 @@ from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.serving import Serving
 from common.openai.errors import install_error_handlers
 from common.server import drain
+from common.server.docs_routes import add_docs_routes
 from common.server.gate import install_middleware
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.text.tokenizer import TextCodec
@@ -57,10 +58,11 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             await node.close()
 
     app = FastAPI(
-        title=f"tandem {role.value} node",
+        title=f"Tandem {role.value} node",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         telemetry=NO_FRAMEWORK_TELEMETRY,
     )
     install_error_handlers(app)
@@ -88,6 +90,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
     app.add_api_route(COMPLETIONS_ROUTE, serving.completions, methods=["POST"])
     app.add_api_route(CHAT_ROUTE, serving.chat, methods=["POST"])
     add_text_routes(app, prompts, model_name=node.model_name, max_model_len=model.max_model_len)
+    add_docs_routes(app)
     add_probe_routes(app, node)
     add_info_routes(app, node)
     _add_peer_routes(app, node)

@@ -54,6 +54,7 @@ __all__ = [
     "check_token_ids",
     "echoed_message",
     "check_model",
+    "check_answers",
     "to_sampling_params",
 ]
 
@@ -185,12 +186,7 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
     answer = _Answer()
     if isinstance(fields, CompletionBody):
         output = output_of(fields, echo=bool(fields.echo))
-        if output.n * len(prompts) > MAX_ANSWERS:
-            raise InvalidRequestError(
-                f"n times the prompts must be at most {MAX_ANSWERS} answers, got n {output.n} and {len(prompts)} "
-                f"prompts, which make {output.n * len(prompts)}",
-                param="n",
-            )
+        check_answers(output.n, len(prompts))
         answer = _answer(body, fields, output, fields.logprobs, _CHAT_ONLY, is_from_peer=is_from_peer)
         if answer.sampling.max_tokens == 0 and not output.echo:
             invalid("max_tokens", 0, "at least 1 unless echo is true")
@@ -199,6 +195,16 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
         resume=resume,
         **_common(body, fields, answer, mode, kv_transfer_params, is_from_peer=is_from_peer),
     )
+
+
+def check_answers(n: int, num_prompts: int) -> None:
+    """Raises InvalidRequestError when there are too many."""
+    if n * num_prompts > MAX_ANSWERS:
+        raise InvalidRequestError(
+            f"n times the prompts must be at most {MAX_ANSWERS} answers, got n {n} and {num_prompts} prompts, which "
+            f"make {n * num_prompts}",
+            param="n",
+        )
 
 
 def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRequest:

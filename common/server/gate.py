@@ -33,14 +33,22 @@ from common.errors import (
 from common.openai.errors import error_response
 from common.telemetry.context import enter_request
 from common.wire.headers import API_KEY_HEADER, CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
-from common.wire.routes import HEALTH_ROUTE, INTERNAL_PREFIX, METRICS_ROUTE, READY_ROUTE, VERSION_ROUTE
+from common.wire.routes import (
+    DOCS_ROUTE,
+    HEALTH_ROUTE,
+    INTERNAL_PREFIX,
+    METRICS_ROUTE,
+    OPENAPI_ROUTE,
+    READY_ROUTE,
+    VERSION_ROUTE,
+)
 
 DEFAULT_MAX_BODY_BYTES = 16 * 2**20
 """Bytes of the longest body, where the caller does not say."""
 DEFAULT_BODY_TIMEOUT_S = 60.0
 """Seconds from the headers to the end of the body, where the caller does not say."""
-OPEN_PATHS = frozenset({HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE, VERSION_ROUTE})
-"""Routes without a key: probes and scrapers have none."""
+OPEN_PATHS = frozenset({HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE, VERSION_ROUTE, OPENAPI_ROUTE, DOCS_ROUTE})
+"""Routes without a key: probes and scrapers have none, and what the API is like is no secret."""
 BODY_THREADS = 2
 """Threads of an app that parse and check long bodies. They share one interpreter's lock with the event loop: more would
 only take turns."""
@@ -266,7 +274,7 @@ def request_id_of(request: Request) -> str:
 
 def take_request_id(request: Request, given: str | None) -> None:
     """``given``, which the body has, becomes the id of a request whose head gave none."""
-    if given is not None and REQUEST_ID_HEADER not in request.headers:
+    if given is not None and REQUEST_ID_HEADER not in request.headers and _REQUEST_ID.fullmatch(given):
         request.scope["state"]["request_id"] = given
         enter_request(given)
 

@@ -9,6 +9,8 @@ RESPONSES_ROUTE = "/v1/responses"
 MESSAGES_ROUTE = "/v1/messages"
 COUNT_TOKENS_ROUTE = "/v1/messages/count_tokens"
 MODELS_ROUTE = "/v1/models"
+OPENAPI_ROUTE = "/openapi.json"
+DOCS_ROUTE = "/docs"
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"
 

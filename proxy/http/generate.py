@@ -22,7 +22,9 @@ from fastapi.responses import Response
 
 from common.errors import RequestDeadlineError, TandemError
 from common.metrics.outcomes import outcome_of
+from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
+from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
 from common.openai.prompt_ids import PROMPT_IDS_KEY
 from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
@@ -97,6 +99,7 @@ class GenerateService:
         self._recent = recent
         self._admission = admission
         self._drain = drain
+        self._unknown_fields = UnknownFields(metrics)
         self._limits: set[asyncio.Timeout] = set()
         self._cut_off_by: TandemError | None = None
 
@@ -141,9 +144,12 @@ class GenerateService:
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
             given_id = request_id_of(request)
+            if self._pool.is_foreign():
+                parse = parse_foreign_completion if route == COMPLETIONS_ROUTE else parse_foreign_chat
             read = await run_for_body(request, lambda: _read(body, given_id, parse, convert))
             parsed = read.parsed
             take_request_id(request, parsed.request_id)
+            self._unknown_fields.note(label, parsed.unknown_fields)
             request_id = request_id_of(request)
             if models := self._pool.served_models():
                 check_model(parsed.model, models)

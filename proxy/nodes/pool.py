@@ -119,6 +119,10 @@ class NodePool:
                 reasons.append(f"no {role.value} node is ready ({detail or 'none is known'})")
         return reasons
 
+    def is_foreign(self) -> bool:
+        """Whether all nodes are servers of another make."""
+        return bool(self.nodes) and all(node.is_vllm for node in self.nodes)
+
     def served_models(self) -> set[str]:
         infos = [node.info for node in self._nodes.values() if node.is_up and node.info.model is not None]
         return {model for info in infos for model in (info.model, *info.more_models) if model is not None}

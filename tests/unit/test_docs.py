@@ -24,7 +24,7 @@ def read(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["flags.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["flags.md", "metrics.md", "api.md"])
 def test_document_when_compared_with_its_generator_is_the_same(name: str) -> None:
     assert read(name) == documents()[name], f"docs/{name} is out of date: run {COMMAND}"
 

@@ -30,6 +30,12 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
     async def models() -> dict[str, Any]:
         return responses.models_response(model_name, created=started_s, max_model_len=max_model_len)
 
+    @app.get(MODELS_ROUTE + "/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        check_model(model, (model_name,))
+        entry: dict[str, Any] = (await models())["data"][0]
+        return entry
+
     @app.post(TOKENIZE_ROUTE)
     async def tokenize(http: HttpRequest) -> Response:
         body = await read_json_object(http)

@@ -22,6 +22,7 @@ from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TandemError
 from common.metrics.metrics import Metrics
 from common.metrics.outcomes import outcome_of
+from common.metrics.unknown_fields import UnknownFields
 from common.node.engine_thread import EngineThread
 from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.rendezvous import RendezvousTable, refused_rendezvous
@@ -84,6 +85,7 @@ class Serving:
         self._prefill_leg = prefill_leg
         self._handoffs = handoffs
         self._metrics = metrics
+        self._unknown_fields = UnknownFields(metrics)
         self._tracer = tracer
         self._pacer = Pacer()
 
@@ -100,6 +102,8 @@ class Serving:
         with self._telling_reader(body):
             request = await run_for_body(http, lambda: parse(body, is_from_peer=is_peer(http)))
             take_request_id(http, request.request_id)
+            label = "chat" if isinstance(request, ChatRequest) else "completions"
+            self._unknown_fields.note(label, request.unknown_fields)
             return await self._serve(http, request)
 
     @contextlib.contextmanager

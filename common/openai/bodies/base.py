@@ -20,6 +20,7 @@ from common.wire.fields import bounds_in_words, shown
 Origin = Literal["OpenAI", "Anthropic", "vLLM", "SGLang", "Tandem"]
 """Whose API a field is of."""
 ORIGIN_KEY = "x-origin"
+REQUIRED_KEY = "x-required"
 
 _Body = TypeVar("_Body", bound="Body")
 _BOUNDS = ("ge", "le", "gt", "min_length", "max_length", "pattern")
@@ -32,15 +33,26 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-def declare(origin: Origin, description: str, *, default: Any = None, means: object = None, **bounds: Any) -> Any:
+def declare(
+    origin: Origin,
+    description: str,
+    *,
+    default: Any = None,
+    means: object = None,
+    is_required: bool = False,
+    **bounds: Any,
+) -> Any:
     """A field of a body.
 
     Args:
         default: its value when the body does not give it.
+        is_required: in the schema; the code that reads the field says so itself, in its own words.
         means: what is done then, where ``default`` does not say it.
         bounds: ``ge``, ``le``, ``gt``, ``min_length``, ``max_length``, ``pattern``.
     """
     extra: dict[str, Any] = {ORIGIN_KEY: origin}
+    if is_required:
+        extra[REQUIRED_KEY] = True
     if means is not None:
         extra["default"] = means
     return Field(default, description=description, json_schema_extra=extra, **bounds)

@@ -20,8 +20,10 @@ from common.openai.bodies.values import (
     LogitBias,
     LogprobTokenIds,
     Prompts,
+    ResponseFormat,
     Stop,
     StopTokenIds,
+    StructuredOutputs,
     TemplateKwargs,
     Tools,
 )
@@ -39,6 +41,11 @@ MAX_TEMPLATE_CHARS = 200_000
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # ``common.openai.messages`` checks them, where it is known whether there are tokens in their place.
 _Messages = Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=list[ChatMessage])]
+# ``common.openai.constraint`` checks them.
+_ResponseFormat = Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=ResponseFormat | None)]
+_StructuredOutputs = Annotated[
+    Any, PlainValidator(lambda value: value, json_schema_input_type=StructuredOutputs | None)
+]
 
 
 class StreamOptions(Body):
@@ -75,7 +82,7 @@ class PromptBody(Body):
 
 
 class CompletionPromptBody(PromptBody):
-    prompt: Prompts = declare("OpenAI", "A text, token ids, or a list of texts or of lists of token ids. Required.")
+    prompt: Prompts = declare("OpenAI", "A text, token ids, or a list of either. Required.", is_required=True)
 
 
 class ChatPromptBody(PromptBody):
@@ -83,6 +90,7 @@ class ChatPromptBody(PromptBody):
         "OpenAI",
         "The conversation; content is text, or a list of text parts. `cache_control` on a message or part marks what "
         "later prompts will share. Required.",
+        is_required=True,
     )
     tools: Tools = declare("OpenAI", "Functions that the model may call; the template shows them.")
     tool_choice: Choice = declare(
@@ -127,6 +135,10 @@ class AnswerFields(Body):
     )
     repetition_penalty: float | None = declare(
         "vLLM", "Divides the score of tokens that prompt or answer have.", means=1.0, ge=0.01, le=100
+    )
+    response_format: _ResponseFormat = declare("OpenAI", "What the answer is: text, JSON, or as a JSON schema says.")
+    structured_outputs: _StructuredOutputs = declare(
+        "vLLM", "One of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`; or as `guided_...`."
     )
     logit_bias: LogitBias = declare("OpenAI", "Token id to what is added to its score, -100 to 100.", default={})
     allowed_token_ids: AllowedTokenIds = declare("vLLM", "Only these are drawn.")
@@ -183,3 +195,21 @@ class ChatBody(ChatPromptBody, AnswerFields):
     thinking_token_budget: int | None = declare(
         "vLLM", "Most tokens of reasoning; -1: any number.", ge=-1, le=MAX_TOKENS
     )
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+class TokenizeBody(ChatPromptBody):
+    """``POST /tokenize``: a text in ``prompt``, or a conversation."""
+
+    prompt: str | None = declare("vLLM", "A text; without it `messages`.")
+    messages: _Messages = declare("vLLM", "A conversation, with the fields of a chat that make its prompt.")
+    return_token_strs: bool | None = declare("vLLM", "The tokens as texts too.", means=False)
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = declare("vLLM", "The served model's name.")
+    tokens: list[int] = declare("vLLM", "Token ids. Required.", default=[])

@@ -56,7 +56,6 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     "suffix": _is_empty,
     "functions": _is_empty,
     "function_call": _is_one_of("none", "auto"),
-    "response_format": _is_text_format,
     "modalities": _is_one_of(["text"]),
     "audio": _is_empty,
     "prediction": _is_empty,
@@ -64,7 +63,6 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     "moderation": _is_empty,
     "verbosity": _is_one_of("medium"),
     # vLLM's
-    "structured_outputs": _is_empty,
     "use_beam_search": _is_empty,
     "length_penalty": _is_one_of(1, 1.0),
     "early_stopping": _is_empty,
@@ -135,6 +133,8 @@ def refuse_field(name: str, value: Any) -> None:
 
 
 _UNBUILT: Mapping[str, IsNeutral] = {
+    "response_format": _is_text_format,
+    "structured_outputs": _is_empty,
     "tool_choice": _is_one_of("none", "auto"),
     "parallel_tool_calls": _is_one_of(True),
     "include_reasoning": _is_one_of(True),

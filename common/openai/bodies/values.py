@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from common.errors import InvalidRequestError
 from common.openai.messages import CACHE_CONTROL, ROLES
@@ -280,6 +280,26 @@ class Function(_Shape):
 class Tool(_Shape):
     type: Literal["function"] = "function"
     function: Function
+
+
+class JsonSchema(_Shape):
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Shape):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Shape):
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class ChosenFunction(_Shape):

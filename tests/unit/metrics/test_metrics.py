@@ -25,7 +25,7 @@ proxy_retries_total{reason} proxy_retries_refused_total proxy_migrations_total{o
 breaker_opened_total{node}
 proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}
 prefix_index_entries{node} prefix_index_snapshots_total prompts_tokenised_total requests_dropped_total{reason}
-event_loop_lag_seconds{cause}
+event_loop_lag_seconds{cause} unknown_fields_total{route}
 """
 
 

@@ -18,6 +18,7 @@ from common.metrics.table import Role
 from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import ResponseBuilder
+from common.openai.answers import ChatCompletion, Completion
 from common.openai.protocol import parse_chat, parse_completion
 from common.request import FinishReason, TokenLogprob
 from common.text.tokenizer import TextCodec
@@ -72,7 +73,9 @@ def answers(codec: TextCodec, body: Json, *, ends_by: str = "length") -> list[Js
         record = RequestRecord(metrics, "chat")
         builder = ResponseBuilder("m", outputs, lambda *_: None, http, request, jobs, None, record)
         if not request.output.stream:
-            return [json.loads((await builder.whole()).body)]
+            answer = json.loads((await builder.whole()).body)
+            (ChatCompletion if "messages" in body else Completion).model_validate(answer)  # as /openapi.json says
+            return [answer]
         events = [event async for event in builder.events()]
         return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
 

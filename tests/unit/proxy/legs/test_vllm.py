@@ -181,3 +181,41 @@ def test_node_when_unhealthy_then_not_ready_with_the_reason(start_front: StartFr
 def test_node_kind_when_tandem_then_a_server_without_ready_is_not_used(start_front: StartFront) -> None:
     front = start_front(node_kind="tandem", wait=False)
     wait_for(lambda: "/ready answers 404" in front.client.get("/ready").text, "the probe of its /ready")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_known"),
+    [
+        ({"guided_json": {"type": "object"}, "use_beam_search": True, "n": 2}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, True),
+        ({"messages": CHAT["messages"], "reasoning_effort": "of their own", "temperature": 9}, False),
+    ],
+)
+def test_field_when_only_the_servers_know_it_then_goes_on_to_them(
+    start_front: StartFront, fields: dict[str, Any], is_known: bool
+) -> None:
+    front = start_front()
+    prompt = {} if "messages" in fields else {"prompt": "Tell me"}
+    answer = front.post({"model": MODEL, "max_tokens": 5, **prompt, **fields})
+    if is_known:
+        assert answer.status_code == 200
+        assert {name: front.pair.decode_legs[0].body[name] for name in fields} == fields
+    else:  # the servers' own words
+        assert answer.json()["error"]["message"].startswith("unexpected fields")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "n": 5000}, "n"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "a"}, "messages"),
+        ({"prompt": ""}, "prompt"),
+    ],
+)
+def test_field_when_the_proxy_needs_it_itself_then_is_checked(
+    start_front: StartFront, body: dict[str, Any], param: str
+) -> None:
+    refused = start_front().post(body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
