@@ -29,6 +29,12 @@ class NodeConfig(ProcessConfig):
     model: str = flag("", "model folder or Hugging Face hub id", metavar="DIR|HUB_ID")
     revision: str | None = flag(None, "revision of a hub model", metavar="REV")
     trust_remote_code: bool = bool_flag(False, "run code that comes with the model")
+    generation_config: str = flag(
+        "auto",
+        "sampling defaults of requests, and the bound max_new_tokens: auto: the model's generation_config.json; vllm: "
+        "none; or a folder with that file",
+        metavar="auto|vllm|FOLDER",
+    )
     trust_request_chat_template: bool = bool_flag(
         False, "requests may bring a chat_template: a program that a sandbox runs, which can take seconds"
     )

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.metrics.table import Role
+from common.node.generation_config import read_sampling_defaults
 from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.prefix_holder import PrefixHolder
 from common.node.node import Node
@@ -85,6 +86,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         cache_config=model.cache_config,
         max_model_len=model.max_model_len,
         metrics=node.metrics,
+        defaults=read_sampling_defaults(config.generation_config, loaded.folder),
     )
     serving = _create_serving(node, prompts, handoffs)
     app.add_api_route(COMPLETIONS_ROUTE, serving.completions, methods=["POST"])

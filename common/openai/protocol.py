@@ -31,7 +31,15 @@ from common.openai.bodies.unsupported import refuse_unbuilt, refuse_unsupported
 from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, check_tokens_together, parse_prompts
 from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_messages
 from common.openai.prompt_ids import PromptIds, read_prompt_ids
-from common.openai.sampling import OutputFields, SamplingFields, chat_logprobs_of, output_of, sampling_of
+from common.openai.sampling import (
+    OutputFields,
+    SamplingDefaults,
+    SamplingFields,
+    chat_logprobs_of,
+    or_default,
+    output_of,
+    sampling_of,
+)
 from common.request import SamplingParams
 from common.wire.fields import Fields, invalid, shown
 from common.wire.handoff import TransferMode, read_transfer_params
@@ -369,12 +377,17 @@ def check_model(requested: str | None, served: Collection[str]) -> None:
 
 
 def to_sampling_params(
-    request: GenerationRequest, *, num_prompt_tokens: int, max_model_len: int, vocab_size: int
+    request: GenerationRequest,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
 ) -> SamplingParams:
     """The engine's view of a request whose prompt has ``num_prompt_tokens`` tokens.
 
     ``max_tokens`` defaults to 16 for completions (less where the context ends sooner) and to the remaining context for
-    chat. A prefill leg generates nothing: only the prompt itself has to fit.
+    chat; ``defaults`` bound it. A prefill leg generates nothing: only the prompt itself has to fit.
 
     Raises:
         InvalidRequestError: prompt and ``max_tokens`` exceed ``max_model_len``, or a token id is not in the vocabulary.
@@ -410,6 +423,8 @@ def to_sampling_params(
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if defaults.max_tokens is not None:
+        max_tokens = min(max_tokens, defaults.max_tokens)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequestError(
             f"min_tokens must be at most max_tokens {max_tokens}, got {sampling.min_tokens}", param="min_tokens"
@@ -421,16 +436,16 @@ def to_sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
+        temperature=or_default(sampling.temperature, defaults.temperature),
+        top_p=or_default(sampling.top_p, defaults.top_p),
+        top_k=or_default(sampling.top_k, defaults.top_k),
+        min_p=or_default(sampling.min_p, defaults.min_p),
         seed=sampling.seed,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=or_default(sampling.repetition_penalty, defaults.repetition_penalty),
         logit_bias=sampling.logit_bias,
         logprobs=sampling.logprobs,
         allowed_token_ids=sampling.allowed_token_ids,

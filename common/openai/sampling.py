@@ -7,7 +7,7 @@ vocabulary are checked later, by ``to_sampling_params``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from common.errors import InvalidRequestError
@@ -23,26 +23,45 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """Sampling fields as the client gave them, defaults filled in but for ``max_tokens`` (``None``: not given)."""
+    """Sampling fields as the client gave them. None: not given, ``SamplingDefaults`` say what is done."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: frozenset[int] | None = None
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a node does where a request does not say it. ``max_tokens`` bounds all answers; None: nothing does."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+    @classmethod
+    def of(cls, body: AnswerFields) -> SamplingDefaults:
+        """As ``body`` says, where it does."""
+        sampling = sampling_of(body, None)
+        given = {each.name: getattr(sampling, each.name) for each in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +90,19 @@ def sampling_of(body: AnswerFields, logprobs: int | None) -> SamplingFields:
         raise InvalidRequestError("logprob_token_ids is allowed only with logprobs", param="logprob_token_ids")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("prompt_logprobs is allowed only without stream", param="prompt_logprobs")
-    temperature = _default(body.temperature, 1.0)
     return SamplingFields(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=_default(body.top_p, 1.0),
-        top_k=max(body.top_k or 0, 0),
-        min_p=_default(body.min_p, 0.0),
+        temperature=0.0 if body.temperature is not None and body.temperature < GREEDY_BELOW else body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(body.top_k, 0),
+        min_p=body.min_p,
         seed=body.seed,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        presence_penalty=_default(body.presence_penalty, 0.0),
-        frequency_penalty=_default(body.frequency_penalty, 0.0),
-        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        presence_penalty=or_default(body.presence_penalty, 0.0),
+        frequency_penalty=or_default(body.frequency_penalty, 0.0),
+        repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
         allowed_token_ids=body.allowed_token_ids,
         bad_words=body.bad_words,
@@ -113,7 +131,7 @@ def output_of(body: AnswerFields, *, echo: bool) -> OutputFields:
         stop=body.stop,
         include_stop=bool(body.include_stop_str_in_output),
         echo=echo,
-        skip_special_tokens=_default(body.skip_special_tokens, True),
+        skip_special_tokens=or_default(body.skip_special_tokens, True),
         return_token_ids=bool(body.return_token_ids),
         return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
     )
@@ -127,5 +145,5 @@ def chat_logprobs_of(body: ChatBody) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _default(value: _T | None, default: _T) -> _T:
+def or_default(value: _T | None, default: _T) -> _T:
     return default if value is None else value

@@ -122,6 +122,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
     "common.node": (
         "cache_warnings",
+        "generation_config",
         "regions",
         "digests",
         "metrics",

@@ -28,6 +28,7 @@ from common.openai.protocol import (
     echoed_message,
     to_sampling_params,
 )
+from common.openai.sampling import SamplingDefaults
 from common.request import SamplingParams, TokenLogprob
 from common.server.gate import is_peer, request_id_of
 from common.server.json_body import run_for_body
@@ -90,6 +91,7 @@ class PromptReader:
         cache_config: KVCacheConfig,
         max_model_len: int,
         metrics: Metrics,
+        defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
     ) -> None:
         self._codec = codec
         self._handoffs = handoffs
@@ -97,6 +99,7 @@ class PromptReader:
         self._keeps_boundaries = cache_config.keeps_boundaries
         self._max_model_len = max_model_len
         self._metrics = metrics
+        self._defaults = defaults
 
     @property
     def codec(self) -> TextCodec:
@@ -151,6 +154,7 @@ class PromptReader:
             num_prompt_tokens=len(token_ids),
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
+            defaults=self._defaults,
         )
         if not request.sampling.bad_words:
             return sampling
