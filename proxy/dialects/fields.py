@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from pydantic import PlainValidator
+
 from common.errors import InvalidRequestError
 from common.openai.bodies.base import Body, read_body
 from common.openai.messages import MAX_MESSAGES
@@ -12,6 +14,23 @@ from common.wire.fields import invalid, shown
 
 UNSUPPORTED = "unsupported_parameter"
 """``code`` of a refusal of what the API defines and this service does not build."""
+
+
+def texts(name: str) -> PlainValidator:
+    """Of a field that is a list of texts. Of a long list pydantic itself would make an error of each that is none."""
+
+    def check(value: object) -> list[str] | None:
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            invalid(name, value, "a list of strings")
+        for index, item in enumerate(value):
+            if not isinstance(item, str) or not item:
+                invalid(f"{name}[{index}]", item, "a string that is not empty")
+        return value
+
+    return PlainValidator(check, json_schema_input_type=list[str] | None)
+
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -30,6 +49,14 @@ def passed(body: Body) -> dict[str, Any]:
 def given(**fields: Any) -> dict[str, Any]:
     """Those that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def as_given(body: Body) -> dict[str, Any]:
+    """What the client gave of ``body``, under its own names. Not copied: a call that copies holds the interpreter
+    for as long as the body is."""
+    fields = type(body).model_fields
+    names = {name: fields[name].alias or name if name in fields else name for name in body.model_fields_set}
+    return {alias: getattr(body, name) for name, alias in names.items()}
 
 
 def refuse(name: str, value: object, reason: str) -> NoReturn:

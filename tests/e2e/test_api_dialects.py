@@ -182,8 +182,11 @@ def test_message_when_streamed_with_the_helper_then_ends_with_the_same_text(
         messages=[{"role": "user", "content": QUESTION}],
         extra_body={**ENDLESS, "temperature": 0},
     ) as stream:
-        assert "".join(stream.text_stream) == text
+        events = list(stream)
         final = stream.get_final_message()
+    assert "".join(event.text for event in events if event.type == "text") == text
+    [start] = [event.message.usage for event in events if event.type == "message_start"]
+    assert start.input_tokens + (start.cache_read_input_tokens or 0) == expected["usage"]["prompt_tokens"]
     assert final.content[0].type == "text"
     assert final.content[0].text == text
     assert final.stop_reason == "max_tokens"

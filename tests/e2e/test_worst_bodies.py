@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE
+from common.wire.routes import HEALTH_ROUTE, MESSAGES_ROUTE, METRICS_ROUTE, RESPONSES_ROUTE
 from tests.support.service import Node, Service
 from tests.support.worst_bodies import CORPUS, FULL
 
@@ -78,7 +78,8 @@ def polled(node: Node) -> Iterator[list[float]]:
 def sent() -> Iterator[Any]:
     """Each shape to each role; a proxy takes some fields out of what nodes get, so their shapes go to a node alone."""
     for name, shape in CORPUS.items():
-        for role in ("decode",) if shape.only_nodes else ("proxy", "decode"):
+        is_of_proxy = shape.route in (RESPONSES_ROUTE, MESSAGES_ROUTE)
+        for role in ("proxy",) if is_of_proxy else ("decode",) if shape.only_nodes else ("proxy", "decode"):
             marks = () if name in FEW else pytest.mark.full
             yield pytest.param(role, name, marks=marks, id=f"{role}-{name.replace(' ', '-')}")
 

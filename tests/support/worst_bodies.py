@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import orjson
 
 from common.wire.json_text import MAX_ITEMS, MAX_VALUES
-from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE, DETOKENIZE_ROUTE, TOKENIZE_ROUTE
+from common.wire.routes import (
+    CHAT_ROUTE,
+    COMPLETIONS_ROUTE,
+    DETOKENIZE_ROUTE,
+    MESSAGES_ROUTE,
+    RESPONSES_ROUTE,
+    TOKENIZE_ROUTE,
+)
 
 FULL = 16 * 2**20
 """Bytes: ``--max-body-bytes`` where nobody says otherwise."""
@@ -21,7 +28,8 @@ ROOM = 400
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``make`` gives the body; ``statuses``: what the answer may be; ``only_nodes``: fields that a proxy takes out."""
+    """``make`` gives the body; ``statuses``: what the answer may be; ``only_nodes``: fields that a proxy takes out. The
+    dialects' routes are the proxy's alone."""
 
     make: Callable[[], bytes]
     statuses: frozenset[int] = frozenset({400})
@@ -255,6 +263,36 @@ CORPUS: dict[str, Shape] = {
     "answer that goes on": Shape(
         lambda: _completion(b"tandem_resume", b'{"output_token_ids":[' + _fill(b"123", most=MAX_VALUES - 99) + b"]}"),
         only_nodes=True,
+    ),
+    # the dialects
+    "responses of 20,000 items": Shape(
+        lambda: b'{"input":[' + _fill(b'{"role":"user","content":"a"}', most=20_000) + b"]}", route=RESPONSES_ROUTE
+    ),
+    "responses of calls": Shape(
+        lambda: (
+            b'{"max_output_tokens":1,"input":['
+            + _fill(b'{"type":"function_call","call_id":"a","name":"b","arguments":"{}"}', most=10_000)
+            + b"]}"
+        ),
+        ANY,
+        RESPONSES_ROUTE,
+    ),
+    "message of texts": Shape(
+        lambda: (
+            b'{"max_tokens":1,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":['
+            + _fill(b'{"type":"text","text":"' + b"a" * 1500 + b'"}', most=10_000)
+            + b"]}]}"
+        ),
+        route=MESSAGES_ROUTE,
+    ),
+    "messages of blocks": Shape(
+        lambda: (
+            b'{"max_tokens":1,"messages":['
+            + _fill(b'{"role":"user","content":[' + _fill(b'{"type":"text","text":"a"}', most=5) + b"]}", most=6_000)
+            + b"]}"
+        ),
+        ANY,
+        MESSAGES_ROUTE,
     ),
     # the other routes
     "tokenize a text": Shape(lambda: b'{"prompt":' + _text(b"hello ") + b"}", route=TOKENIZE_ROUTE),

@@ -13,8 +13,8 @@ from common.openai.bodies.base import Body, declare, read_body
 from common.openai.bodies.models import MAX_TOKENS
 from common.openai.bodies.values import MAX_TOOLS
 from common.openai.messages import CACHE_CONTROL
-from common.wire.fields import MAX_TOKEN_ID, invalid
-from proxy.dialects.fields import objects, read_kind, refuse, refuse_given
+from common.wire.fields import MAX_TOKEN_ID
+from proxy.dialects.fields import objects, read_kind, refuse, refuse_given, texts
 
 _ONE_TIER = "there is one"
 
@@ -30,13 +30,13 @@ _REFUSED: Mapping[str, str] = {
 
 class CacheControl(Body):
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = declare("Anthropic", "accepted: states stay for as long as there is room")
+    ttl: Literal["5m", "1h"] | None = declare("Anthropic", "Accepted: states stay for as long as there is room.")
 
 
 class Block(Body):
     """A content block. ``cache_control``: a state is kept at its end."""
 
-    cache_control: CacheControl | None = declare("Anthropic", "the prompt up to here will be used again")
+    cache_control: CacheControl | None = declare("Anthropic", "The prompt up to here will be used again.")
 
 
 class TextBlock(Block):
@@ -55,13 +55,13 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Any = None
-    is_error: bool | None = declare("Anthropic", "the text is given to the model as an error", means=False)
+    is_error: bool | None = declare("Anthropic", "The text is given to the model as an error.", means=False)
 
 
 class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = declare("Anthropic", "not read: reasoning is the client's to keep")
+    signature: str | None = declare("Anthropic", "Not read: reasoning is the client's to keep.")
 
 
 AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
@@ -75,7 +75,7 @@ _BLOCKS: Mapping[str, Mapping[str, type[AnyBlock]]] = {
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Any = declare("Anthropic", "a text, or blocks: text, thinking, tool_use, tool_result", default=...)
+    content: Any = declare("Anthropic", "A text, or blocks: text, thinking, tool_use, tool_result.", default=...)
 
 
 def read_messages(value: object) -> list[tuple[str, list[AnyBlock]]]:
@@ -104,11 +104,11 @@ def _read_system(value: object) -> list[AnyBlock]:
 
 class Tool(Block):
     type: Literal["custom"] | None = None
-    name: str = declare("Anthropic", "the tool's name", default=..., min_length=1, max_length=256)
+    name: str = declare("Anthropic", "The tool's name.", default=..., min_length=1, max_length=256)
     description: str | None = None
-    input_schema: dict[str, Any] = declare("Anthropic", "a JSON Schema of the arguments", default=...)
-    strict: bool | None = declare("Anthropic", "arguments follow the schema", means=False)
-    eager_input_streaming: bool | None = declare("Anthropic", "accepted: arguments are streamed as they are made")
+    input_schema: dict[str, Any] = declare("Anthropic", "A JSON Schema of the arguments.", default=...)
+    strict: bool | None = declare("Anthropic", "Arguments follow the schema.", means=False)
+    eager_input_streaming: bool | None = declare("Anthropic", "Accepted: arguments are streamed as they are made.")
 
 
 _REFUSED_OF_TOOL = {
@@ -132,64 +132,68 @@ def read_tools(value: object) -> list[Tool]:
 
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = declare("Anthropic", "of type tool: which one")
-    disable_parallel_tool_use: bool | None = declare("Anthropic", "at most one call in an answer", means=False)
+    name: str | None = declare("Anthropic", "Of type tool: which one.")
+    disable_parallel_tool_use: bool | None = declare("Anthropic", "At most one call in an answer.", means=False)
 
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = declare("Anthropic", "of the reasoning", ge=1, le=MAX_TOKENS)
+    budget_tokens: int | None = declare("Anthropic", "Of the reasoning.", ge=1, le=MAX_TOKENS)
     display: Literal["summarized", "omitted"] | None = declare(
-        "Anthropic", "omitted: reasoning is not given back; else it is given whole"
+        "Anthropic", "`omitted`: reasoning is not given back; else it is given whole."
     )
 
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = declare("Anthropic", "the answer follows it", default=..., alias="schema")
+    schema_: dict[str, Any] = declare("Anthropic", "The answer follows it.", default=..., alias="schema")
 
 
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = declare("Anthropic", "for templates that know it")
-    format: OutputFormat | None = declare("Anthropic", "json_schema")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = declare(
+        "Anthropic", "For templates that know it."
+    )
+    format: OutputFormat | None = declare("Anthropic", "Only `json_schema`.")
 
 
 class Metadata(Body):
-    user_id: str | None = declare("Anthropic", "accepted")
+    user_id: str | None = declare("Anthropic", "Accepted.")
 
 
 class CountTokensBody(Body):
     """What makes the prompt."""
 
-    model: str | None = declare("Anthropic", "absent: the served model")
+    model: str | None = declare("Anthropic", "Absent: the served model.")
     messages: Annotated[Any, PlainValidator(read_messages, json_schema_input_type=list[Message])] = declare(
-        "Anthropic", "the conversation; an assistant's message at its end is gone on with", default=...
+        "Anthropic", "The conversation; an assistant's message at its end is gone on with.", default=...
     )
     system: Annotated[Any, PlainValidator(_read_system, json_schema_input_type=str | list[TextBlock] | None)] = declare(
-        "Anthropic", "a text, or text blocks", default=()
+        "Anthropic", "A text, or text blocks.", default=()
     )
     tools: Annotated[Any, PlainValidator(read_tools, json_schema_input_type=list[Tool] | None)] = declare(
-        "Anthropic", "tools of the client's own", default=()
+        "Anthropic", "Tools of the client's own.", default=()
     )
-    tool_choice: ToolChoice | None = declare("Anthropic", "auto, any, tool or none")
-    thinking: Thinking | None = declare("Anthropic", "reasoning; absent: as the model's template does by itself")
-    output_config: OutputConfig | None = declare("Anthropic", "effort, format")
-    output_format: OutputFormat | None = declare("Anthropic", "older place of output_config.format")
-    cache_control: CacheControl | None = declare("Anthropic", "accepted: the prompt's end is always kept")
-    speed: Literal["standard", "fast"] | None = declare("Anthropic", "standard alone", means="standard")
-    user_profile_id: str | None = declare("Anthropic", "accepted")
-    workspace_id: str | None = declare("Anthropic", "accepted")
+    tool_choice: ToolChoice | None = declare("Anthropic", "`auto`, `any`, `tool` or `none`.")
+    thinking: Thinking | None = declare("Anthropic", "Reasoning; absent: as the model's template does by itself.")
+    output_config: OutputConfig | None = declare("Anthropic", "`effort` and `format`.")
+    output_format: OutputFormat | None = declare("Anthropic", "Older place of output_config.format.")
+    cache_control: CacheControl | None = declare("Anthropic", "Accepted: the prompt's end is always kept.")
+    speed: Literal["standard", "fast"] | None = declare("Anthropic", "`standard` alone.", means="standard")
+    user_profile_id: str | None = declare("Anthropic", "Accepted.")
+    workspace_id: str | None = declare("Anthropic", "Accepted.")
 
 
 class MessagesBody(CountTokensBody):
-    max_tokens: int = declare("Anthropic", "of the answer, reasoning included", default=..., ge=1, le=MAX_TOKENS)
-    stop_sequences: list[str] | None = declare("Anthropic", "texts that end the answer; they are not part of it")
-    temperature: float | None = declare("Anthropic", "0 is greedy", ge=0, le=2)
-    top_p: float | None = declare("Anthropic", "nucleus sampling", gt=0, le=1)
-    top_k: int | None = declare("Anthropic", "the most likely tokens alone", ge=-1, le=MAX_TOKEN_ID)
-    stream: bool | None = declare("Anthropic", "events instead of one answer", means=False)
-    metadata: Metadata | None = declare("Anthropic", "user_id")
-    service_tier: Literal["auto", "standard_only"] | None = declare("Anthropic", f"accepted: {_ONE_TIER}")
+    max_tokens: int = declare("Anthropic", "Of the answer, reasoning included.", default=..., ge=1, le=MAX_TOKENS)
+    stop_sequences: Annotated[list[str] | None, texts("stop_sequences")] = declare(
+        "Anthropic", "Texts that end the answer; they are not part of it."
+    )
+    temperature: float | None = declare("Anthropic", "0 is greedy.", ge=0, le=2)
+    top_p: float | None = declare("Anthropic", "Nucleus sampling.", gt=0, le=1)
+    top_k: int | None = declare("Anthropic", "The most likely tokens alone.", ge=-1, le=MAX_TOKEN_ID)
+    stream: bool | None = declare("Anthropic", "Events instead of one answer.", means=False)
+    metadata: Metadata | None = declare("Anthropic", "Only `user_id`.")
+    service_tier: Literal["auto", "standard_only"] | None = declare("Anthropic", f"Accepted: {_ONE_TIER}.")
 
 
 def read_messages_body(body: Mapping[str, Any]) -> MessagesBody:
@@ -197,9 +201,6 @@ def read_messages_body(body: Mapping[str, Any]) -> MessagesBody:
     if body.get("max_tokens") is None:
         raise InvalidRequestError("max_tokens is required", param="max_tokens")
     read = read_body(MessagesBody, body)
-    for index, text in enumerate(read.stop_sequences or ()):
-        if not text:
-            invalid(f"stop_sequences[{index}]", text, "a text")
     _check(body, read)
     return read
 

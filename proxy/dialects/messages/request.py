@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from common.errors import InvalidRequestError
 from common.openai.messages import CACHE_CONTROL
 from proxy.dialects.fields import given, passed
@@ -49,7 +51,8 @@ def to_chat(body: MessagesBody) -> dict[str, Any]:
         top_p=body.top_p,
         top_k=body.top_k,
         stream=body.stream,
-        stream_options={"include_usage": True} if body.stream else None,
+        # message_start says the prompt's tokens: the first event has to know them.
+        stream_options={"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
     )
     return {**passed(body), **to_prompt(body), **chat}
 
@@ -116,14 +119,13 @@ def _said(name: str, role: str, blocks: Sequence[AnyBlock]) -> list[ChatMessage]
 
 def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatMessage:
     """As the model wrote it: its texts are one text."""
-    message: ChatMessage = {"role": "assistant", "content": ""}
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    message: ChatMessage = {"role": "assistant", "content": "".join(texts)}
+    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = "".join(thoughts)
     for block in blocks:
-        if isinstance(block, TextBlock):
-            message["content"] += block.text
-        elif isinstance(block, ThinkingBlock):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+        if isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": _as_text(block.input)}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
     if is_last and "tool_calls" in message:
@@ -131,6 +133,13 @@ def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatM
             f"{name} calls tools: a message with their tool_result blocks must follow", param=name
         )
     return message | _mark(*blocks)
+
+
+def _as_text(arguments: Mapping[str, Any]) -> str:
+    try:
+        return orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short bodies have
+        return json.dumps(arguments, ensure_ascii=False)
 
 
 def _tool_result(name: str, block: ToolResultBlock) -> ChatMessage:

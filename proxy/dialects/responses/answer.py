@@ -16,6 +16,7 @@ import orjson
 from common.errors import InvalidRequestError, QueueFullError, TandemError
 from proxy.dialects.chat_answer import Part, PartKind, Step
 from proxy.dialects.conversion import Conversion, Event
+from proxy.dialects.fields import as_given
 from proxy.dialects.responses.body import ENCRYPTED_REASONING, LOGPROBS, ResponsesBody
 from proxy.dialects.responses.request import NAMES, seal, tools_as_given
 
@@ -44,9 +45,11 @@ class Echo:
         long_fields = {"instructions": body.instructions, "tools": tools_as_given(body.tools)}
         if len(orjson.dumps(long_fields)) > ECHO_BYTES:
             long_fields = {"instructions": None, "tools": []}
-        text = {"format": {"type": "text"}}
+        text: dict[str, Any] = {"format": {"type": "text"}}
         if body.text is not None:
-            text |= body.text.model_dump(exclude_unset=True, by_alias=True)
+            text |= as_given(body.text)
+        if body.text is not None and body.text.format is not None:
+            text["format"] = as_given(body.text.format)
         fields = {
             "background": False,
             "max_output_tokens": body.max_output_tokens,

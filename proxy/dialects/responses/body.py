@@ -12,7 +12,7 @@ from common.openai.bodies.base import Body, declare, read_body
 from common.openai.bodies.models import MAX_LOGPROBS, MAX_TOKENS
 from common.openai.bodies.values import MAX_TOOLS
 from common.wire.fields import invalid, shown
-from proxy.dialects.fields import UNSUPPORTED, objects, read_kind, refuse, refuse_given
+from proxy.dialects.fields import UNSUPPORTED, objects, read_kind, refuse, refuse_given, texts
 
 MAX_METADATA = 16
 """Entries of ``metadata``; this and the lengths of its texts are OpenAI's."""
@@ -46,7 +46,7 @@ class TextPart(Body):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = declare(
-        "OpenAI", "the prompt up to here will be used again: a state is kept there"
+        "OpenAI", "The prompt up to here will be used again: a state is kept there."
     )
 
 
@@ -136,10 +136,10 @@ def read_parts(name: str, value: object) -> list[tuple[str, bool]]:
 
 class FunctionTool(Body):
     type: Literal["function"]
-    name: str = declare("OpenAI", "the function's name", default=..., min_length=1, max_length=256)
+    name: str = declare("OpenAI", "The function's name.", default=..., min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = declare("OpenAI", "arguments follow the schema", means=False)
+    strict: bool | None = declare("OpenAI", "Arguments follow the schema.", means=False)
 
 
 _REFUSED_OF_TOOL = {"defer_loading": "all tools are in the prompt", "async": "a call is answered in the next request"}
@@ -159,67 +159,69 @@ def read_tools(value: object) -> list[FunctionTool]:
 
 class Reasoning(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = declare(
-        "OpenAI", "for templates that know it"
+        "OpenAI", "For templates that know it."
     )
     summary: Literal["auto", "detailed", "concise"] | None = declare(
-        "OpenAI", "auto and detailed: the reasoning comes as the summary; concise is refused"
+        "OpenAI", "`auto` and `detailed`: the reasoning comes as the summary; concise is refused."
     )
-    generate_summary: Literal["auto", "detailed", "concise"] | None = declare("OpenAI", "older name of summary")
-    context: Literal["auto", "current_turn", "all_turns"] | None = declare("OpenAI", "auto alone", means="auto")
-    mode: str | None = declare("OpenAI", "standard alone", means="standard")
+    generate_summary: Literal["auto", "detailed", "concise"] | None = declare("OpenAI", "Older name of summary.")
+    context: Literal["auto", "current_turn", "all_turns"] | None = declare("OpenAI", "`auto` alone.", means="auto")
+    mode: str | None = declare("OpenAI", "`standard` alone.", means="standard")
 
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = declare("OpenAI", "a JSON Schema", alias="schema")
+    schema_: dict[str, Any] | None = declare("OpenAI", "A JSON Schema.", alias="schema")
     strict: bool | None = None
 
 
 class Text(Body):
-    format: TextFormat | None = declare("OpenAI", "text, json_object or json_schema", means={"type": "text"})
-    verbosity: Literal["low", "medium", "high"] | None = declare("OpenAI", "for templates that know it", means="medium")
+    format: TextFormat | None = declare("OpenAI", "`text`, `json_object` or `json_schema`.", means={"type": "text"})
+    verbosity: Literal["low", "medium", "high"] | None = declare(
+        "OpenAI", "For templates that know it.", means="medium"
+    )
 
 
 class StreamOptions(Body):
-    include_obfuscation: bool | None = declare("OpenAI", "false alone", means=False)
+    include_obfuscation: bool | None = declare("OpenAI", "`false` alone.", means=False)
 
 
 class ResponsesBody(Body):
-    model: str | None = declare("OpenAI", "absent: the served model")
+    model: str | None = declare("OpenAI", "Absent: the served model.")
     input: Annotated[Any, PlainValidator(read_input, json_schema_input_type=str | list[Item])] = declare(
-        "OpenAI", "a text, or items: message, function_call, function_call_output, reasoning", default=...
+        "OpenAI", "A text, or items: message, function_call, function_call_output, reasoning.", default=...
     )
-    instructions: str | None = declare("OpenAI", "the system message, before those of input")
+    instructions: str | None = declare("OpenAI", "The system message, before those of input.")
     tools: Annotated[Any, PlainValidator(read_tools, json_schema_input_type=list[FunctionTool])] = declare(
-        "OpenAI", "functions", default=()
+        "OpenAI", "Functions.", default=()
     )
-    tool_choice: Any = declare("OpenAI", "none, auto, required, or a function by name", means="auto")
-    parallel_tool_calls: bool | None = declare("OpenAI", "whether an answer may hold several calls", means=True)
-    max_tool_calls: int | None = declare("OpenAI", "of tools that a service runs itself, of which this one has none")
-    text: Text | None = declare("OpenAI", "the answer's format")
-    reasoning: Reasoning | None = declare("OpenAI", "how much, and how it is shown")
+    tool_choice: Any = declare("OpenAI", "`none`, `auto`, `required`, or a function by name.", means="auto")
+    parallel_tool_calls: bool | None = declare("OpenAI", "Whether an answer may hold several calls.", means=True)
+    max_tool_calls: int | None = declare("OpenAI", "Of tools that a service runs itself, of which this one has none.")
+    text: Text | None = declare("OpenAI", "The answer's format.")
+    reasoning: Reasoning | None = declare("OpenAI", "How much, and how it is shown.")
     max_output_tokens: int | None = declare(
-        "OpenAI", "of reasoning and answer together", means="the rest of the context", ge=1, le=MAX_TOKENS
+        "OpenAI", "Of reasoning and answer together.", means="the rest of the context", ge=1, le=MAX_TOKENS
     )
-    temperature: float | None = declare("OpenAI", "0 is greedy", ge=0, le=2)
-    top_p: float | None = declare("OpenAI", "nucleus sampling", gt=0, le=1)
+    temperature: float | None = declare("OpenAI", "0 is greedy.", ge=0, le=2)
+    top_p: float | None = declare("OpenAI", "Nucleus sampling.", gt=0, le=1)
     top_logprobs: int | None = declare(
-        "OpenAI", f"alternatives per token; with {LOGPROBS} in include", ge=0, le=MAX_LOGPROBS
+        "OpenAI", f"Alternatives per token; with {LOGPROBS} in include.", ge=0, le=MAX_LOGPROBS
     )
-    include: list[str] | None = declare("OpenAI", f"{ENCRYPTED_REASONING}, {LOGPROBS}")
-    stream: bool | None = declare("OpenAI", "typed events instead of one answer", means=False)
-    stream_options: StreamOptions | None = declare("OpenAI", "include_obfuscation")
-    store: bool | None = declare("OpenAI", "false alone: answers are never stored", means=False)
-    truncation: Literal["auto", "disabled"] | None = declare("OpenAI", "disabled alone", means="disabled")
-    metadata: dict[str, Any] | None = declare("OpenAI", "given back")
-    user: str | None = declare("OpenAI", "given back")
-    safety_identifier: str | None = declare("OpenAI", "given back")
-    prompt_cache_key: str | None = declare("OpenAI", "given back; prefixes are found by their tokens")
-    prompt_cache_retention: str | None = declare("OpenAI", "accepted: prefixes stay for as long as there is room")
-    prompt_cache_options: dict[str, Any] | None = declare("OpenAI", "accepted but for prewarm")
-    service_tier: str | None = declare("OpenAI", "accepted: there is one")
+    include: Annotated[list[str] | None, texts("include")] = declare("OpenAI", f"{ENCRYPTED_REASONING}, {LOGPROBS}.")
+    stream: bool | None = declare("OpenAI", "Typed events instead of one answer.", means=False)
+    stream_options: StreamOptions | None = declare("OpenAI", "Only `include_obfuscation`.")
+    store: bool | None = declare("OpenAI", "`false` alone: answers are never stored.", means=False)
+    truncation: Literal["auto", "disabled"] | None = declare("OpenAI", "`disabled` alone.", means="disabled")
+    metadata: dict[str, Any] | None = declare("OpenAI", "Given back.")
+    user: str | None = declare("OpenAI", "Given back.")
+    safety_identifier: str | None = declare("OpenAI", "Given back.")
+    prompt_cache_key: str | None = declare("OpenAI", "Given back; prefixes are found by their tokens.")
+    prompt_cache_retention: str | None = declare("OpenAI", "Accepted: prefixes stay for as long as there is room.")
+    prompt_cache_options: dict[str, Any] | None = declare("OpenAI", "Accepted but for prewarm.")
+    service_tier: str | None = declare("OpenAI", "Accepted: there is one.")
 
 
 def read_responses_body(body: Mapping[str, Any]) -> ResponsesBody:

@@ -14,7 +14,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.openai.messages import CACHE_CONTROL
 from common.wire.fields import invalid, shown
-from proxy.dialects.fields import UNSUPPORTED, given, passed, refuse
+from proxy.dialects.fields import UNSUPPORTED, as_given, given, passed, refuse
 from proxy.dialects.responses.body import (
     LOGPROBS,
     FunctionCallItem,
@@ -90,12 +90,15 @@ def _messages(body: ResponsesBody) -> list[Message]:
                 system += [_part(content)] if isinstance(content, str) else content
         else:
             if answer is None or not _goes_on(answer, item):
-                answer = {"role": "assistant", "content": ""}
+                answer = {"role": "assistant", "content": []}
                 messages.append(answer)
             _add_made(answer, name, item)
     if system:
         content = system[0]["text"] if len(system) == 1 and CACHE_CONTROL not in system[0] else system
         messages.insert(0, {"role": "system", "content": content})
+    for message in messages:
+        if message["role"] == "assistant":
+            message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if name in message}
     return messages
 
 
@@ -105,16 +108,17 @@ def _goes_on(answer: Message, item: Item) -> bool:
 
 
 def _add_made(answer: Message, name: str, item: Item) -> None:
+    """Texts are lists of pieces until all items are read."""
     if isinstance(item, MessageItem):
         parts = read_parts(f"{name}.content", item.content)
-        answer["content"] += "".join(text for text, _ in parts)
+        answer["content"] += [text for text, _ in parts if text]
         if any(is_marked for _, is_marked in parts):
             answer[CACHE_CONTROL] = {"type": "ephemeral"}
     elif isinstance(item, FunctionCallItem):
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         answer.setdefault("tool_calls", []).append(call)
     elif isinstance(item, ReasoningItem) and (text := _reasoning(name, item)):
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+        answer.setdefault("reasoning_content", []).append(text)
 
 
 def _reasoning(name: str, item: ReasoningItem) -> str:
@@ -187,4 +191,4 @@ def _format(value: TextFormat) -> Message:
 
 def tools_as_given(tools: Sequence[FunctionTool]) -> list[Message]:
     """For the answer, which repeats them."""
-    return [{**tool.model_dump(exclude_unset=True), "type": "function"} for tool in tools]
+    return [as_given(tool) for tool in tools]

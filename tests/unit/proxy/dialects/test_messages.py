@@ -81,7 +81,7 @@ def test_text_when_converted_then_is_one_message_and_the_fields_have_their_chat_
         "top_p": 0.5,
         "top_k": 4,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "seed": 3,
     }
 
@@ -117,7 +117,7 @@ def test_blocks_when_converted_then_what_the_model_made_is_one_message_again() -
             "content": "I look it up.",
             "reasoning_content": "hm",
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}},
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Zürich"}'}},
                 {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
             ],
         },
@@ -239,6 +239,7 @@ BAD = [
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "given with type enabled"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type", "one of enabled"),
     ({"stop_sequences": "END"}, "stop_sequences", "a list"),
+    ({"stop_sequences": ["a", 5]}, "stop_sequences[1]", "a string"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences", "at most 16"),
     ({"temperature": 3}, "temperature", "between 0 and 2"),
     ({"output_config": {"effort": "most"}}, "output_config.effort", "one of low"),
@@ -292,6 +293,14 @@ def test_answer_when_streamed_then_adds_up_to_the_whole_one(name: str) -> None:
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[0]["message"]["stop_reason"] is None
+
+
+def test_stream_when_its_events_say_the_usage_then_the_first_one_has_the_prompts() -> None:
+    first = json.loads(CHATS["text"].events()[0].removeprefix(b"data: "))
+    first["usage"] = {**CHATS["text"].usage, "completion_tokens": 1}
+    [start, _] = read_events(conversion().feed(b"data: " + json.dumps(first).encode() + b"\n\n"))
+    usage = start["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (16, 24, 1)
 
 
 def test_stream_when_it_has_all_kinds_of_parts_then_blocks_follow_each_other() -> None:
