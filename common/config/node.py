@@ -21,6 +21,23 @@ from common.config.process import ProcessConfig
 from common.config.values import GIB, parse_node_url
 from common.errors import ConfigError
 
+# The names of vLLM where it has the format; the formats are in `common.text.answers.formats`.
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "granite",
+    "granite4",
+    "nemotron_json",
+    "jamba",
+    "falcon_h1",
+    "qwen3_coder",
+    "qwen3_xml",
+    "lfm2",
+    "kimi_k2",
+)
+REASONING_PARSERS = ("auto", "none", "qwen3", "nemotron_v3", "deepseek_r1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ProcessConfig):
@@ -37,6 +54,12 @@ class NodeConfig(ProcessConfig):
     )
     trust_request_chat_template: bool = bool_flag(
         False, "requests may bring a chat_template: a program that a sandbox runs, which can take seconds"
+    )
+    tool_call_parser: str = choice_flag(
+        "auto", "how the model writes tool calls; auto: as its chat template shows it", *TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str = choice_flag(
+        "auto", "how the model writes reasoning; auto: as its chat template shows it", *REASONING_PARSERS
     )
     served_model_name: str | None = flag(None, "name in the API (default: the value of --model)")
     port: int = int_flag(8100, "port to listen on (0: any free one)", 0, 65_535)

@@ -7,6 +7,7 @@ can live in one process. The model is loaded before (it may take minutes and may
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
@@ -34,9 +35,12 @@ from common.server import drain
 from common.server.docs_routes import add_docs_routes
 from common.server.gate import install_middleware
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
+from common.text.answers.detection import Overrides
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import plain_backend
 from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE
+
+logger = logging.getLogger(__name__)
 
 
 def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI:
@@ -78,7 +82,10 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             max_model_len=model.max_model_len,
             backend=plain_backend(loaded.tokenizer),
             trusts_templates=config.trust_request_chat_template,
+            answers=Overrides(config.tool_call_parser, config.reasoning_parser),
         )
+        answers = codec.answer_format.describe()
+        logger.info("answers tool_calls=%s reasoning=%s", answers["tool_calls"], answers["reasoning"])
     handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
     prompts = PromptReader(
         codec,
@@ -94,7 +101,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
     add_text_routes(app, prompts, model_name=node.model_name, max_model_len=model.max_model_len)
     add_docs_routes(app)
     add_probe_routes(app, node)
-    add_info_routes(app, node)
+    add_info_routes(app, node, codec)
     _add_peer_routes(app, node)
     add_tokenizer_route(
         app,

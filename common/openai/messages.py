@@ -26,6 +26,14 @@ MAX_MESSAGES = 10_000
 Message = dict[str, Any]
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments, with the JSON ``text`` that the client gave them in."""
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self.text = text
+
+
 @dataclass(frozen=True, slots=True)
 class CacheMark:
     """``cache_control`` in a request: the prompt up to here will be used again.
@@ -144,6 +152,7 @@ def _parse_arguments(where: str, text: str, bounds: JsonBounds) -> object:
     if not text.strip():
         return {}
     try:
-        return parse_json(text.encode(), bounds, where)
+        value = parse_json(text.encode(), bounds, where)
+        return Arguments(value, text) if isinstance(value, Mapping) else value
     except InvalidRequestError as exc:
         raise InvalidRequestError(exc.message, param=where) from exc

@@ -17,10 +17,9 @@ PROMPT_IDS_KEY = "tandem_prompt"
 MAX_BOUNDARIES = 6
 """Positions of a prompt, besides its end, at which states are worth keeping."""
 
-# Fields of a chat body that only the template reads.
+# Fields of a chat body that only the template reads; tools are also needed where the answer is made.
 _TEMPLATE_FIELDS = (
     "messages",
-    "tools",
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",

@@ -119,12 +119,16 @@ def chat_choice(
     index: int,
     text: str,
     *,
-    finish_reason: FinishReason,
+    reasoning: str = "",
+    tool_calls: Sequence[Json] = (),
+    finish_reason: FinishReason | str,
     stop_reason: int | str | None = None,
     logprobs: Json | None = None,
     token_ids: Sequence[int] | None = None,
 ) -> Json:
-    message = {"role": "assistant", "content": text}
+    """``finish_reason``: the engine's, or ``tool_calls``."""
+    message: Json = {"role": "assistant", "content": text or (None if reasoning or tool_calls else "")}
+    message |= _beside_content(reasoning, tool_calls)
     return _choice(index, {"message": message}, finish_reason, stop_reason, logprobs, token_ids)
 
 
@@ -132,25 +136,46 @@ def chat_chunk_choice(
     index: int,
     text: str | None,
     *,
+    reasoning: str = "",
+    tool_calls: Sequence[Json] = (),
     is_first: bool = False,
-    finish_reason: FinishReason | None = None,
+    finish_reason: FinishReason | str | None = None,
     stop_reason: int | str | None = None,
     logprobs: Json | None = None,
     token_ids: Sequence[int] | None = None,
 ) -> Json:
-    """A choice of a chat chunk; the first of each choice carries the role."""
+    """A choice of a chat chunk; the first of each choice carries the role. ``finish_reason``: as of ``chat_choice``."""
     delta: Json = {}
     if is_first:
         delta["role"] = "assistant"
-    if text is not None:
+    if text or (text is not None and not (reasoning or tool_calls)):
         delta["content"] = text
+    delta |= _beside_content(reasoning, tool_calls)
     return _choice(index, {"delta": delta}, finish_reason, stop_reason, logprobs, token_ids)
+
+
+def _beside_content(reasoning: str, tool_calls: Sequence[Json]) -> Json:
+    """Reasoning under both names that clients read, and calls."""
+    fields: Json = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    return {**fields, "tool_calls": list(tool_calls)} if tool_calls else fields
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    """A whole call. ``arguments``: JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_call_piece(index: int, arguments: str, *, call_id: str = "", name: str | None = None) -> Json:
+    """A piece of call number ``index``; the first has its id and ``name``."""
+    if name is not None:
+        return {"index": index, **tool_call(call_id, name, arguments)}
+    return {"index": index, "function": {"arguments": arguments}}
 
 
 def _choice(
     index: int,
     content: Json,
-    finish_reason: FinishReason | None,
+    finish_reason: FinishReason | str | None,
     stop_reason: int | str | None,
     logprobs: Json | None,
     token_ids: Sequence[int] | None,
@@ -159,7 +184,7 @@ def _choice(
         "index": index,
         **content,
         "logprobs": logprobs,
-        "finish_reason": None if finish_reason is None else finish_reason.value,
+        "finish_reason": finish_reason.value if isinstance(finish_reason, FinishReason) else finish_reason,
         "stop_reason": stop_reason,
     }
     if token_ids is not None:
@@ -180,13 +205,21 @@ def prompt_block(token_ids: Sequence[int] | None, logprobs: Sequence[Json | None
 # --- usage, trace, models ---------------------------------------------------------------------------------------------
 
 
-def usage_block(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> Json:
-    """``usage``; ``num_cached_tokens``: prompt tokens that no node computed for this request."""
+def usage_block(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached_tokens: int,
+    num_reasoning_tokens: int | None = None,
+) -> Json:
+    """``usage``; ``num_cached_tokens``: prompt tokens that no node computed for this request;
+    ``num_reasoning_tokens``: None where nobody looked for them."""
+    details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.text.answers.deltas import AnswerDelta
+
 REPLACEMENT = "\ufffd"
 MAX_PENDING_CHARS = 3
 """Replacement characters at the end that may still become a character: one has at most 4 bytes, and byte-fallback
@@ -39,12 +41,51 @@ class Delta:
     """What one ``add`` produced.
 
     ``num_tokens_consumed`` counts the given ids that belong to the output: all, or up to and with the one whose text
-    completed a stop string. ``stopped`` is that stop string.
+    completed a stop string. ``stopped`` is that stop string. ``answer``: what else there is beside ``text``, of an
+    answer that is taken apart.
     """
 
     text: str
     num_tokens_consumed: int
     stopped: str | None = None
+    answer: AnswerDelta | None = None
+
+
+class StopStrings:
+    """Looks for stop strings in text that comes in pieces; ``found`` is the one that ended it.
+
+    ``include``: the text ends with the stop string, not before it.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._longest = max((len(item) for item in self._stop), default=0)
+        self._include = include
+        self.held = ""
+        self.found: str | None = None
+
+    def match(self, new: str) -> str:
+        """What may be emitted of held + ``new`` text; the rest is held."""
+        if not self._stop:
+            return new
+        text = self.held + new
+        found: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = text.find(stop)
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is not None:
+            self.held = ""
+            self.found = found[2]
+            return text[: found[0] if self._include else found[1]]
+        num_held = 0
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                num_held = length
+                break
+        self.held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
 
 
 class TextStream:
@@ -70,17 +111,13 @@ class TextStream:
         context_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._include_stop = include_stop
-        self._stop = tuple(stop)
-        self._longest_stop = max((len(item) for item in self._stop), default=0)
+        self._stops = StopStrings(stop, include=include_stop)
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
         # Window of ids, and how many characters of its text were taken from it already.
         self._window = list(context_token_ids[-CONTEXT_TOKENS:])
         self._num_taken = len(self._stable(self._decode())) if self._window else 0
-        self._held = ""
         self._num_tokens = 0
-        self._stopped: str | None = None
         self._finished = False
 
     @property
@@ -91,7 +128,7 @@ class TextStream:
     @property
     def stopped(self) -> str | None:
         """The stop string that ended the text."""
-        return self._stopped
+        return self._stops.found
 
     def add(self, token_ids: Sequence[int], *, hide_last: bool = False) -> Delta:
         """Text that became certain with ``token_ids``.
@@ -105,9 +142,9 @@ class TextStream:
         for index in range(num_visible):
             self._num_tokens += 1
             texts.append(self._match(self._advance(token_ids[index])))
-            if self._stopped is not None:
+            if self.stopped is not None:
                 self._finished = True
-                return Delta("".join(texts), index + 1, self._stopped)
+                return Delta("".join(texts), index + 1, self.stopped)
         if hide_last and token_ids:
             self._num_tokens += 1
         return Delta("".join(texts), len(token_ids))
@@ -115,13 +152,16 @@ class TextStream:
     def finish(self) -> Delta:
         """The rest: text held back for a stop string that did not come, and bytes that never became a character."""
         if self._finished:
-            return Delta("", 0, self._stopped)
+            return Delta("", 0, self.stopped)
         self._finished = True
         rest = self._match(self._decode()[self._num_taken :]) if self._window else ""
-        if self._stopped is not None:
-            return Delta(rest, 0, self._stopped)
-        rest, self._held = rest + self._held, ""
+        if self.stopped is not None:
+            return Delta(rest, 0, self.stopped)
+        rest, self._stops.held = rest + self._stops.held, ""
         return Delta(rest, 0)
+
+    def _match(self, new: str) -> str:
+        return new if self._num_tokens < self._min_tokens else self._stops.match(new)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
@@ -147,26 +187,3 @@ class TextStream:
             self._window = self._window[-(CONTEXT_TOKENS + 3 * num_pending) :]
             self._num_taken = len(self._decode()) - num_pending
         return new
-
-    def _match(self, new: str) -> str:
-        """Look for stop strings in held + ``new`` text; returns what may be emitted, keeps the rest."""
-        if not self._stop or self._num_tokens < self._min_tokens:
-            return new
-        text = self._held + new
-        found: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            start = text.find(stop)
-            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
-                found = (start + len(stop), start, stop)
-        if found is not None:
-            self._held = ""
-            self._stopped = found[2]
-            return text[: found[0] if self._include_stop else found[1]]
-        num_held = 0
-        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                num_held = length
-                break
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]

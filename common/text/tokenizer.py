@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 from tokenizers import Tokenizer as Backend
@@ -24,8 +25,15 @@ from common.openai.protocol import (
     check_token_ids,
     check_tokens_together,
 )
+from common.text.answer_stream import AnswerStream
+from common.text.answers.detection import DETECTED, Overrides, detect
+from common.text.answers.formats import AnswerFormat, ToolTypes
+from common.text.answers.grammar import Thinking, thinking_of
+from common.text.answers.history import call_arguments, with_calls_in_content
+from common.text.answers.parser import AnswerParser
+from common.text.answers.reader import marker_character
 from common.text.boundaries import Conversation, semantic_boundaries
-from common.text.detokenizer import REPLACEMENT, Decoder
+from common.text.detokenizer import REPLACEMENT, Decoder, StopStrings, TextStream
 from common.wire.fields import shown
 
 
@@ -71,6 +79,8 @@ USUAL_CHARS_PER_TOKEN = 4
 the objects of a whole text's tokens take memory, and the interpreter's lock when they are made and freed."""
 PIECE_CHARS = 100_000
 """Characters of one piece: 10 to 50 ms."""
+TAIL_TOKENS = (64, 1024, 16_384)
+"""Of a prompt, in which the beginning of the assistant's turn is looked for; most have it in the first."""
 CUT_TOKENS = 8
 """More tokens than a cut may add to a text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -95,6 +105,7 @@ class TextCodec:
             (``common.text.tokenizer_document.plain_backend``): its batches take a third of the time, and release the
             interpreter's lock, so that a long text does not hold up the event loop from a thread.
         trusts_templates: a request may bring a template of its own.
+        answers: formats of answers that are named instead of found.
     """
 
     def __init__(
@@ -105,16 +116,86 @@ class TextCodec:
         max_model_len: int | None = None,
         backend: Backend | None = None,
         trusts_templates: bool = False,
+        answers: Overrides = DETECTED,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._backend = backend
         self._trusts_templates = trusts_templates
+        self.answer_overrides = answers
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
         self._pieces: dict[int, TokenPiece] = {}
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model's answers are written. Blocks at first, for some milliseconds."""
+        return detect(self._render_probe, lambda text: self._single_token(text) is not None, self.answer_overrides)
+
+    def _render_probe(
+        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any], **options: Any
+    ) -> str | None:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, return_dict=False, **options, **variables
+            )
+        except Exception:  # noqa: BLE001  # a template may raise anything about what it does not know
+            return None
+        return text if isinstance(text, str) else None
+
+    def _single_token(self, text: str) -> int | None:
+        ids = self.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 and list(self.tokenizer.convert_ids_to_tokens(ids)) == [text] else None
+
+    @cached_property
+    def _marker_ids(self) -> dict[str, int]:
+        """Markers of the answers' format that are special tokens."""
+        tools, reasoning = self.answer_format.tools, self.answer_format.reasoning
+        names = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
+        ids = {name: self._single_token(name) for name in names}
+        return {name: token_id for name, token_id in ids.items() if token_id in self._special_ids}
+
+    def marker_id(self, marker: str) -> int | None:
+        """The special token of a marker; None where it is text."""
+        return self._marker_ids.get(marker)
+
+    def thinking_at(self, prompt_token_ids: Sequence[int]) -> Thinking:
+        """Whether an answer to the prompt begins inside reasoning."""
+        header = self.answer_format.header
+        if self.answer_format.reasoning is None:
+            return Thinking.ABSENT
+        for num_tokens in TAIL_TOKENS:
+            text = self.decode(prompt_token_ids[-num_tokens:])
+            start = text.rfind(header) if header else 0
+            if start >= 0 or num_tokens >= len(prompt_token_ids):
+                break
+        return thinking_of(text[max(0, start) + len(header) :], self.answer_format)
+
+    def answer_stream(
+        self,
+        stop: StopStrings,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        thinking: Thinking,
+        min_tokens: int,
+        skip_special_tokens: bool,
+        context_token_ids: Sequence[int],
+    ) -> AnswerStream:
+        """For one answer. ``tools``: those that it may call."""
+        names = self._marker_ids
+        characters = {name: marker_character(index) for index, name in enumerate(names)}
+        parser = AnswerParser(
+            self.answer_format,
+            has_tools=bool(tools),
+            in_reasoning=thinking is Thinking.OPEN,
+            types=ToolTypes.of(tools),
+            characters=characters,
+        )
+        text = TextStream(self.tokenizer, (), skip_special_tokens, context_token_ids=context_token_ids)
+        markers = {token_id: (characters[name], name) for name, token_id in names.items()}
+        return AnswerStream(text, parser, markers, stop, min_tokens=min_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
@@ -224,14 +305,36 @@ class TextCodec:
     def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
         """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""
         return self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            [self._for_template(message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             return_dict=False,
             **options,
             **({"documents": [dict(each) for each in request.documents]} if request.documents else {}),
             **({"chat_template": request.chat_template} if request.chat_template is not None else {}),
+            **self._effort_variables(request),
             **request.chat_template_kwargs,
         )
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its calls as the template needs them."""
+        tools = self.answer_format.tools if message.get("tool_calls") else None
+        if tools is None:
+            return dict(message)
+        if not tools.is_rendered:
+            return with_calls_in_content(message, tools.layout)
+        calls = [
+            {**call, "function": {**call["function"], "arguments": call_arguments(call, as_text=tools.takes_text)}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    def _effort_variables(self, request: ChatRequest) -> dict[str, Any]:
+        """``reasoning_effort`` as templates know it; what the request says to the template itself comes first."""
+        effort = request.reasoning.effort
+        if effort is None:
+            return {}
+        variables = dict.fromkeys(self.answer_format.switches, effort != "none") | {"reasoning_effort": effort}
+        return {name: value for name, value in variables.items() if name not in request.chat_template_kwargs}
 
     def chat_boundaries(self, request: ChatRequest, token_ids: list[int]) -> tuple[int, ...]:
         """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; most reusable first."""

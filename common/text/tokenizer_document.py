@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidRequestError
 from common.openai.protocol import ChatRequest, parse_chat
+from common.text.answers.detection import AUTO, Overrides
 from common.text.light_tokenizer import LightTokenizer
 from common.text.tokenizer import TextCodec
 from common.wire.fields import Fields
@@ -84,6 +85,7 @@ class TokenizerParts:
     special_tokens: Mapping[str, str]
     special_ids: tuple[int, ...]
     split_special_tokens: bool
+    answers: Overrides
     text_ids: tuple[tuple[int, ...], ...]
     chat_ids: tuple[tuple[int, ...] | None, ...]
 
@@ -137,6 +139,8 @@ class TokenizerDocument:
                 "special_tokens": dict(parts.special_tokens),
                 "special_ids": parts.special_ids,
                 "split_special_tokens": parts.split_special_tokens,
+                "tool_call_parser": parts.answers.tools,
+                "reasoning_parser": parts.answers.reasoning,
                 "text_ids": parts.text_ids,
                 "chat_ids": parts.chat_ids,
             },
@@ -182,6 +186,7 @@ def _read_parts(raw: Mapping[str, Any]) -> TokenizerParts:
         special_tokens=MappingProxyType({str(k): str(v) for k, v in (fields.mapping("special_tokens") or {}).items()}),
         special_ids=tuple(int(token_id) for token_id in raw["special_ids"]),
         split_special_tokens=fields.boolean("split_special_tokens"),
+        answers=Overrides(fields.string("tool_call_parser") or AUTO, fields.string("reasoning_parser") or AUTO),
         text_ids=tuple(tuple(map(int, ids)) for ids in raw["text_ids"]),
         chat_ids=tuple(None if ids is None else tuple(map(int, ids)) for ids in raw["chat_ids"]),
     )
@@ -236,7 +241,10 @@ def create_codec(document: TokenizerDocument) -> TextCodec:
         raise UnusableTokenizerError(document.reason or "the node has no tokenizer")
     try:
         codec = TextCodec(
-            parts.create_tokenizer(), vocab_size=document.vocab_size, max_model_len=document.max_model_len
+            parts.create_tokenizer(),
+            vocab_size=document.vocab_size,
+            max_model_len=document.max_model_len,
+            answers=parts.answers,
         )
         text_ids, chat_ids = probe_texts(codec), probe_chats(codec)
     # Two libraries read content that they did not make: whatever they raise, the nodes tokenise.

@@ -26,6 +26,7 @@ from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError
 from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
 from common.wire.resume import RESUME_KEY
+from common.wire.routes import CHAT_ROUTE
 from proxy.legs.bodies import BodyEncoder, decode_body
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.concurrent import ConcurrentLegs
@@ -177,7 +178,10 @@ class Orchestrator:
     async def _move(self, run: Run, progress: ResumableProgress) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
         usable = self._pool.usable(NodeRole.DECODE)
-        run.avoided.decode += [node for node in usable if not node.info.resume or node is progress.node]
+        last = progress.node
+        run.avoided.decode += [node for node in usable if not node.info.resume or node is last]
+        if last is not None and run.given.route == CHAT_ROUTE:
+            run.avoided.decode += [node for node in usable if node.info.answers != last.info.answers]
         resume = progress.resume
         if resume is None or all(node in run.avoided.decode for node in usable):
             return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import json
 import logging
 import time
 import urllib.parse
@@ -53,6 +54,7 @@ class NodeInfo:
 
     ``pull``: it can follow a prompt that a peer still computes, and lets itself be followed. ``host`` and ``port``:
     where its peers reach it. ``epoch``: its life. ``resume``: it goes on with answers that began elsewhere.
+    ``answers``: how it reads chats' answers, as text: only a node that says the same can go on with one.
     ``more_models``: further names that it answers to.
     """
 
@@ -67,6 +69,7 @@ class NodeInfo:
     port: int | None = None
     epoch: str | None = None
     resume: bool = False
+    answers: str | None = None
     kind: NodeKind = NodeKind.TANDEM
     more_models: tuple[str, ...] = ()
     load: LoadReport | None = None
@@ -93,6 +96,7 @@ class NodeInfo:
             port=port if port is not None and 0 < port < 65_536 else None,
             epoch=text("epoch"),
             resume=body.get("resume") is True,
+            answers=json.dumps(body.get("answers"), sort_keys=True),
             load=LoadReport.from_json(body.get("load")),
         )
 

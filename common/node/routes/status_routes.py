@@ -11,6 +11,7 @@ from common.node.node import Node
 from common.node.routes.load import load_report
 from common.server import drain
 from common.server.versions import installed_versions
+from common.text.tokenizer import TextCodec
 from common.wire.routes import (
     CACHE_CHECK_ROUTE,
     HEALTH_ROUTE,
@@ -50,7 +51,7 @@ def add_probe_routes(app: FastAPI, node: Node) -> None:
         return installed_versions()
 
 
-def add_info_routes(app: FastAPI, node: Node) -> None:
+def add_info_routes(app: FastAPI, node: Node, codec: TextCodec | None) -> None:
     """``/internal/v1/info``, ``/internal/v1/load``, ``/internal/v1/cache/check``; they need the cluster key."""
     manager, layout = node.model.manager, node.model.storage.layout
 
@@ -64,6 +65,7 @@ def add_info_routes(app: FastAPI, node: Node) -> None:
             "epoch": str(manager.generations.epoch),
             "pull": True,
             "resume": True,
+            "answers": None if codec is None else codec.answer_format.describe(),
             "host": node.advertised_host,
             "port": node.config.port,
             "model": node.model_name,

@@ -89,6 +89,7 @@ def take_apart(codec: TextCodec) -> TokenizerParts:
         special_tokens=dict(tokenizer.special_tokens_map),
         special_ids=tuple(int(token_id) for token_id in tokenizer.all_special_ids if token_id is not None),
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
+        answers=codec.answer_overrides,
         text_ids=probe_texts(codec),
         chat_ids=probe_chats(codec),
     )

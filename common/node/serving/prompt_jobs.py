@@ -18,6 +18,7 @@ from common.errors import InvalidRequestError
 from common.kv_cache.spec import KVCacheConfig
 from common.metrics.metrics import Metrics
 from common.node.pull.handoff import Handoff, HandoffReader, HandoffResult
+from common.node.serving.answers import AnswerPlan, plan_answer
 from common.node.serving.choices import Choice
 from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.openai.protocol import (
@@ -181,8 +182,13 @@ class PromptReader:
                 await asyncio.sleep(0)
             given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
             sampling = self.sampling(request, given)
+            answer: AnswerPlan | None = None
+            if isinstance(request, ChatRequest) and self._codec is not None:
+                answer = plan_answer(request, self._codec, given, request_id_of(http))
+            if answer is not None and answer.grammar is not None:
+                sampling = replace(sampling, grammar=answer.grammar)
             echo_text = await self._echo_text(request, index, given)
-            choices = self._choices(request, index, given, sampling, echo_text)
+            choices = self._choices(request, index, given, sampling, echo_text, answer)
             if request.resume is not None:
                 await self._resume(request.resume, prompt.token_ids, sampling, choices[0])
             jobs.append(
@@ -251,6 +257,7 @@ class PromptReader:
         token_ids: list[int],
         sampling: SamplingParams,
         echo_text: str | None,
+        answer: AnswerPlan | None,
     ) -> list[Choice]:
         output = request.output
         named = sampling.logprob_token_ids
@@ -264,6 +271,7 @@ class PromptReader:
                 min_tokens=sampling.min_tokens,
                 prompt_token_ids=token_ids,
                 echo_text=echo_text,
+                answer=answer,
             )
             for fork in range(output.n)
         ]

@@ -106,12 +106,13 @@ class ResponseBuilder:
     def _whole_choice(self, job: PromptJob, choice: Choice) -> bytes:
         assert choice.finish_reason is not None
         what: dict[str, Any] = {
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.finish_reason if not self._is_chat else choice.told_reason,
             "stop_reason": choice.stop_reason,
             "logprobs": choice.all_logprobs(),
             "token_ids": choice.token_ids if self._request.output.return_token_ids else None,
         }
         if self._is_chat:
+            what |= {"reasoning": choice.reasoning, "tool_calls": choice.tool_calls()}
             return orjson.dumps(responses.chat_choice(choice.index, choice.text, **what))
         return orjson.dumps(
             responses.completion_choice(choice.index, choice.text, prompt=self._prompt_block(job), **what)
@@ -197,8 +198,10 @@ class ResponseBuilder:
             return responses.chat_chunk_choice(
                 delta.index,
                 delta.text,
+                reasoning=delta.reasoning,
+                tool_calls=delta.tool_calls,
                 is_first=delta.is_first,
-                finish_reason=delta.finish_reason,
+                finish_reason=delta.told_reason,
                 stop_reason=delta.stop_reason,
                 logprobs=delta.logprobs,
                 token_ids=token_ids,
@@ -256,7 +259,11 @@ class ResponseBuilder:
     def _usage(self) -> dict[str, Any]:
         num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
         num_completion_tokens = sum(choice.num_completion_tokens for job in self._jobs for choice in job.choices)
-        return responses.usage_block(num_prompt_tokens, num_completion_tokens, self._num_cached_tokens)
+        reasoning = [choice.num_reasoning_tokens for job in self._jobs for choice in job.choices]
+        num_reasoning_tokens = None if None in reasoning else sum(filter(None, reasoning))
+        return responses.usage_block(
+            num_prompt_tokens, num_completion_tokens, self._num_cached_tokens, num_reasoning_tokens
+        )
 
     def _trace_block(self) -> dict[str, Any] | None:
         return self._trace.block() if self._trace is not None and self._shows_trace else None

@@ -79,6 +79,7 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     # Of chats, for completions: what they mean there is done.
     "tool_choice": _is_one_of("none", "auto"),
     "parallel_tool_calls": _is_one_of(True),
+    "include_reasoning": _is_one_of(True),
     "add_generation_prompt": _is_one_of(True),
     # SGLang's
     "regex": _is_empty,
@@ -137,7 +138,6 @@ _UNBUILT: Mapping[str, IsNeutral] = {
     "structured_outputs": _is_empty,
     "tool_choice": _is_one_of("none", "auto"),
     "parallel_tool_calls": _is_one_of(True),
-    "include_reasoning": _is_one_of(True),
     "thinking_token_budget": _is_one_of(-1),
 }
 

@@ -28,6 +28,16 @@ class AnswerDelta:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
+    def add(self, other: AnswerDelta) -> None:
+        """Puts what came next behind."""
+        self.reasoning += other.reasoning
+        self.content += other.content
+        for call in other.calls:
+            if self.calls and self.calls[-1].index == call.index:
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
+
 
 class DeltaSink:
     """Where parsers put what they find. ``num_calls`` have begun, ``is_call_open``: the last one has not ended.

@@ -52,7 +52,10 @@ class Overrides:
     reasoning: str = AUTO
 
 
-def detect(render: Render, is_token: Callable[[str], bool], overrides: Overrides = Overrides()) -> AnswerFormat:
+DETECTED = Overrides()
+
+
+def detect(render: Render, is_token: Callable[[str], bool], overrides: Overrides = DETECTED) -> AnswerFormat:
     """``is_token``: whether the vocabulary has a token of that text."""
     probe = _Probe(render)
     reasoning = probe.reasoning()

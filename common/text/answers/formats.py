@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from common.text.answers.values import resolved, types_of
@@ -136,9 +136,8 @@ class AnswerFormat:
         tools = self.tools
         return {
             "version": FORMAT_VERSION,
-            "tool_calls": None
-            if tools is None
-            else {"kind": tools.kind.value, "begin": tools.layout.begin, "end": tools.layout.end},
+            "header": self.header,
+            "tool_calls": None if tools is None else {"kind": tools.kind.value, **asdict(tools.layout)},
             "reasoning": None if self.reasoning is None else list(self.reasoning.markers),
         }
 

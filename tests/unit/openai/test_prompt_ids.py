@@ -22,6 +22,7 @@ CHAT: dict[str, Any] = {
 
 def test_body_with_ids_has_all_but_what_a_template_reads() -> None:
     body = PromptIds((5, 6, 7), (2,)).put_into(CHAT)
+    assert body.pop("tools") == CHAT["tools"]  # calls are read with them
     assert body == {"max_tokens": 3, "cache_salt": "s", PROMPT_IDS_KEY: {"token_ids": (5, 6, 7), "boundaries": [2]}}
     request = parse_chat(body, is_from_peer=True)
     assert request.prompt_ids == PromptIds((5, 6, 7), (2,))

@@ -82,7 +82,7 @@ def test_chat_goes_to_both_nodes_as_ids_with_its_boundaries_and_without_its_mess
     assert answer.status_code == 200
     for body in bodies(cluster):
         assert body["tandem_prompt"] == {"token_ids": token_ids, "boundaries": list(boundaries)}
-        assert not body.keys() & {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
+        assert not body.keys() & {"messages", "add_generation_prompt", "chat_template_kwargs"}
         assert (body["cache_salt"], body["seed"]) == ("s", 3)
         assert parse_chat(body, is_from_peer=True).prompt_ids is not None
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.text.answers.detection import NONE, Overrides, Render, detect
+from common.config.node import REASONING_PARSERS, TOOL_CALL_PARSERS
+from common.text.answers.detection import AUTO, NONE, Overrides, Render, detect
 from common.text.answers.formats import REASONING_FORMATS, TOOL_FORMATS, CallKind
 from common.text.chat_template import ChatTemplate
 from tests.support.chat_templates import TEMPLATES
@@ -134,3 +135,8 @@ def test_template_when_it_tells_nothing_then_no_format_is_found(source: str) -> 
     found = detect(renderer(source), nothing)
     assert found.tools is None
     assert found.reasoning is None
+
+
+def test_names_when_flags_take_them_then_each_has_a_format() -> None:
+    assert list(TOOL_CALL_PARSERS) == [AUTO, NONE, *TOOL_FORMATS]
+    assert list(REASONING_PARSERS) == [AUTO, NONE, *REASONING_FORMATS]
