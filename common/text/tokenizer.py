@@ -28,7 +28,7 @@ from common.openai.protocol import (
 from common.text.answer_stream import AnswerStream
 from common.text.answers.detection import DETECTED, Overrides, detect
 from common.text.answers.formats import AnswerFormat, ToolTypes
-from common.text.answers.grammar import Thinking, thinking_of
+from common.text.answers.grammar import Budget, Thinking, thinking_of
 from common.text.answers.history import call_arguments, with_calls_in_content
 from common.text.answers.parser import AnswerParser
 from common.text.answers.reader import marker_character
@@ -161,6 +161,13 @@ class TextCodec:
         """The special token of a marker; None where it is text."""
         return self._marker_ids.get(marker)
 
+    def thinking_budget(self, num_tokens: int) -> Budget | None:
+        """Of a model that reasons."""
+        reasoning = self.answer_format.reasoning
+        if reasoning is None:
+            return None
+        return Budget(num_tokens, self._single_token(reasoning.markers[1]), self._special_ids)
+
     def thinking_at(self, prompt_token_ids: Sequence[int]) -> Thinking:
         """Whether an answer to the prompt begins inside reasoning."""
         header = self.answer_format.header
@@ -177,20 +184,20 @@ class TextCodec:
         self,
         stop: StopStrings,
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
+        types: ToolTypes | None,
         thinking: Thinking,
         min_tokens: int,
         skip_special_tokens: bool,
         context_token_ids: Sequence[int],
     ) -> AnswerStream:
-        """For one answer. ``tools``: those that it may call."""
+        """For one answer. ``types``: of the tools that it may call; None: of none."""
         names = self._marker_ids
         characters = {name: marker_character(index) for index, name in enumerate(names)}
         parser = AnswerParser(
             self.answer_format,
-            has_tools=bool(tools),
+            has_tools=types is not None,
             in_reasoning=thinking is Thinking.OPEN,
-            types=ToolTypes.of(tools),
+            types=types or ToolTypes(),
             characters=characters,
         )
         text = TextStream(self.tokenizer, (), skip_special_tokens, context_token_ids=context_token_ids)

@@ -3,12 +3,12 @@ that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import InvalidRequestError
 from common.openai.protocol import ChatRequest, ToolName
+from common.text.answers.formats import ToolTypes
 from common.text.answers.grammar import Thinking, answer_grammar
 from common.text.tokenizer import TextCodec
 
@@ -17,14 +17,14 @@ from common.text.tokenizer import TextCodec
 class AnswerPlan:
     """
     Attributes:
-        tools: those that the answer may call; none: calls are text.
+        types: of the tools that the answer may call; None: calls are text.
         is_named: the request names the one function to call.
         tells_reasoning: the client gets the reasoning.
         grammar: ``SamplingParams.grammar``.
     """
 
     request_id: str
-    tools: tuple[Mapping[str, Any], ...]
+    types: ToolTypes | None
     is_named: bool
     thinking: Thinking
     tells_reasoning: bool
@@ -34,7 +34,7 @@ class AnswerPlan:
 def plan_answer(
     request: ChatRequest, codec: TextCodec, prompt_token_ids: Sequence[int], request_id: str
 ) -> AnswerPlan | None:
-    """None: the answer is text and nothing else.
+    """Takes as long as the tools are many. None: the answer is text and nothing else.
 
     Raises:
         InvalidRequestError: calls are asked for of a model whose calls nobody knows how to read.
@@ -57,15 +57,21 @@ def plan_answer(
     thinking = codec.thinking_at(prompt_token_ids)
     constraint: str | None = None
     is_strict = any(tool.get("function", {}).get("strict") for tool in tools)
+    num_thinking = request.reasoning.token_budget
+    budget = None if num_thinking is None else codec.thinking_budget(num_thinking)
+    holds_calls = is_required or (bool(tools) and (is_strict or constraint is not None))
+    holds_calls = holds_calls or (bool(tools) and not request.parallel_tool_calls)
     grammar = None
-    if is_required or constraint is not None or (tools and (is_strict or not request.parallel_tool_calls)):
+    if holds_calls or constraint is not None or budget is not None:
         grammar = answer_grammar(
             codec.answer_format,
-            tools=tools,
+            tools=tools if holds_calls else (),
             is_call_required=is_required,
             parallel=request.parallel_tool_calls and not isinstance(choice, ToolName),
             constraint=constraint,
             thinking=thinking,
             token_id=codec.marker_id,
+            budget=budget,
         )
-    return AnswerPlan(request_id, tools, isinstance(choice, ToolName), thinking, request.reasoning.include, grammar)
+    types = ToolTypes.of(tools) if tools else None
+    return AnswerPlan(request_id, types, isinstance(choice, ToolName), thinking, request.reasoning.include, grammar)

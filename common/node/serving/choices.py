@@ -90,7 +90,7 @@ class Choice:
         if self._answer is not None:
             return codec.answer_stream(
                 StopStrings(output.stop, include=output.include_stop),
-                tools=self._answer.tools,
+                types=self._answer.types,
                 thinking=self._answer.thinking,
                 min_tokens=min_tokens,
                 skip_special_tokens=output.skip_special_tokens,

@@ -184,7 +184,8 @@ class PromptReader:
             sampling = self.sampling(request, given)
             answer: AnswerPlan | None = None
             if isinstance(request, ChatRequest) and self._codec is not None:
-                answer = plan_answer(request, self._codec, given, request_id_of(http))
+                plan = partial(plan_answer, request, self._codec, given, request_id_of(http))
+                answer = await run_for_body(http, plan)
             if answer is not None and answer.grammar is not None:
                 sampling = replace(sampling, grammar=answer.grammar)
             echo_text = await self._echo_text(request, index, given)

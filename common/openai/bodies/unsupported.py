@@ -136,9 +136,6 @@ def refuse_field(name: str, value: Any) -> None:
 _UNBUILT: Mapping[str, IsNeutral] = {
     "response_format": _is_text_format,
     "structured_outputs": _is_empty,
-    "tool_choice": _is_one_of("none", "auto"),
-    "parallel_tool_calls": _is_one_of(True),
-    "thinking_token_budget": _is_one_of(-1),
 }
 
 

@@ -8,13 +8,47 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.text.answers.formats import AnswerFormat, CallKind, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
 
 _FREE_TEXT = "TEXT: /(?s:.*)/"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """At most ``num_tokens`` of reasoning. ``end_id``: the token that ends it, None where it is several;
+    ``special_ids``: of the vocabulary, which are no reasoning."""
+
+    num_tokens: int
+    end_id: int | None
+    special_ids: Collection[int]
+
+    def rules(self, end_marker: str) -> tuple[list[str], str]:
+        """Rules, and what of them is reasoning with its end."""
+        if self.end_id is not None:
+            others = f"<[^{_ranges({*self.special_ids, self.end_id})}]>"
+            return [], f"{others}{{0,{self.num_tokens}}} <[{self.end_id}]>"
+        end = json.dumps(end_marker)
+        most = self.num_tokens + len(end_marker)
+        return [
+            f"think_whole[suffix={end}, max_tokens={most}]: TEXT",
+            f"think_cut[max_tokens={self.num_tokens}]: TEXT",
+        ], f"(think_whole | think_cut {end})"
+
+
+def _ranges(ids: Collection[int]) -> str:
+    """``1-3,7``."""
+    parts: list[list[int]] = []
+    for token_id in sorted(ids):
+        if parts and parts[-1][1] == token_id - 1:
+            parts[-1][1] = token_id
+        else:
+            parts.append([token_id, token_id])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 class Thinking(enum.Enum):
@@ -34,6 +68,7 @@ def answer_grammar(
     constraint: str | None,
     thinking: Thinking,
     token_id: Callable[[str], int | None],
+    budget: Budget | None = None,
 ) -> str:
     """llguidance's top-level grammar.
 
@@ -42,6 +77,7 @@ def answer_grammar(
         is_call_required: the answer is nothing but calls.
         parallel: several calls may stand together.
         constraint: the grammar of content, top-level too; None: any text.
+        budget: of reasoning; None: none.
         token_id: of a marker that is a special token, else None.
     """
     grammars: list[dict[str, Any]] = [{}]
@@ -58,7 +94,7 @@ def answer_grammar(
         body.append("TEXT")
     start = "body"
     if answer_format.reasoning is not None and thinking is not Thinking.CLOSED:
-        start = _thinking(answer_format, thinking, token_id, rules)
+        start = _thinking(answer_format, thinking, token_id, rules, budget)
     lines = ["%llguidance {}", f"start: {start}", f"body: {' | '.join(body)}", *rules]
     if any("TEXT" in line for line in lines):
         lines.append(_FREE_TEXT)
@@ -67,13 +103,20 @@ def answer_grammar(
 
 
 def _thinking(
-    answer_format: AnswerFormat, thinking: Thinking, token_id: Callable[[str], int | None], rules: list[str]
+    answer_format: AnswerFormat,
+    thinking: Thinking,
+    token_id: Callable[[str], int | None],
+    rules: list[str],
+    budget: Budget | None,
 ) -> str:
     reasoning = answer_format.reasoning
     assert reasoning is not None
     begin_marker, end_marker = reasoning.markers
     rest = lark_text(reasoning.end.partition(end_marker)[2], token_id)
-    if token_id(end_marker) is None:
+    if budget is not None:
+        more, think = budget.rules(end_marker)
+        rules += [*more, f"think: {think} {rest}"]
+    elif token_id(end_marker) is None:
         rules.append(f"think_text[suffix={json.dumps(end_marker)}]: TEXT")
         rules.append(f"think: think_text {rest}")
     else:

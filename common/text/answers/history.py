@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from common.openai.messages import Arguments
 from common.text.answers.formats import CallLayout
+
+_COMPACT = re.compile(r'\{"(?:[^"\\]|\\.)*":\S')
+"""The first key decides: whoever writes JSON without blanks does so throughout."""
 
 
 def call_arguments(call: Mapping[str, Any], *, as_text: bool) -> Any:
@@ -16,8 +19,7 @@ def call_arguments(call: Mapping[str, Any], *, as_text: bool) -> Any:
     arguments = call["function"].get("arguments")
     if not as_text or not isinstance(arguments, Arguments):
         return arguments
-    is_compact = arguments.text == json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return dict(arguments) if is_compact else arguments.text
+    return dict(arguments) if _COMPACT.match(arguments.text) else arguments.text
 
 
 def with_calls_in_content(message: Mapping[str, Any], layout: CallLayout) -> dict[str, Any]:

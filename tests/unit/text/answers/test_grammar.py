@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.text.answers.detection import detect
 from common.text.answers.formats import AnswerFormat, ToolTypes
-from common.text.answers.grammar import Thinking, answer_grammar, thinking_of
+from common.text.answers.grammar import Budget, Thinking, answer_grammar, thinking_of
 from tests.support.chat_templates import TEMPLATES
 from tests.unit.text.answers.test_detection import renderer
 from tests.unit.text.answers.test_parser import parse
@@ -198,6 +198,27 @@ def test_reasoning_when_the_prompt_has_opened_it_then_the_constraint_begins_afte
     content = grammar_of(answer_format, tools=[], is_call_required=False, constraint=schema, thinking=Thinking.OPEN)
     assert accepts(content, "5?\n</think>\n\n5")
     assert not accepts(content, "5?\n</think>\n\n6")
+
+
+def test_reasoning_when_it_has_a_budget_then_it_ends_there() -> None:
+    answer_format, call = text_of("hermes_thinking", "now", {})
+    budget = Budget(5, None, ())
+    for is_required, rest in ((True, call), (False, "Any text.")):
+        grammar = grammar_of(
+            answer_format, tools=TOOLS, is_call_required=is_required, thinking=Thinking.OPEN, budget=budget
+        )
+        for thought in ("", "abc", "abcde"):
+            assert accepts(grammar, f"{thought}</think>\n\n{rest}")
+        assert not accepts(grammar, f"{'a' * 16}</think>\n\n{rest}")
+        assert not accepts(grammar, f"{'a' * 16}")
+    # Where the end is one token: here a byte, and byte 1 is special.
+    by_token = grammar_of(
+        answer_format, tools=[], is_call_required=False, thinking=Thinking.OPEN, budget=Budget(3, ord("#"), (1, 2, 4))
+    )
+    assert accepts(by_token, "abc#\n\nx")
+    assert accepts(by_token, "#\n\n")
+    assert not accepts(by_token, "abcd#\n\nx")
+    assert not accepts(by_token, "a\x01#\n\nx")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""Tool calls and reasoning through proxy, prefill node, NIXL and decode node, from a model that says what a grammar
+lets it say: calls fit their schemas, the next turn finds them in the cache, streams that move go on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from common.models.synthetic import SPECIAL_TOKENS, build_tokenizer
+from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support.chat_templates import SPECIAL_MARKERS, TEMPLATES
+from tests.support.client import metric, post, wait_settled
+from tests.support.models import MAX_POSITION, VOCAB_SIZE, checkpoint
+from tests.support.service import Service, wait_ready
+
+pytestmark = pytest.mark.full
+ROUTE = "/v1/chat/completions"
+NUM_STREAMS = 6
+NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+FIXED = tool("fixed", {"city": {"const": "Bern"}, "days": {"const": 3}, "hourly": {"const": True}})
+FREE = tool(
+    "free", {"text": {"type": "string", "maxLength": 12}, "number": {"type": "integer", "minimum": 0, "maximum": 99}}
+)
+LONG = tool("long", {"text": {"type": "string", "minLength": 150, "maxLength": 160}})
+TOOLS = [FIXED, FREE, LONG]
+
+
+def model_with(template: str, folder: Path) -> Path:
+    """The test model with another chat template, whose markers are special tokens where they usually are."""
+    shutil.copytree(checkpoint(FAMILY), folder)
+    markers = SPECIAL_MARKERS.get(template, ())
+    tokenizer = build_tokenizer(VOCAB_SIZE - len(markers), MAX_POSITION)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS[2:], *markers]})
+    tokenizer.chat_template = TEMPLATES[template]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Site:
+    template: str
+    service: Service
+
+
+@pytest.fixture(scope="module", params=["hermes", "xml_thinking", "python", "kimi"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = model_with(request.param, tmp_path_factory.mktemp("model") / "m")
+    with Service(
+        folder,
+        prefill_flags=NODE_FLAGS,
+        decode_flags=NODE_FLAGS,
+        proxy_flags=("--migration-limit", "2"),
+        num_decode=2,
+    ) as running:
+        yield Site(request.param, running)
+
+
+def body(salt: str, **fields: Any) -> dict[str, Any]:
+    user = {"role": "user", "content": "What is it like there? " * 8}
+    return {"messages": [user], "tools": TOOLS, "max_tokens": 700, "cache_salt": salt, **fields}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
+
+
+def check_calls(calls: list[dict[str, Any]]) -> None:
+    assert calls
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+    for call in calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
+
+
+def test_call_when_it_is_named_then_the_next_turn_has_it_in_the_cache(site: Site) -> None:
+    url = site.service.url
+    first = body("turns", **named("fixed"), **NO_THOUGHT, temperature=0)
+    answer = post(url, ROUTE, first)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    check_calls(choice["message"]["tool_calls"])
+    [call] = choice["message"]["tool_calls"]
+    wait_settled(*site.service.prefill, *site.service.decode)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    messages = [*first["messages"], choice["message"], result]
+    after = post(url, ROUTE, {**first, "messages": messages, "max_tokens": 1, "tool_choice": "none"})
+    cached = after["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 2
+    # Another call, which the model never made, is not there.
+    function = {**call["function"], "arguments": json.dumps({"city": "Basel", "days": 3, "hourly": True})}
+    other = {**choice["message"], "tool_calls": [{**call, "function": function}]}
+    changed = post(
+        url, ROUTE, {**first, "messages": [messages[0], other, result], "max_tokens": 1, "tool_choice": "none"}
+    )
+    assert changed["usage"]["prompt_tokens_details"]["cached_tokens"] < cached
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_when_they_are_required_then_all_fit_whole_and_streamed(site: Site, parallel: bool) -> None:
+    for seed in range(3):
+        asked = body(
+            "required",
+            tool_choice="required",
+            parallel_tool_calls=parallel,
+            seed=seed,
+            tools=[FIXED, FREE],
+            **NO_THOUGHT,
+        )
+        [choice] = post(site.service.url, ROUTE, asked)["choices"]
+        if choice["finish_reason"] == "length":
+            continue  # so many calls that they were cut
+        assert choice["finish_reason"] == "tool_calls"
+        check_calls(choice["message"]["tool_calls"])
+        assert parallel or len(choice["message"]["tool_calls"]) == 1
+        stream = Stream(asked | {"stream": True}).run(site.service.url)
+        functions = [call["function"] for call in choice["message"]["tool_calls"]]
+        assert [call[1:] for call in stream.calls] == [(each["name"], each["arguments"]) for each in functions]
+
+
+@dataclass
+class Stream:
+    """What a client of one stream has."""
+
+    body: dict[str, Any]
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    usage: Any = None
+    error: Any = None
+    is_done: bool = False
+
+    def run(self, url: str) -> Stream:
+        with httpx.stream("POST", url + ROUTE, json=self.body, timeout=120) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    self.is_done = True
+                elif line:
+                    self._take(json.loads(line.removeprefix("data: ")))
+        return self
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.error = event.get("error")
+        self.usage = event.get("usage", self.usage)
+        for choice in event.get("choices", ()):
+            delta = choice["delta"]
+            self.reasoning += delta.get("reasoning", "")
+            self.content += delta.get("content") or ""
+            for piece in delta.get("tool_calls", ()):
+                if "id" in piece:
+                    assert piece["index"] == len(self.calls)
+                    self.calls.append((piece["id"], piece["function"]["name"], piece["function"]["arguments"]))
+                else:
+                    call_id, name, arguments = self.calls[piece["index"]]
+                    self.calls[piece["index"]] = (call_id, name, arguments + piece["function"]["arguments"])
+            self.ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.reasoning) + len(self.content) + sum(len(arguments) for _, _, arguments in self.calls)
+
+
+def run_all(url: str, streams: list[Stream]) -> None:
+    with ThreadPoolExecutor(len(streams)) as pool:
+        list(pool.map(lambda stream: stream.run(url), streams))
+
+
+def results(streams: list[Stream]) -> list[Any]:
+    """All but the ids of calls, which are those of a request."""
+    return [
+        (stream.reasoning, stream.content, [call[1:] for call in stream.calls], stream.ends, stream.usage)
+        for stream in streams
+    ]
+
+
+@pytest.mark.parametrize("kind", ["arguments", "reasoning"])
+def test_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(site: Site, kind: str) -> None:
+    if kind == "reasoning" and site.template != "xml_thinking":
+        pytest.skip("the template has no reasoning")
+    fields: dict[str, Any] = {**named("long"), **NO_THOUGHT}
+    if kind == "reasoning":
+        fields = {
+            "tool_choice": "required",
+            "tools": [FIXED],
+            "thinking_token_budget": 250,
+            "parallel_tool_calls": False,
+        }
+    common = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 1.0, **fields}
+
+    def streams(salt: str) -> list[Stream]:
+        return [Stream(body(f"{kind} {salt} {seed}", seed=seed, **common)) for seed in range(NUM_STREAMS)]
+
+    service = site.service
+    expected = streams("whole")
+    run_all(service.url, expected)
+    assert all(stream.is_done and stream.calls for stream in expected)
+    moved = streams("cut")
+    before = metric(service.proxy, "proxy_migrations_total", outcome="resumed")
+    victim, other = service.decode
+
+    def strike() -> None:
+        while min(stream.num_chars for stream in moved) < 5:
+            time.sleep(0.01)
+        assert not all(stream.is_done for stream in moved)
+        os.kill(victim.process.pid, signal.SIGKILL)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    run_all(service.url, moved)
+    striker.join()
+    assert [stream.error for stream in moved] == [None] * NUM_STREAMS
+    assert results(moved) == results(expected)
+    assert metric(service.proxy, "proxy_migrations_total", outcome="resumed") > before
+    wait_settled(service.prefill[0], other)
+    service.start_again(victim)
+    wait_ready(victim)
