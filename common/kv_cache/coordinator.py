@@ -7,7 +7,8 @@ it is taken, so a caller that asked ``can_allocate`` after pinning its hits neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.eviction.create import create_policy
@@ -23,6 +24,9 @@ from common.kv_cache.pools.unit_pool import UNIT_STATES, UnitPool
 from common.kv_cache.prefix.lookup import PrefixLookup
 from common.kv_cache.spec import GroupKind, KVCacheConfig
 
+MAX_FRESH = 1024
+"""Published checkpoints that wait for a tier to look at them; without one they are forgotten."""
+
 _MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[SlidingWindowManager]] = {
     GroupKind.FULL_ATTENTION: FullAttentionManager,
     GroupKind.MLA: FullAttentionManager,
@@ -37,6 +41,8 @@ class Coordinator:
         full_groups: those of them that keep every position.
         state: the checkpoints.
         lookup: joint lookups over all of them.
+        fresh: checkpoints that were published since somebody emptied it, newest last.
+        on_evict: told of each checkpoint that is about to be evicted.
     """
 
     def __init__(self, config: KVCacheConfig, generations: GenerationTables, counters: CacheCounters) -> None:
@@ -58,6 +64,8 @@ class Coordinator:
         self.lookup = PrefixLookup(config, self.groups, self.state)
         self._counters = counters
         self.caches_states = config.caches_states
+        self.fresh: deque[Checkpoint] = deque(maxlen=MAX_FRESH)
+        self.on_evict: Callable[[Checkpoint], None] | None = None
 
     def block_counts(self) -> dict[str, int]:
         """Blocks of all attention groups by state."""
@@ -105,6 +113,8 @@ class Coordinator:
 
     def _evict_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
         assert not checkpoint.is_pinned
+        if self.on_evict is not None:
+            self.on_evict(checkpoint)
         self._counters.checkpoints_evicted[reason] += 1
         if checkpoint.slot_id:
             self._counters.evictions["state"] += 1
@@ -205,6 +215,7 @@ class Coordinator:
         for group, block_id in zip(self.groups, checkpoint.tail_block_ids, strict=False):
             group.pool.add_content(block_id)
         self.state.add(checkpoint, hangs_on)
+        self.fresh.append(checkpoint)
         if not checkpoint.tail_tokens:
             for full_group in self.full_groups:
                 full_group.unmark(checkpoint.key)

@@ -48,15 +48,17 @@ class PrefixKeys:
     Attributes:
         history: what the eviction policy knew of the prompt at its admission: tokens of its longest known prefix, and
             how often that line of prefixes had been continued.
+        is_counted: the eviction policy has counted the prompt when part of it was pulled: its admission is no other.
     """
 
-    __slots__ = ("_chain", "_tokens", "block_size", "history")
+    __slots__ = ("_chain", "_tokens", "block_size", "history", "is_counted")
 
     def __init__(self, root: bytes, block_size: int, token_ids: Sequence[int] = ()) -> None:
         self.block_size = block_size
         self._tokens = array("I", token_ids)
         self._chain = [root]
         self.history = (0, 0)
+        self.is_counted = False
 
     @property
     def num_tokens(self) -> int:

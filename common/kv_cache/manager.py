@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.checkpoints.save_policy import SavePolicy
 from common.kv_cache.coordinator import Coordinator
+from common.kv_cache.eviction.base import Outlook
 from common.kv_cache.invariants import find_violations
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.observe.events import CacheSnapshot, EventLog
@@ -31,6 +33,7 @@ from common.kv_cache.sharing.lease_manager import LeaseManager
 from common.kv_cache.sharing.leases import LeasedPrefix, LeaseTable, PrefixProgress
 from common.kv_cache.sharing.remote_prefix import PullPlan, RemotePrefixes
 from common.kv_cache.spec import KVCacheConfig
+from common.kv_cache.tiers.leaving import LeavingPrefixes
 
 
 class KVCacheManager:
@@ -294,6 +297,18 @@ class KVCacheManager:
     def release_quarantine(self, seq_id: str) -> bool:
         """The read into these destinations became terminal. False: nothing was quarantined under that id."""
         return self._remote.release(seq_id)
+
+    def leaving_prefixes(self, on_evict: Callable[[bytes], None]) -> LeavingPrefixes:
+        """What tiers below the pools may take in. ``on_evict``: told of the key of each checkpoint that is evicted."""
+        return LeavingPrefixes(self._coordinator, on_evict)
+
+    def outlook(self, key: bytes) -> Outlook | None:
+        """What is expected of a checkpoint that is here, or was. None: nothing is known."""
+        return self._coordinator.policy.outlook(key)
+
+    def remember(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint that a tier kept from an earlier life of this node."""
+        self._coordinator.policy.remember(checkpoint)
 
     def stats(self) -> CacheStats:
         counters, coordinator = self._counters, self._coordinator

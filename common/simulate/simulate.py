@@ -15,10 +15,12 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.config.tiers import parse_tier
+from common.config.values import parse_share, parse_size
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
 from common.kv_cache.eviction.base import EVICTION_POLICIES
@@ -26,7 +28,9 @@ from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
 from common.kv_cache.spec import DTYPE_BYTES
+from common.kv_cache.tiers.tier import MIN_RETURN, TierSettings
 from common.simulate.ideal_cache import IdealCache
+from common.simulate.tiers import SimulatedTiers, tier_settings
 from common.simulate.trace import TraceRequest, read_trace
 
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -55,10 +59,18 @@ def simulate(
     retention_interval: int | None = None,
     eviction_policy: str = EVICTION_POLICIES[0],
     slot_share: float | None = None,
+    tiers: Sequence[TierSettings] = (),
+    num_nodes: int = 1,
+    stop_at: int | None = None,
 ) -> dict[str, Any]:
-    """The figures of `tandem simulate` as one JSON-able object."""
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--limit {limit} is below its minimum of 1", param="--limit")
+    """The figures of `tandem simulate` as one JSON-able object.
+
+    ``tiers``: below the pools, fastest first. ``num_nodes``: with a cache of that memory each, asked in turn.
+    ``stop_at``: after that many requests all nodes end without warning and start again, with what their tiers kept.
+    """
+    for flag, value in (("--limit", limit), ("--nodes", num_nodes), ("--stop-at", stop_at)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value} is below its minimum of 1", param=flag)
     started = time.perf_counter()
     raw_config = _read_config(model_config_path)
     plan = plan_cache(
@@ -73,25 +85,40 @@ def simulate(
         eviction_policy=eviction_policy,
         slot_share=slot_share,
     )
-    manager = KVCacheManager(plan.config)
+    managers = [KVCacheManager(plan.config) for _ in range(num_nodes)]
+    ended: list[KVCacheManager] = []
     ideal = IdealCache(block_size)
     totals: Counter[str] = Counter()
+    now_s = 0.0
+    below = SimulatedTiers(tiers, num_nodes, lambda: now_s)
+    below.start(managers)
     for request in read_trace(trace_path, limit):
+        if totals["requests"] == stop_at:
+            ended, managers = managers, [KVCacheManager(plan.config) for _ in range(num_nodes)]
+            below.start(managers)
+            totals["hit_before_stop"], totals["prompt_before_stop"] = totals["hit"], totals["prompt_tokens"]
+        node, now_s = totals["requests"] % num_nodes, request.time_s
+        manager = managers[node]
         totals["requests"] += 1
         totals["prompt_tokens"] += len(request.prompt_token_ids)
         if not request.prompt_token_ids:
             continue
         keys = manager.prefix_keys(request.prompt_token_ids)
         totals["ideal"] += ideal.hit_tokens(keys)
+        if tiers:
+            below.demote(node, _num_computed(request))
+            below.promote(node, keys, keys.num_tokens)
         num_hit = _replay(manager, keys, request)
+        if tiers:
+            below.publish(node)
         if num_hit is None:
             totals["too_long"] += len(request.prompt_token_ids)
             keys.extend(request.output_token_ids)
         else:
             totals["hit"] += num_hit
         ideal.add(keys, (request.boundary, len(request.prompt_token_ids), _num_computed(request)))
-    stats = manager.stats()
-    lost = dict(stats.lost_tokens)
+    stats = [manager.stats() for manager in (*ended, *managers)]
+    lost = dict(sum((Counter(each.lost_tokens) for each in stats), Counter()))
     if totals["too_long"]:
         lost["too_long"] = totals["too_long"]
     num_prompt = totals["prompt_tokens"]
@@ -106,13 +133,22 @@ def simulate(
         "blocks": next((group.num_blocks for group in plan.report.groups), 0),
         "slots": plan.report.num_slots,
         "checkpoints": {
-            "saved": sum(stats.checkpoints_saved.values()),
-            "skipped": sum(stats.checkpoints_skipped.values()),
-            "evicted": sum(stats.checkpoints_evicted.values()),
+            "saved": sum(sum(each.checkpoints_saved.values()) for each in stats),
+            "skipped": sum(sum(each.checkpoints_skipped.values()) for each in stats),
+            "evicted": sum(sum(each.checkpoints_evicted.values()) for each in stats),
         },
         "lost_tokens": lost,
+        **({"tiers": below.figures(totals["requests"])} if tiers else {}),
+        **_after_stop(totals, stop_at),
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def _after_stop(totals: Counter[str], stop_at: int | None) -> dict[str, float]:
+    num_prompt = totals["prompt_tokens"] - totals["prompt_before_stop"]
+    if stop_at is None or totals["requests"] <= stop_at or not num_prompt:
+        return {}
+    return {"hit_rate_after_stop": (totals["hit"] - totals["hit_before_stop"]) / num_prompt}
 
 
 def _num_computed(request: TraceRequest) -> int:
@@ -198,8 +234,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-memory-share", type=float, nargs="+", default=[None], help="part of the memory for states, 0 to 1"
     )
 
+    below = parser.add_argument_group("tiers below the cache")
+    below.add_argument(
+        "--kv-tier", nargs="+", default=[], metavar="TIER", help="fastest first, e.g. host:64GiB disk:/path?size=500GiB"
+    )
+    below.add_argument("--kv-tier-min-return", default=str(MIN_RETURN), help="least probability of a return to write")
+    below.add_argument("--kv-tier-write-rate", default=None, help="bytes per second of the trace's time, e.g. 300MB")
+    below.add_argument("--nodes", type=int, default=1, help="nodes with that cache each, asked in turn")
+    below.add_argument(
+        "--stop-at", type=int, default=None, help="end all nodes after N requests; tiers but host memory survive"
+    )
+
+
+def _read_tiers(args: argparse.Namespace) -> list[TierSettings]:
+    """Raises ConfigError naming flag and value."""
+
+    def read(flag: str, word: str, parse: Callable[[str], Any]) -> Any:
+        try:
+            return parse(word)
+        except ValueError as exc:
+            raise ConfigError(f"{flag} {word!r} is {exc}", param=flag) from None
+
+    min_return = read("--kv-tier-min-return", args.kv_tier_min_return, parse_share)
+    if not 0 <= min_return <= 1:
+        raise ConfigError(f"--kv-tier-min-return {min_return} is not between 0 and 1", param="--kv-tier-min-return")
+    rate = args.kv_tier_write_rate
+    write_rate = None if rate is None else read("--kv-tier-write-rate", rate, parse_size)
+    if write_rate == 0:
+        raise ConfigError("--kv-tier-write-rate 0 is below its minimum of 1", param="--kv-tier-write-rate")
+    specs = [read("--kv-tier", word, parse_tier) for word in args.kv_tier]
+    return [tier_settings(spec.kind, spec.size_bytes, min_return, write_rate) for spec in specs]
+
 
 def run(args: argparse.Namespace) -> int:
+    tiers = _read_tiers(args)
     flags = {flag: getattr(args, flag) for flag in _CACHE_FLAGS}
     rows = []
     for values in itertools.product(*flags.values()):
@@ -209,6 +277,9 @@ def run(args: argparse.Namespace) -> int:
             args.limit,
             model_config_path=args.model_config,
             dtype=args.dtype,
+            tiers=tiers,
+            num_nodes=args.nodes,
+            stop_at=args.stop_at,
             **{_CACHE_FLAGS[flag]: value for flag, value in setting.items()},
         )
         varied = {flag: value for flag, value in setting.items() if len(flags[flag]) > 1}

@@ -9,6 +9,7 @@ given to the save policy; outputs are unique.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,13 @@ MAX_LENGTH = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """``boundary``: a semantic position before the prompt's end, worth a state; 0 when the trace tells none."""
+    """``boundary``: a semantic position before the prompt's end, worth a state; 0 when the trace tells none.
+    ``time_s``: when it came, from the trace's start on; 0 when the trace does not tell."""
 
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     boundary: int = 0
+    time_s: float = 0.0
 
 
 def read_trace(trace_path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
@@ -69,7 +72,7 @@ class _LineReader:
         if "prompt_token_ids" in line:
             prompt = _integers(line, "prompt_token_ids", 0, MAX_TOKEN_ID)
             output = _integers(line, "output_token_ids", 0, MAX_TOKEN_ID) if "output_token_ids" in line else ()
-            return TraceRequest(prompt, output)
+            return TraceRequest(prompt, output, time_s=_time_s(line))
         return self._from_hashes(line)
 
     def _from_hashes(self, line: dict[str, Any]) -> TraceRequest:
@@ -85,7 +88,15 @@ class _LineReader:
         if after < len(self._number_of) * TOKENS_PER_HASH_ID:
             raise ValueError(f"more than {MAX_TOKEN_ID} distinct tokens up to here")
         output, self._next_unique = range(self._next_unique, after, -1), after
-        return TraceRequest(prompt[:num_tokens], output, num_tokens // TOKENS_PER_HASH_ID * TOKENS_PER_HASH_ID)
+        boundary = num_tokens // TOKENS_PER_HASH_ID * TOKENS_PER_HASH_ID
+        return TraceRequest(prompt[:num_tokens], output, boundary, _time_s(line))
+
+
+def _time_s(line: dict[str, Any]) -> float:
+    value = line.get("timestamp", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"timestamp must be a number of milliseconds from 0 on, got {value!r}")
+    return value / 1000
 
 
 def _length(line: dict[str, Any], name: str) -> int:

@@ -46,7 +46,7 @@ ALLOWED = {
     "common.engine": {"common.models", "common.kv_cache", "common.request", "common.grammar"},
     "common.models": {"common.ops", "common.geometry", "common.kv_cache.spec"},
     "common.ops": set(),
-    "common.simulate": {"common.geometry", "common.kv_cache"},
+    "common.simulate": {"common.geometry", "common.kv_cache", "common.config"},
     "common.geometry": {"common.kv_cache.spec"},
     "common.kv_cache": {"common.fence", "common.request"},
     "common.transfer": {"common.fence"},
@@ -105,6 +105,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "groups",
         "prefix",
         "coordinator",
+        "tiers",
         "sequences",
         "sharing",
         "invariants",
@@ -119,6 +120,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.prefix": ("hits", "admitted_prefixes", "lookup"),
     "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
+    "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
     "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
     "common.node": (
         "cache_warnings",
@@ -175,7 +177,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "common.openai.bodies": ("base", "values", "models", "unsupported"),
     "common.ops": ("step", "interface", "torch", "cpu", "select"),
-    "common.simulate": ("trace", "ideal_cache", "simulate"),
+    "common.simulate": ("trace", "ideal_cache", "tiers", "simulate"),
     "common.text": (
         "answers",
         "chat_template",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
@@ -16,6 +17,19 @@ from common.kv_cache.keys import PrefixKeys
 
 EVICTION_POLICIES = ("value", "lru")
 """The first is the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected of a prefix that leaves the pools, or left them.
+
+    Attributes:
+        probability: that it is asked for again within a few thousand admissions.
+        tokens_per_wait: tokens it saves per admission waited.
+    """
+
+    probability: float
+    tokens_per_wait: float
 
 
 class EvictionOrder(ABC):
@@ -78,6 +92,18 @@ class EvictionPolicy:
 
     def checkpoint_removed(self, checkpoint: Checkpoint) -> None:
         """The checkpoint can no longer be found."""
+
+    def next_checkpoints(self, num_slots: int, num_blocks: int) -> Sequence[Checkpoint] | None:
+        """The checkpoints that go first when that many slots, and blocks of the first attention group, are wanted from
+        what is cached. None: this policy does not tell."""
+        return None
+
+    def outlook(self, key: bytes) -> Outlook | None:
+        """Of a checkpoint that is here, or was. None: nothing is known of it."""
+        return None
+
+    def remember(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint that is not here, and was kept by an earlier life of this node."""
 
 
 class LruOrder(EvictionOrder):

@@ -26,6 +26,9 @@ PRIOR_WEIGHT = 3.0
 PRIOR_RATES = (0.1, *([0.02] * (NUM_BINS - 1)))
 """A class without history takes its parent's rates, and the root's are these: least recently used first."""
 
+RETURN_HORIZON = 4096
+"""Admissions within which a return counts as one, for ``return_probabilities``."""
+
 ReuseClass = tuple[str | int, ...]
 """From general to special: each prefix of the tuple is a class that its members are counted in too."""
 
@@ -53,6 +56,7 @@ class ReuseStatistics:
         self._totals: dict[ReuseClass, _Histogram] = {}
         self._rates: dict[ReuseClass, list[float]] = {}
         self._indices: dict[ReuseClass, list[float]] = {}
+        self._probabilities: dict[ReuseClass, list[float]] = {}
 
     def reached(self, reuse_class: ReuseClass) -> list[float]:
         """Live counts by bin of how many of the class came to that age: the caller adds to them."""
@@ -74,6 +78,7 @@ class ReuseStatistics:
         """Let what was counted since the last refresh count in ``index``."""
         self._rates.clear()
         self._indices.clear()
+        self._probabilities.clear()
         self._totals.clear()
         for reuse_class, histogram in self._histograms.items():
             for length in range(1, len(reuse_class) + 1):
@@ -85,6 +90,14 @@ class ReuseStatistics:
         if index is None:
             index = self._indices[reuse_class] = gittins(self._rates_of(reuse_class))
         return index
+
+    def return_probabilities(self, reuse_class: ReuseClass) -> list[float]:
+        """By age bin, as of the last refresh: how likely one of that age returns within ``RETURN_HORIZON`` admissions;
+        0 beyond the last bin."""
+        probabilities = self._probabilities.get(reuse_class)
+        if probabilities is None:
+            probabilities = self._probabilities[reuse_class] = within_horizon(self._rates_of(reuse_class))
+        return probabilities
 
     def _rates_of(self, reuse_class: ReuseClass) -> list[float]:
         """By bin: the share of those who reached it that returned in it."""
@@ -115,3 +128,16 @@ def gittins(rates: list[float]) -> list[float]:
         stretches.append((returns, waiting, left))
         index[age] = returns / waiting
     return index
+
+
+def within_horizon(rates: list[float]) -> list[float]:
+    """From each bin on, the share that returns in a bin which begins within ``RETURN_HORIZON`` of it."""
+    probabilities = [0.0] * (NUM_BINS + 1)
+    for age in range(NUM_BINS):
+        left = 1.0
+        for later in range(age, NUM_BINS):
+            if EDGES[later] - EDGES[age] >= RETURN_HORIZON:
+                break
+            left *= 1 - rates[later]
+        probabilities[age] = 1 - left
+    return probabilities

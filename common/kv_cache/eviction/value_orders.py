@@ -3,9 +3,9 @@ they come up."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import islice
 from typing import Protocol
 
@@ -69,6 +69,11 @@ class SlotOrder(EvictionOrder):
                     return slot_id
             heappop(heap)
         return next(iter(self._units))
+
+    def first(self, num_units: int) -> list[Record]:
+        """Whose slots go first when that many are wanted."""
+        value, record_of = self._valuer.expected_tokens, self._record_of
+        return nsmallest(num_units, (record_of[slot_id] for slot_id in self._units), key=value)
 
     def __len__(self) -> int:
         return len(self._units)
@@ -195,6 +200,24 @@ class BlockOrder(EvictionOrder):
             least = min(least, num_tokens / num_bytes)
             block_id = before if tree.num_followers[before] == 1 and num_own else 0
         return least
+
+    def first(self, num_units: int) -> list[Record]:
+        """What hangs on the branches that go first when that many blocks are wanted."""
+        tree, num_missing = self._tree, num_units - len(self._dead_ends)
+        entries = [entry for entry in self._heap if entry[2] == entry[3].version and self._target(entry[3])]
+        heapify(entries)
+        found: list[Record] = []
+        num_gone: Counter[int] = Counter()  # block -> branches after it that would be gone
+        while entries and num_missing > 0:
+            leaf = heappop(entries)[3]
+            num_own, before = tree.own_stretch(leaf.block_id)
+            num_missing -= max(1, num_own)
+            found += tree.hanging.get(leaf.block_id, (leaf,))
+            num_gone[before] += 1
+            if before in tree.hanging and num_gone[before] == tree.num_followers[before]:
+                next_leaf = tree.hanging[before][0]
+                heappush(entries, (self._branch_value(next_leaf), -len(found), next_leaf.version, next_leaf))
+        return found
 
     def __len__(self) -> int:
         return len(self._leading) + len(self._dead_ends)

@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
-from common.kv_cache.eviction.base import EvictionOrder, EvictionPolicy, LruOrder
+from common.kv_cache.eviction.base import EvictionOrder, EvictionPolicy, LruOrder, Outlook
 from common.kv_cache.eviction.block_tree import BlockTree, Record
 from common.kv_cache.eviction.reuse import EDGES, NUM_BINS, ReuseStatistics, age_bin
 from common.kv_cache.eviction.value_orders import BlockOrder, SlotOrder
@@ -75,6 +75,9 @@ class ValuePolicy(EvictionPolicy):
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def admitted(self, keys: PrefixKeys, num_tokens: int) -> None:
+        if keys.is_counted:
+            keys.is_counted = False
+            return
         self._now += 1
         if self._now % AGEING_INTERVAL == 0:
             self._age()
@@ -132,6 +135,22 @@ class ValuePolicy(EvictionPolicy):
         if block_id:
             self._mark_dead_ends(*self.tree.unhang(block_id, record))
             self._appraise(block_id)
+
+    def next_checkpoints(self, num_slots: int, num_blocks: int) -> Sequence[Checkpoint]:
+        going = (*self._slots.first(num_slots), *self._blocks.first(num_blocks))
+        found = {record.key: record for record in going}
+        return [record.checkpoint for record in found.values() if record.checkpoint is not None]
+
+    def outlook(self, key: bytes) -> Outlook | None:
+        record = self._records.get(key)
+        if record is None:
+            return None
+        probability = self._statistics.return_probabilities(record.reuse_class)[record.bin]
+        return Outlook(probability, self.expected_tokens(record))
+
+    def remember(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.key not in self._records:
+            self._make_record(checkpoint)
 
     # -- value --------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,18 @@ class SingleTypeManager(ABC):
     def key_of(self, block_id: int) -> bytes | None:
         return self._key_of[block_id]
 
+    def chain_to(self, key: bytes, num_blocks: int) -> list[bytes] | None:
+        """Keys of the ``num_blocks`` consecutive blocks of which the last has that key; None: one is not published."""
+        keys: list[bytes] = []
+        for _ in range(num_blocks):
+            block_id = self._by_key.get(key)
+            if block_id is None:
+                return None
+            keys.append(key)
+            key = self._parent_key[block_id]
+        keys.reverse()
+        return keys
+
     def entries(self) -> GroupEntries:
         """A copy of what is published."""
         return GroupEntries(self.group.label, self._by_key.copy(), self._parent_key[:], self._position[:])

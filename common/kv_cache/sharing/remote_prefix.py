@@ -75,6 +75,7 @@ class RemotePrefixes:
             sequences.remove(allocation)
             return None
         coordinator.policy.admitted(keys, num_tokens)
+        keys.is_counted = True
         coordinator.lookup.remember(keys, num_tokens)
         for group, table, indices in zip(coordinator.groups, allocation.tables, missing, strict=True):
             table.num_published = indices[0] if indices else num_blocks
