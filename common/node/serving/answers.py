@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequestError
 from common.openai.protocol import ChatRequest, ToolName
 from common.text.answers.formats import ToolTypes
-from common.text.answers.grammar import Thinking, answer_grammar
+from common.text.answers.grammar import CallRules, Thinking, answer_grammar
 from common.text.tokenizer import TextCodec
 
 
@@ -39,13 +39,10 @@ def plan_answer(
     Raises:
         InvalidRequestError: calls are asked for of a model whose calls nobody knows how to read.
     """
-    choice = request.tool_choice
-    tools = tuple(request.tools or ()) if choice != "none" else ()
-    if isinstance(choice, ToolName):
-        tools = tuple(tool for tool in tools if tool.get("function", {}).get("name") == choice.name)
-    is_required = bool(tools) and (isinstance(choice, ToolName) or choice == "required")
+    calls = CallRules.of(request)
+    tools = calls.tools
     if tools and codec.answer_format.tools is None:
-        if is_required:
+        if calls.is_required:
             raise InvalidRequestError(
                 "tool_choice cannot be kept: the model's chat template shows no format of tool calls; nodes can be "
                 "told one with --tool-call-parser",
@@ -56,22 +53,22 @@ def plan_answer(
         return None
     thinking = codec.thinking_at(prompt_token_ids)
     constraint: str | None = None
-    is_strict = any(tool.get("function", {}).get("strict") for tool in tools)
-    num_thinking = request.reasoning.token_budget
-    budget = None if num_thinking is None else codec.thinking_budget(num_thinking)
-    holds_calls = is_required or (bool(tools) and (is_strict or constraint is not None))
-    holds_calls = holds_calls or (bool(tools) and not request.parallel_tool_calls)
+    budget = None
+    if request.reasoning.token_budget is not None:
+        budget = codec.thinking_budget(request.reasoning.token_budget)
+    is_held = calls.is_held and bool(tools)
+    is_named = isinstance(request.tool_choice, ToolName)
     grammar = None
-    if holds_calls or constraint is not None or budget is not None:
+    if is_held or constraint is not None or budget is not None:
         grammar = answer_grammar(
             codec.answer_format,
-            tools=tools if holds_calls else (),
-            is_call_required=is_required,
-            parallel=request.parallel_tool_calls and not isinstance(choice, ToolName),
+            tools=tools if is_held else (),
+            is_call_required=calls.is_required,
+            parallel=request.parallel_tool_calls and not is_named,
             constraint=constraint,
             thinking=thinking,
             token_id=codec.marker_id,
             budget=budget,
         )
     types = ToolTypes.of(tools) if tools else None
-    return AnswerPlan(request_id, types, isinstance(choice, ToolName), thinking, request.reasoning.include, grammar)
+    return AnswerPlan(request_id, types, is_named, thinking, request.reasoning.include, grammar)

@@ -38,6 +38,7 @@ _USER = {"role": "user", "content": "zqasked"}
 _NEXT = {"role": "user", "content": "zqagain"}
 SWITCHES = ("enable_thinking", "thinking")
 """Variables through which templates switch reasoning on and off."""
+_ID = re.compile(r',\s*"id":\s*"functions\.\w+:\d+"')
 _TAG = re.compile(r"<[^<>\s]+>")
 
 Render = Callable[..., str | None]
@@ -209,6 +210,8 @@ class _Probe:
         begin_after_text = content_rest.partition(NAME)[0] if has_content and NAME in content_rest else ""
         if not found or not end:
             return None
+        # Ids are the client's matter: a model cannot know the one that its call will get.
+        between, end = (_ID.sub("", text) for text in (between, end))
         words = self._words(layout) if kind in (CallKind.XML, CallKind.PYTHON) else layout.words
         return replace(layout, begin=before, between=between, end=end, begin_after_text=begin_after_text, words=words)
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.text.answers.formats import AnswerFormat, CallKind, ToolFormat
+from common.openai.protocol import ChatRequest, ToolName
+from common.text.answers.formats import AnswerFormat, CallKind, CallLayout, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
+from common.wire.fields import invalid
 
 _FREE_TEXT = "TEXT: /(?s:.*)/"
 
@@ -57,6 +59,40 @@ class Thinking(enum.Enum):
     ABSENT = "absent"
     OPEN = "open"
     CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What a chat asks of calls: which ``tools`` may be called, ``is_required``: the answer is nothing but calls,
+    ``is_held``: what is a call must be one of these."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    is_required: bool
+    is_held: bool
+
+    @classmethod
+    def of(cls, request: ChatRequest) -> CallRules:
+        choice = request.tool_choice
+        tools = tuple(request.tools or ()) if choice != "none" else ()
+        if isinstance(choice, ToolName):
+            tools = tuple(tool for tool in tools if function_of(tool).get("name") == choice.name)
+        is_required = isinstance(choice, ToolName) or choice == "required"
+        is_strict = any(function_of(tool).get("strict") for tool in tools)
+        is_held = is_required or is_strict or not request.parallel_tool_calls
+        return cls(tools, is_required and bool(tools), is_held and bool(tools))
+
+    def schemas(self) -> str | None:
+        """A grammar of all arguments that are held to their schemas, to check before any format is known."""
+        if not self.is_held:
+            return None
+        functions = [named_function(index, tool) for index, tool in enumerate(self.tools)]
+        layout = CallLayout("", "", "", "")
+        rules = [
+            f"args_{index}: {schema_rule(parameters_schema(each), layout, strict=bool(each.get('strict')))}"
+            for index, each in enumerate(functions)
+        ]
+        start = " | ".join(f'"{index}" args_{index}' for index in range(len(functions)))
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join([f"start: {start}", *rules])}]}, ensure_ascii=False)
 
 
 def answer_grammar(
@@ -168,7 +204,7 @@ class _Calls:
         return "calls"
 
     def _add_tool(self, index: int, tool: Mapping[str, Any]) -> None:
-        function = tool.get("function", tool)
+        function = named_function(index, tool)
         layout = self._format.layout
         schema = parameters_schema(function)
         strict = bool(function.get("strict"))
@@ -183,6 +219,20 @@ class _Calls:
 
     def _text(self, text: str) -> str:
         return lark_text(text, self._token_id)
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else {}
+
+
+def named_function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function of tool number ``index``. Raises InvalidRequestError for one that cannot be called."""
+    function = function_of(tool)
+    where = f"tools[{index}].function.name"
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        invalid(where, function.get("name"), "the function's name")
+    return function
 
 
 def parameters_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,9 +58,11 @@ class ParameterRules:
     def add(self, name: str, schema: Mapping[str, Any]) -> str:
         """Adds the rules of all arguments; the name of theirs."""
         schema = resolved(schema, schema)
+        schema = schema if isinstance(schema, Mapping) else {}
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        required = schema.get("required") or ()
+        required = schema.get("required")
+        required = required if isinstance(required, list) else ()
         each: list[tuple[str, bool]] = []
         for index, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{index}"

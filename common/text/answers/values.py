@@ -60,7 +60,8 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
         if isinstance(schema.get(word), list):
             options = [types_of(each, root, depth + 1) for each in schema[word]]
             return frozenset().union(*options) if all(options) else frozenset()
-    for each in schema.get("allOf") or ():
+    all_of = schema.get("allOf")
+    for each in all_of if isinstance(all_of, list) else ():
         if found := types_of(each, root, depth + 1):
             return found
     return frozenset()

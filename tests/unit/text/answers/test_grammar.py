@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from common.errors import InvalidRequestError
+from common.openai.protocol import parse_chat
 from common.text.answers.detection import detect
 from common.text.answers.formats import AnswerFormat, ToolTypes
-from common.text.answers.grammar import Budget, Thinking, answer_grammar, thinking_of
+from common.text.answers.grammar import Budget, CallRules, Thinking, answer_grammar, thinking_of
 from tests.support.chat_templates import TEMPLATES
 from tests.unit.text.answers.test_detection import renderer
 from tests.unit.text.answers.test_parser import parse
@@ -243,3 +245,38 @@ def test_schema_when_a_strict_tool_has_what_cannot_be_held_to_then_it_is_refused
             tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}]
             error = LLMatcher.validate_grammar(grammar_of(answer_format, tools=tools), TOKENIZER)
             assert ("uniqueItems" in error) is strict
+
+
+ODD: list[Any] = [None, 5, "x", [], [5], {}, {"type": 5}, {"$ref": "#/x"}, {"$ref": "#"}, {"enum": 5}, {"anyOf": [5]}]
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml", "python"])
+def test_tools_when_they_are_odd_then_refused_or_taken(name: str) -> None:
+    answer_format = detect(renderer(TEMPLATES[name]), lambda _: False)
+    schemas = [*ODD, *({"type": "object", "properties": odd, "required": odd, "allOf": odd} for odd in ODD)]
+    schemas += [{"type": "object", "properties": {"a": odd}} for odd in ODD]
+    for schema in schemas:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        assert isinstance(LLMatcher.validate_grammar(grammar_of(answer_format, tools=[tool]), TOKENIZER), str)
+        ToolTypes.of([tool])
+    for tool in ({}, {"function": 5}, {"function": {}}, {"function": {"name": 5}}):
+        with pytest.raises(InvalidRequestError, match=r"tools\[0\].function.name"):
+            grammar_of(answer_format, tools=[tool])
+
+
+def test_schemas_when_calls_are_held_then_they_can_be_checked_before_a_format_is_known() -> None:
+    def schemas(**fields: Any) -> str | None:
+        messages = [{"role": "user", "content": "a"}]
+        return CallRules.of(parse_chat({"messages": messages, "tools": TOOLS, **fields})).schemas()
+
+    assert schemas(tools=TOOLS[:2]) is None  # any call is taken
+    for held in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {}):
+        grammar = schemas(**held)
+        assert grammar is not None
+        assert LLMatcher.validate_grammar(grammar, TOKENIZER) == ""
+        assert accepts(grammar, "1{}")
+    assert schemas(tool_choice="none") is None
+    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
+    grammar = schemas(tools=[bad])
+    assert grammar is not None
+    assert "nothing" in LLMatcher.validate_grammar(grammar, TOKENIZER)
