@@ -107,3 +107,18 @@ def test_echo_when_without_logprobs_then_prompt_and_answer_come_back(service: Se
     answer = complete(service.url, prompt, 12, echo=True, logprobs=None)
     assert answer.token_ids() == prompt + reference.greedy(prompt, 12).token_ids
     assert answer.trace["placement"] == "remote"
+
+
+def test_prompt_logprobs_when_asked_for_then_are_stocks_and_computed_locally(
+    service: Service, reference: Reference
+) -> None:
+    prompt = random_tokens(40, seed=1540)
+    rows = reference.score(prompt)
+    answer = complete(service.url, prompt, 1, logprobs=None, prompt_logprobs=2)
+    assert answer.trace["placement"] == "local"
+    first, *rest = answer.body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    for place, table in enumerate(rest):
+        own = table[str(prompt[place + 1])]
+        assert own["logprob"] == pytest.approx(float(rows[place, prompt[place + 1]]), abs=reference.tolerance)
+        assert 2 <= len(table) <= 3
