@@ -50,6 +50,7 @@ ALLOWED = {
     "common.geometry": {"common.kv_cache.spec"},
     "common.kv_cache": {"common.fence", "common.request"},
     "common.transfer": {"common.fence"},
+    "common.tiers": {"common.kv_cache"},
     "common.fence": set(),
     "common.grammar": set(),
     "common.text": {"common.openai", "common.wire"},
@@ -203,6 +204,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "grammar_values",
         "grammar",
     ),
+    "common.tiers": ("object_header", "secrets", "folder", "timed_reads", "catalogue"),
     "common.transfer": (
         "codes",
         "sole_reference",
@@ -241,6 +243,7 @@ MAX_FILES = 12
 LIGHT = (
     "proxy",
     "common.kv_cache",
+    "common.tiers",
     "common.geometry",
     "common.simulate",
     "common.openai",

@@ -52,9 +52,14 @@ class StoredPrefix:
         return self.checkpoint.position
 
 
+def blocks_per_extent(block_size: int) -> int:
+    """Of a whole extent; it starts on a multiple of that, or where the blocks do that are needed."""
+    return max(1, EXTENT_TOKENS // block_size)
+
+
 def extents_of(group_id: int, first_block: int, keys: Sequence[bytes], block_size: int) -> list[Extent]:
     """The extents over the blocks from ``first_block`` on, whose keys are ``keys``."""
-    per_extent = max(1, EXTENT_TOKENS // block_size)
+    per_extent = blocks_per_extent(block_size)
     extents, index, end = [], first_block, first_block + len(keys)
     while index < end:
         stop = min(end, index // per_extent * per_extent + per_extent)

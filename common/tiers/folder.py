@@ -1,0 +1,248 @@
+"""Objects as files of one folder, written whole or not at all, and believed only after their digest was compared.
+
+A write: 1 a temporary name, 2 payload, then header, 3 fdatasync, 4 rename, 5 fsync of the folder. So a file under its
+name was whole once; whether it still is, each read says. A crash leaves temporary names, which ``scan`` deletes; a disk
+that lies about fdatasync leaves zeros, which the digest finds. Every method blocks: call it on a thread.
+
+Two writers of one object write the same bytes; the last rename wins. Who deletes while another reads takes nothing from
+the reader: it has the file open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.tiers.object_header import (
+    HEADER_BYTES,
+    BadHeaderError,
+    ObjectHeader,
+    decode_header,
+    object_name,
+)
+
+TEMPORARY = ".tmp"
+SUFFIX = ".kv"
+MAX_BUFFERS = 512
+"""Buffers of one ``preadv`` or ``pwritev``: below IOV_MAX, which is 1,024 on Linux."""
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OLD_TEMPORARY_S = 3600.0
+"""Age at which another process's temporary file is taken for a dead one's."""
+
+
+class ObjectReadError(Exception):
+    """``reason``: missing, unreadable (an I/O error, or no plain file), short, header (not ours, or damaged), other
+    (whole, but not what was asked for) or digest."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ObjectWriteError(Exception):
+    """``reason``: full or io. Nothing of the object is left."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ObjectFolder:
+    """``is_shared``: other processes write here too; their temporary files are left alone for an hour."""
+
+    def __init__(self, folder: Path, secret: bytes, *, is_shared: bool = False, syncs: bool = True) -> None:
+        self._folder = folder
+        self._secret = secret
+        self._is_shared = is_shared
+        self._syncs = syncs
+
+    def put(self, header: ObjectHeader, buffers: Sequence[memoryview]) -> int:
+        """Write an object; returns the file's length. Raises ObjectWriteError."""
+        assert sum(buffer.nbytes for buffer in buffers) == header.payload_bytes
+        name = object_name(self._secret, header)
+        path = self._path(name)
+        temporary = path.with_name(f"{name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+            try:
+                digest = hmac.new(self._secret, digestmod=sha256)
+                for buffer in buffers:
+                    digest.update(buffer)
+                _write_all(descriptor, buffers, HEADER_BYTES)
+                _write_all(descriptor, [memoryview(header.encode(self._secret, digest.digest()))], 0)
+                if self._syncs:
+                    os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+            temporary.replace(path)
+            if self._syncs:
+                _sync_folder(path.parent)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise ObjectWriteError("full" if exc.errno in FULL_ERRORS else "io") from exc
+        return HEADER_BYTES + header.payload_bytes
+
+    def get(self, wanted: ObjectHeader, buffers: Sequence[memoryview]) -> ObjectHeader:
+        """Read the payload of what ``wanted`` names into ``buffers``, which are as long as it together. When this
+        raises ObjectReadError, they hold anything. Of a state, ``history`` and ``origin`` are as stored."""
+        descriptor = self._open(self._path(object_name(self._secret, wanted)))
+        try:
+            header, payload_digest, size = self._read_header(descriptor)
+            stored = replace(header, history=wanted.history, origin=wanted.origin)
+            if stored != wanted or sum(buffer.nbytes for buffer in buffers) != wanted.payload_bytes:
+                raise ObjectReadError("other")
+            if size != HEADER_BYTES + wanted.payload_bytes:
+                raise ObjectReadError("short")
+            _read_all(descriptor, buffers, HEADER_BYTES)
+        except OSError as exc:
+            raise ObjectReadError("unreadable") from exc
+        finally:
+            os.close(descriptor)
+        digest = hmac.new(self._secret, digestmod=sha256)
+        for buffer in buffers:
+            digest.update(buffer)
+        if not hmac.compare_digest(digest.digest(), payload_digest):
+            raise ObjectReadError("digest")
+        return header
+
+    def delete(self, header: ObjectHeader) -> None:
+        """It may be gone already. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(object_name(self._secret, header)).unlink()
+
+    def scan(self, fingerprint: bytes) -> Iterator[ObjectHeader | str]:
+        """Headers of what is here of that model, in no order. What is damaged, cut short or a dead writer's is deleted,
+        and comes out as the reason why it is of no use; other models' objects are skipped. Raises OSError."""
+        for folder in sorted(self._folder.iterdir()):
+            if not folder.is_dir() or folder.is_symlink():
+                continue
+            for path in sorted(folder.iterdir()):
+                result = self._look(path)
+                if isinstance(result, str) or result.fingerprint == fingerprint:
+                    yield result
+
+    def _look(self, path: Path) -> ObjectHeader | str:
+        try:
+            if path.suffix != SUFFIX:
+                age_s = time.time() - path.lstat().st_mtime
+                if not self._is_shared or age_s > OLD_TEMPORARY_S:
+                    path.unlink()
+                return "temporary"
+            descriptor = self._open(path)
+            try:
+                header, _, size = self._read_header(descriptor)
+            finally:
+                os.close(descriptor)
+            reason = ""
+            if size != HEADER_BYTES + header.payload_bytes:
+                reason = "short"
+            elif path.name != object_name(self._secret, header) + SUFFIX:
+                reason = "other"
+            if not reason:
+                return header
+        except ObjectReadError as exc:
+            reason = exc.reason
+        except OSError:
+            reason = "unreadable"
+        # In a shared folder, what cannot be read with this key may be another cluster's.
+        if not (self._is_shared and reason == "header"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return reason
+
+    def _open(self, path: Path) -> int:
+        try:
+            # NONBLOCK: a pipe under that name must not hang the reader.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise ObjectReadError("missing") from None
+        except OSError as exc:
+            raise ObjectReadError("unreadable") from exc
+        return descriptor
+
+    def _read_header(self, descriptor: int) -> tuple[ObjectHeader, bytes, int]:
+        """Raises ObjectReadError or OSError."""
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ObjectReadError("unreadable")
+        try:
+            header, digest = decode_header(os.pread(descriptor, HEADER_BYTES, 0), self._secret)
+        except BadHeaderError as exc:
+            raise ObjectReadError("short" if exc.reason == "short" else "header") from exc
+        return header, digest, status.st_size
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name[:2] / (name + SUFFIX)
+
+
+def open_folder(path: str) -> Path:
+    """Makes the folder, for its owner alone. Raises ConfigError: it cannot be used, or others may read it."""
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        probe = folder / f"probe.{os.getpid()}{TEMPORARY}"
+        probe.touch(mode=0o600)
+        probe.unlink()
+    except OSError as exc:
+        raise ConfigError(f"--kv-tier {path}: {exc.strerror}", param="--kv-tier") from exc
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(
+            f"--kv-tier {path} has mode {mode:04o} and owner {status.st_uid}: others could read what clients asked; it "
+            f"must be 0700 and belong to user {os.getuid()}",
+            param="--kv-tier",
+        )
+    return folder
+
+
+def _write_all(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    for part in _parts(buffers):
+        while part:
+            offset += (num_bytes := os.pwritev(descriptor, part, offset))
+            part = _rest(part, num_bytes)
+
+
+def _read_all(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    for part in _parts(buffers):
+        while part:
+            num_bytes = os.preadv(descriptor, part, offset)
+            if num_bytes == 0:
+                raise ObjectReadError("short")
+            offset += num_bytes
+            part = _rest(part, num_bytes)
+
+
+def _parts(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    flat = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    for start in range(0, len(flat), MAX_BUFFERS):
+        yield flat[start : start + MAX_BUFFERS]
+
+
+def _rest(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the buffers behind their first ``num_bytes``."""
+    for number, buffer in enumerate(buffers):
+        if num_bytes < buffer.nbytes:
+            return [buffer[num_bytes:], *buffers[number + 1 :]]
+        num_bytes -= buffer.nbytes
+    return []
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
