@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse, Response
 from common.config.dns import Resolver
 from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
+from common.grammar.checker import GrammarChecker
+from common.grammar.limits import GrammarLimits
 from common.openai.answers import Answer
 from common.openai.errors import install_error_handlers
 from common.openai.openapi import ENDPOINTS, Endpoint
@@ -99,6 +101,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     cluster_keys = read_key_file(config.cluster_key_file, "--cluster-key-file") if config.cluster_key_file else ()
     node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
     key_limits = read_key_limits(config.api_key_limits_file, api_keys) if config.api_key_limits_file else KeyLimits()
+    limits = GrammarLimits.from_json(config.structured_outputs_config)
     drain = draining.Drain(
         "the proxy",
         config.drain_timeout_seconds,
@@ -134,7 +137,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             limits=KeyLimits(key_limits.default, key_limits.by_key),
             on_drop=metrics.count_drop,
         )
-        metrics.set_source(lambda: read_gauges(pool, index, admission))
+        grammars = GrammarChecker(limits, metrics.grammar_checked)
+        metrics.set_source(lambda: read_gauges(pool, index, admission, grammars))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
         tokenizer = PromptTokenizer(pool, metrics, node_headers)
@@ -147,7 +151,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         )
         recent = RecentRequests()
         board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
-        generate = GenerateService(pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent)
+        generate = GenerateService(pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars)
         app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         lag = LoopLag(metrics.observe_lag)
         lag.start()
@@ -165,6 +169,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await board.close()
             await releaser.close()
             await pool.close()
+            await asyncio.to_thread(grammars.close)
             await asyncio.to_thread(tracer.close)
 
     app = ProxyApp(

@@ -21,7 +21,7 @@ class ProcessConfig:
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
     structured_outputs_config: str = flag(
         "{}",
-        "limits of structured output as JSON: max_chars, max_compile_seconds, wait_seconds, disable_any_whitespace",
+        "limits of structured output as JSON: backend, max_chars, max_compile_seconds, wait_seconds",
         metavar="JSON",
     )
     drain_timeout_seconds: float = seconds_flag(

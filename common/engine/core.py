@@ -78,7 +78,7 @@ class EngineCore:
         self._manager = manager
         self._runner = runner
         self._sampler = sampler
-        self._grammars = grammars if grammars is not None else StepGrammars(None, None)
+        self.grammars = grammars if grammars is not None else StepGrammars(None, None)
         self._max_model_len = max_model_len
         self._lease_seconds = lease_seconds
         self._clock = clock
@@ -136,14 +136,14 @@ class EngineCore:
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Sets what makes the engine's thread take a step, from any thread, when a grammar is compiled."""
-        self._grammars.wake_with(wake)
+        self.grammars.wake_with(wake)
 
     def prepare_grammar(self, grammar: str) -> None:
         """Begins to compile the grammar of a request that will be added. Callable from any thread."""
-        self._grammars.prepare(grammar)
+        self.grammars.prepare(grammar)
 
     def next_deadline_s(self) -> float | None:
-        deadlines = (self._manager.next_lease_deadline(), self._grammars.next_deadline_s())
+        deadlines = (self._manager.next_lease_deadline(), self.grammars.next_deadline_s())
         return min((each for each in deadlines if each is not None), default=None)
 
     def add_request(self, request: Request) -> None:
@@ -160,7 +160,7 @@ class EngineCore:
         if error is None and request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
             error = InvalidRequestError(f"lease id {request.request_id} is in use")
         if error is None:
-            error = self._grammars.begin(sequence)
+            error = self.grammars.begin(sequence)
         self._live.add(sequence)
         self._scheduler.add(sequence)
         if error is not None:
@@ -241,7 +241,7 @@ class EngineCore:
         self._check_collected()
         started_s = self._clock()
         self._manager.expire_leases()
-        for sequence, refusal in self._grammars.take_failed(started_s):
+        for sequence, refusal in self.grammars.take_failed(started_s):
             self._fail(sequence, refusal)
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
@@ -253,7 +253,7 @@ class EngineCore:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
-        self._grammars.launch(schedule)
+        self.grammars.launch(schedule)
         forward = None
         if schedule.sequences or schedule.plan.block_copies:
             try:
@@ -379,7 +379,7 @@ class EngineCore:
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
 
     def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
-        to_sample, failed = self._grammars.take_ready(to_sample)
+        to_sample, failed = self.grammars.take_ready(to_sample)
         for sequence, refusal in failed:
             self._fail(sequence, refusal)
         if not to_sample:
@@ -397,7 +397,7 @@ class EngineCore:
         for (sequence, _), token in zip(to_sample, tokens, strict=True):
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
-            if (refused := self._grammars.consume(sequence, token.token_id)) is not None:
+            if (refused := self.grammars.consume(sequence, token.token_id)) is not None:
                 self._fail(sequence, refused)
                 continue
             sequence.append(token.token_id)
@@ -419,7 +419,7 @@ class EngineCore:
                     eos_token_ids=sequence.request.eos_token_ids,
                     index=sequence.index,
                     counts=sequence.token_counts,
-                    mask=self._grammars.mask(sequence),
+                    mask=self.grammars.mask(sequence),
                 )
             )
         return self._sampler.sample(logits, tasks)

@@ -33,6 +33,11 @@ class StepGrammars:
         if self._compiler is not None:
             self._compiler.on_ready = wake
 
+    def report_to(self, *, compiled: Callable[[float], None], filled: Callable[[float], None]) -> None:
+        """``compiled`` is told the seconds of each compilation, ``filled`` those of a step's masks; from threads."""
+        if self._compiler is not None and self._masks is not None:
+            self._compiler.on_compiled, self._masks.on_filled = compiled, filled
+
     def prepare(self, text: str) -> None:
         """Begins to compile a grammar that a sequence will have. Callable from any thread."""
         if self._compiler is not None:

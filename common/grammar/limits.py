@@ -27,14 +27,12 @@ class GrammarLimits:
     """
     Attributes:
         backend: there is one; ``auto`` means it too.
-        disable_any_whitespace: JSON without blanks, for requests that do not say.
         max_chars: of one grammar's text.
         max_compile_seconds: CPU seconds of compiling one.
         wait_seconds: how long a request waits for its grammar to be checked or compiled, in line with others.
     """
 
     backend: str = "auto"
-    disable_any_whitespace: bool = False
     max_chars: int = 262_144
     max_compile_seconds: float = 1.0
     wait_seconds: float = 30.0
@@ -59,8 +57,6 @@ class GrammarLimits:
 def _check(key: str, value: Any) -> None:
     if key == "backend":
         is_good, expected = value in ("auto", "guidance"), "auto or guidance"
-    elif key == "disable_any_whitespace":
-        is_good, expected = isinstance(value, bool), "true or false"
     else:
         kind: Any = int if key == "max_chars" else int | float
         is_good = isinstance(value, kind) and not isinstance(value, bool) and 0 < value <= 1_000_000

@@ -133,6 +133,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
     LabelValues(
+        ("grammar_checks_total",),
+        "result",
+        {"good": "it can be used", "refused": "the request got a 400 that says why"},
+    ),
+    LabelValues(
         ("source_queries_total",),
         "result",
         {

@@ -113,6 +113,11 @@ class Metrics:
         self.inc("requests_total", route=route, outcome=outcome)
         self.observe("request_e2e_seconds", e2e_s)
 
+    def grammar_checked(self, seconds: float, is_good: bool) -> None:
+        """A grammar was tried for the first time."""
+        self.inc("grammar_checks_total", result="good" if is_good else "refused")
+        self.observe("grammar_check_seconds", seconds)
+
     def observe_ttft(self, seconds: float) -> None:
         self.observe("request_ttft_seconds", seconds)
 

@@ -160,6 +160,7 @@ def _create_serving(node: Node, prompts: PromptReader, handoffs: HandoffReader |
         sources=sources,
         prefill_leg=prefill_leg,
         handoffs=handoffs,
+        grammars=node.grammars,
         metrics=node.metrics,
         tracer=node.tracer,
     )

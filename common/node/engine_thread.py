@@ -141,6 +141,10 @@ class EngineThread:
         for request_id in list(self._outputs):
             self.interrupt(request_id, error)
 
+    def prepare_grammar(self, grammar: str) -> None:
+        """Begins to compile the grammar of a request that will come."""
+        self._core.prepare_grammar(grammar)
+
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation early (a stop string matched); what it computed stays cached."""
         self.post(lambda: self._core.finish(request_id, index))

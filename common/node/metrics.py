@@ -8,7 +8,9 @@ from common.kv_cache.observe.stats import CacheStats
 from common.metrics.metrics import Samples
 
 
-def cache_samples(stats: CacheStats, *, running: int, waiting: int, waiting_for_peer: int, preemptions: int) -> Samples:
+def cache_samples(
+    stats: CacheStats, *, running: int, waiting: int, waiting_for_peer: int, preemptions: int, grammars_waiting: int
+) -> Samples:
     """Samples of the metrics that are counted in the cache manager and the scheduler, by the metric's name."""
     checkpoints: dict[tuple[str, ...], float] = {}
     for event, counts in (
@@ -29,6 +31,7 @@ def cache_samples(stats: CacheStats, *, running: int, waiting: int, waiting_for_
         "checkpoints_total": checkpoints,
         "evictions_total": _labelled(stats.evictions),
         "preemptions_total": {(): preemptions},
+        "grammars_waiting": {(): grammars_waiting},
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
     }

@@ -19,6 +19,8 @@ from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, RequestAbortedError, TransferError
+from common.grammar.checker import GrammarChecker
+from common.grammar.limits import GrammarLimits
 from common.kv_cache.observe.stats import CacheStats
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics, Samples
@@ -80,6 +82,12 @@ class Node:
         )
         self.core: EngineCore = create_core(config, model)
         self.engine = EngineThread(self.core)
+        limits = GrammarLimits.from_json(config.structured_outputs_config)
+        self.grammars = GrammarChecker(limits, self.metrics.grammar_checked)
+        self.core.grammars.report_to(
+            compiled=lambda seconds: self.metrics.observe("grammar_compile_seconds", seconds),
+            filled=lambda seconds: self.metrics.observe("grammar_mask_seconds", seconds),
+        )
         self.drain = Drain(
             self.name, config.drain_timeout_seconds, count_held=self._count_leases, cut_off=self._cut_off
         )
@@ -130,6 +138,7 @@ class Node:
         self._lag.close()
         await self._quarantine_keeper.close()
         await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self.grammars.close)
         await self.bridge.close()
         await asyncio.to_thread(self._puller.close)
         await self.remote_leases.close()
@@ -223,6 +232,7 @@ class Node:
             waiting=self.admission.num_waiting,
             waiting_for_peer=self.admission.num_waiting_for_peer,
             preemptions=core.num_preemptions,
+            grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
         )
 
     async def refresh_stats(self) -> None:

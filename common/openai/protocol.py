@@ -29,6 +29,7 @@ from common.openai.bodies.models import (
 )
 from common.openai.bodies.unsupported import refuse_unbuilt, refuse_unsupported
 from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, check_tokens_together, parse_prompts
+from common.openai.constraint import Constraint, read_constraint
 from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_messages
 from common.openai.prompt_ids import PromptIds, read_prompt_ids
 from common.openai.sampling import (
@@ -85,6 +86,7 @@ class _Request:
         truncate_prompt_tokens: None: a prompt that is too long is refused; -1: what fits.
         reports_state, resume: see ``common.wire.resume``.
         request_id: the client's, in the body.
+        constraint: what the answer's text must be.
         unknown_fields: names in the body that nobody knows.
     """
 
@@ -102,6 +104,7 @@ class _Request:
     resume: Resume | None = None
     reports_state: bool = False
     request_id: str | None = None
+    constraint: Constraint | None = None
     unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
@@ -269,6 +272,7 @@ class _Answer:
     unknown_fields: tuple[str, ...] = ()
     reports_state: bool = False
     request_id: str | None = None
+    constraint: Constraint | None = None
 
 
 def _answer(
@@ -289,7 +293,7 @@ def _answer(
             body, stream=output.stream, n=output.n, has_prompt_logprobs=output.echo and sampling.logprobs is not None
         )
         reports_state = Fields(body).boolean(STREAM_STATE_KEY)
-    return _Answer(sampling, output, unknown_fields, reports_state, fields.request_id)
+    return _Answer(sampling, output, unknown_fields, reports_state, fields.request_id, read_constraint(body))
 
 
 def _reasoning(fields: ChatBody) -> ReasoningFields:
@@ -332,6 +336,7 @@ def _common(
         "unknown_fields": answer.unknown_fields,
         "reports_state": answer.reports_state,
         "request_id": answer.request_id,
+        "constraint": answer.constraint,
         "cache_salt": fields.cache_salt,
         "priority": fields.priority or 0,
         "add_special_tokens": fields.add_special_tokens,

@@ -21,6 +21,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import RequestDeadlineError, TandemError
+from common.grammar.checker import GrammarChecker
 from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
@@ -90,6 +91,7 @@ class GenerateService:
         drain: Drain,
         tracer: Tracer,
         recent: RecentRequests,
+        grammars: GrammarChecker,
     ) -> None:
         self._pool = pool
         self._tracer = tracer
@@ -97,6 +99,7 @@ class GenerateService:
         self._orchestrator = orchestrator
         self._metrics = metrics
         self._recent = recent
+        self._grammars = grammars
         self._admission = admission
         self._drain = drain
         self._unknown_fields = UnknownFields(metrics)
@@ -155,6 +158,8 @@ class GenerateService:
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
+            if parsed.constraint is not None:
+                await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
             max_model_len = self._pool.max_model_len()
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])

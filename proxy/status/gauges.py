@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from common.grammar.checker import GrammarChecker
 from common.metrics.metrics import Samples
 from proxy.admission.queue import AdmissionQueue
 from proxy.nodes.pool import NodePool
 from proxy.prefix_index.index import PrefixIndex
 
 
-def read_gauges(pool: NodePool, index: PrefixIndex, admission: AdmissionQueue) -> Samples:
+def read_gauges(pool: NodePool, index: PrefixIndex, admission: AdmissionQueue, grammars: GrammarChecker) -> Samples:
     """A source for ``Metrics.set_source``."""
     nodes = pool.nodes
     return {
         "requests_running": {(): admission.num_running},
         "requests_waiting": {(): admission.num_waiting},
+        "grammars_waiting": {(): grammars.num_waiting},
         "node_up": {(node.url,): float(node.is_up) for node in nodes},
         "breaker_state": {(node.url,): float(node.breaker.state.value) for node in nodes},
         "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in nodes},

@@ -126,11 +126,8 @@ BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
     ("chat_template_kwargs", []),
 ]
 UNBUILT_FIELDS: list[tuple[str, Any]] = [
-    ("response_format", {"type": "json_object"}),
     ("functions", [{"name": "f"}]),
-    ("structured_outputs", {"json": {}}),
-    ("guided_json", {}),
-    ("guided_regex", "a+"),
+    ("guided_wat", {}),
     ("best_of", 2),
     ("suffix", "end"),
     ("logits_processors", ["x"]),

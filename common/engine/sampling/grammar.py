@@ -106,16 +106,14 @@ class GrammarMasks:
     """The masks of one step at a time, filled in a thread: :meth:`begin` when the step is launched, :meth:`wait` when
     its logits are there. Owned by the engine thread.
 
-    ``vocab_size``: columns of the logits. ``num_threads``: that fill rows beside each other. ``on_filled`` is told the
-    seconds of a step's masks.
+    ``vocab_size``: columns of the logits. ``num_threads``: that fill rows beside each other.
     """
 
-    def __init__(
-        self, vocab_size: int, *, num_threads: int = 1, on_filled: Callable[[float], None] | None = None
-    ) -> None:
+    def __init__(self, vocab_size: int, *, num_threads: int = 1) -> None:
         self.num_words = (vocab_size + 31) // 32
         self._executor = LLExecutor(num_threads)
-        self._on_filled = on_filled
+        self.on_filled: Callable[[float], None] = lambda seconds: None
+        """Told the seconds of each step's masks, from the thread."""
         self._words = array("I")
         self._rows: dict[int, int] = {}
         self._is_filled = threading.Event()
@@ -175,5 +173,4 @@ class GrammarMasks:
         self._executor.unsafe_compute_mask_ptr(rows, address, self.num_words * 4, len(rows))
         for grammar in grammars:
             grammar.trim(self.row(grammar))
-        if self._on_filled is not None:
-            self._on_filled(time.perf_counter() - begin_s)
+        self.on_filled(time.perf_counter() - begin_s)

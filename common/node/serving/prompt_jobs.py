@@ -157,6 +157,8 @@ class PromptReader:
             vocab_size=self._vocab_size,
             defaults=self._defaults,
         )
+        if request.constraint is not None and request.transfer_mode is not TransferMode.REMOTE_DECODE:
+            sampling = replace(sampling, grammar=request.constraint.grammar())
         if not request.sampling.bad_words:
             return sampling
         return replace(sampling, bad_token_ids=self.codec.bad_token_ids(request.sampling.bad_words))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError, TandemError
+from common.grammar.checker import GrammarChecker
 from common.metrics.metrics import Metrics
 from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
@@ -71,6 +72,7 @@ class Serving:
         sources: PrefixSources,
         prefill_leg: PrefillLeg | None,
         handoffs: HandoffReader | None,
+        grammars: GrammarChecker,
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
@@ -84,6 +86,7 @@ class Serving:
         self._sources = sources
         self._prefill_leg = prefill_leg
         self._handoffs = handoffs
+        self._grammars = grammars
         self._metrics = metrics
         self._unknown_fields = UnknownFields(metrics)
         self._tracer = tracer
@@ -126,6 +129,7 @@ class Serving:
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
             jobs = await self._prompts.jobs(http, request)
+            await self._prepare_grammars(request, jobs)
             # The proxy shows every request on its status page, so it wants the trace even if the client does not.
             is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
             trace = RequestTrace.from_headers(http.headers, self._node_name) if is_traced else None
@@ -140,6 +144,14 @@ class Serving:
             record.close(outcome_of(exc))
             raise
         return EventStream(first, stream, response.report_headers())
+
+    async def _prepare_grammars(self, request: GenerationRequest, jobs: Sequence[PromptJob]) -> None:
+        """Refuses grammars that cannot be used, and begins to compile the others: prompts are still on their way."""
+        param = request.constraint.param if request.constraint is not None else "tools"
+        for grammar in {job.sampling.grammar for job in jobs} - {None}:
+            assert grammar is not None
+            await self._grammars.check(grammar, param=param)
+            self._engine.prepare_grammar(grammar)
 
     async def _serve_prefill_leg(
         self, http: HttpRequest, request: GenerationRequest, record: RequestRecord

@@ -40,6 +40,7 @@ MAX_TEMPLATE_CHARS = 200_000
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # ``common.openai.messages`` checks them, where it is known whether there are tokens in their place.
+_Spelling = Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=Any)]
 _Messages = Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=list[ChatMessage])]
 # ``common.openai.constraint`` checks them.
 _ResponseFormat = Annotated[Any, PlainValidator(lambda value: value, json_schema_input_type=ResponseFormat | None)]
@@ -147,6 +148,12 @@ class AnswerFields(Body):
     stop_token_ids: StopTokenIds = declare("vLLM", "Tokens that end the answer.", default=frozenset())
     include_stop_str_in_output: bool | None = declare("vLLM", "The text keeps the stop string.", means=False)
     ignore_eos: bool | None = declare("vLLM", "The model's end tokens do not end the answer.", means=False)
+    guided_json: _Spelling = declare("vLLM", "Old name of `structured_outputs.json`.")
+    guided_json_object: _Spelling = declare("vLLM", "Old name of `structured_outputs.json_object`.")
+    guided_regex: _Spelling = declare("vLLM", "Old name of `structured_outputs.regex`.")
+    guided_choice: _Spelling = declare("vLLM", "Old name of `structured_outputs.choice`.")
+    guided_grammar: _Spelling = declare("vLLM", "Old name of `structured_outputs.grammar`.")
+    guided_whitespace_pattern: _Spelling = declare("vLLM", "Old name of `structured_outputs.whitespace_pattern`.")
     n: int | None = declare("OpenAI", "Answers to each prompt, which is computed once.", means=1, ge=1, le=MAX_N)
     best_of: int | None = declare("OpenAI", "At most `n`: more candidates than answers are not made.", ge=1)
     stream: bool | None = declare("OpenAI", "Server-sent events instead of one object.", means=False)

@@ -28,10 +28,6 @@ def _is_one_of(*values: object) -> IsNeutral:
     return lambda value: value is None or any(type(value) is type(each) and value == each for each in values)
 
 
-def _is_text_format(value: object) -> bool:
-    return value is None or (isinstance(value, Mapping) and value.get("type") == "text")
-
-
 HARMLESS = frozenset(
     {
         "user",
@@ -46,6 +42,7 @@ HARMLESS = frozenset(
         "return_mm_kwargs",
         "return_token_offsets",
         "spaces_between_special_tokens",
+        "guided_decoding_backend",
     }
 )
 """Say something to others' services, and nothing of the answer."""
@@ -133,10 +130,7 @@ def refuse_field(name: str, value: Any) -> None:
     raise InvalidRequestError(f"{name} {shown(value)} is not supported", param=name, code="unsupported_parameter")
 
 
-_UNBUILT: Mapping[str, IsNeutral] = {
-    "response_format": _is_text_format,
-    "structured_outputs": _is_empty,
-}
+_UNBUILT: Mapping[str, IsNeutral] = {}
 
 
 def refuse_unbuilt(fields: Body) -> None:

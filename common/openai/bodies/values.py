@@ -300,6 +300,8 @@ class StructuredOutputs(_Shape):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class ChosenFunction(_Shape):

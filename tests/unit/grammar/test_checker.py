@@ -119,7 +119,6 @@ def test_grammar_when_it_can_be_used_then_nothing_is_told(grammar: str) -> None:
         ('{"backend": "xgrammar"}', "auto or guidance"),
         ('{"max_chars": 0}', "max_chars must be a number above 0"),
         ('{"max_compile_seconds": "1"}', "max_compile_seconds"),
-        ('{"disable_any_whitespace": 1}', "true or false"),
     ],
 )
 def test_limits_when_malformed_then_flag_and_key_are_named(text: str, words: str) -> None:
@@ -130,4 +129,4 @@ def test_limits_when_malformed_then_flag_and_key_are_named(text: str, words: str
 
 def test_limits_when_given_then_kept() -> None:
     limits = GrammarLimits.from_json('{"backend": "guidance", "max_compile_seconds": 2, "max_chars": 5000}')
-    assert (limits.max_compile_seconds, limits.max_chars, limits.disable_any_whitespace) == (2, 5000, False)
+    assert (limits.max_compile_seconds, limits.max_chars) == (2, 5000)

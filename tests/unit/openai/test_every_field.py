@@ -17,6 +17,7 @@ from common.openai.protocol import parse_chat, parse_completion
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 OTHERS: dict[str, dict[str, Any]] = {
+    "guided_whitespace_pattern": {"guided_json": {}},
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
     "logprob_token_ids": {"logprobs": True},
@@ -78,6 +79,12 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "top_logprobs": (2, 21),
     "response_format": ({"type": "json_object"}, 1),
     "structured_outputs": ({"json": {}}, 1),
+    "guided_json": ({}, 1),
+    "guided_json_object": (True, 1),
+    "guided_regex": ("a+", 1),
+    "guided_choice": (["a"], []),
+    "guided_grammar": ('root ::= "a"', 1),
+    "guided_whitespace_pattern": (" ?", 1),
 }
 ROUTES = {"completion": (parse_completion, CompletionBody), "chat": (parse_chat, ChatBody)}
 PROMPTS: dict[str, dict[str, Any]] = {

@@ -182,10 +182,7 @@ def test_error_message_when_value_is_huge_stays_short() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("functions", [{"name": "f"}]),
-        ("structured_outputs", {"json": {}}),
-        ("guided_json", {"type": "object"}),
         ("guided_whatever", "x"),
         ("best_of", 2),
         ("suffix", "x"),
@@ -198,6 +195,17 @@ def test_known_but_unbuilt_field_is_refused_by_name(field: str, value: Any) -> N
             parse(**{field: value})
         assert caught.value.param == field
         assert caught.value.code == "unsupported_parameter"
+
+
+def test_constraint_when_given_then_is_part_of_the_request_and_of_no_prefill_leg() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for parse in (completion, chat):
+        request = parse(response_format=schema)
+        assert request.constraint is not None
+        assert request.constraint.param == "response_format.json_schema.schema"
+        assert parse(response_format=schema, kv_transfer_params=prefill_leg_params()).constraint is None
+        with pytest.raises(InvalidRequestError, match="structured_outputs"):
+            parse(response_format=schema, structured_outputs={"regex": "a"})
 
 
 def test_known_but_unbuilt_field_with_a_neutral_value_is_accepted() -> None:
