@@ -153,7 +153,7 @@ def test_load_library_when_levels_were_prebuilt_then_takes_the_best_that_this_cp
 def test_prebuild_when_it_has_run_for_every_level_then_this_cpu_has_one_and_needs_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.run([sys.executable, "-m", "common.models.prebuild", "--levels", str(tmp_path)], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "common.ops.cpu.prebuild", str(tmp_path)], cwd=ROOT)
     assert done.returncode == 0
     assert len(list((tmp_path / "ops").glob("*.so"))) == len(levels.levels_of_machine())
     monkeypatch.setenv("PATH", "")

@@ -33,9 +33,8 @@ NOT_METRICS = {
         "tandem_proof",
     )
 }
-# Of `tandem simulate`, of tests/run.sh, of ops that are compiled ahead, and of other programs.
+# Of `tandem simulate`, of tests/run.sh, and of other programs.
 OTHER_FLAGS = {
-    "--levels",
     "--scale",
     "--trace",
     "--limit",

@@ -299,7 +299,7 @@ def test_node_image_when_ops_are_baked_in_then_no_volume_hides_them_and_nodes_lo
     stages = dockerfile()
     steps = stages["node-cpu"]
     [folder] = [step.text for step in steps if step.word == "WORKDIR"]
-    [made] = [step.text.split()[-1] for step in stages["ops"] if "common.models.prebuild --levels" in step.text]
+    [made] = [step.text.split()[-1] for step in stages["ops"] if "common.ops.cpu.prebuild " in step.text]
     [baked] = [step.text.split()[-1] for step in steps if f"--from=ops {folder}/{made} " in step.text]
     variables = {**variables_of("node-cpu"), "TANDEM_CLUSTER_KEY_FILE": "/key", "TANDEM_MODEL": "m"}
     config = parse_node_config([], variables, role="decode", default_port=8200)
