@@ -27,12 +27,13 @@ from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
 from common.openai.prompt_ids import PROMPT_IDS_KEY
-from common.openai.protocol import GenerationRequest, check_model, parse_chat, parse_completion
+from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
 from common.server.gate import request_id_of, take_request_id
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
+from common.text.answers.grammar import CallRules
 from common.wire.headers import (
     API_KEY_HEADER,
     DEADLINE_HEADER,
@@ -160,6 +161,8 @@ class GenerateService:
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             if parsed.constraint is not None:
                 await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
+            if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
+                await self._grammars.check(schemas, param="tools")
             max_model_len = self._pool.max_model_len()
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])

@@ -52,7 +52,7 @@ def plan_answer(
     if not tools and codec.answer_format.reasoning is None:
         return None
     thinking = codec.thinking_at(prompt_token_ids)
-    constraint: str | None = None
+    constraint = None if request.constraint is None else request.constraint.grammar()
     budget = None
     if request.reasoning.token_budget is not None:
         budget = codec.thinking_budget(request.reasoning.token_budget)

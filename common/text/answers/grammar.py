@@ -78,7 +78,7 @@ class CallRules:
             tools = tuple(tool for tool in tools if function_of(tool).get("name") == choice.name)
         is_required = isinstance(choice, ToolName) or choice == "required"
         is_strict = any(function_of(tool).get("strict") for tool in tools)
-        is_held = is_required or is_strict or not request.parallel_tool_calls
+        is_held = is_required or is_strict or request.constraint is not None or not request.parallel_tool_calls
         return cls(tools, is_required and bool(tools), is_held and bool(tools))
 
     def schemas(self) -> str | None:

@@ -18,6 +18,7 @@ from common.errors import InvalidRequestError
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.models.synthetic import SPECIAL_TOKENS, build_tokenizer
+from common.node.serving.answers import plan_answer
 from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import ResponseBuilder
@@ -311,3 +312,20 @@ def test_history_when_the_template_writes_no_calls_then_they_are_content() -> No
     codec = codec_of("no_calls", Overrides("hermes"))
     text = codec.decode(codec.encode_chat(parse_chat(history('{"city": "Bern"}'))))
     assert calls_text(codec, {"city": "Bern"}) in text
+
+
+def test_grammar_when_content_is_constrained_then_it_begins_after_the_reasoning() -> None:
+    codec = codec_of("hermes_thinking")
+    prompt = codec.encode_chat(parse_chat(BODY))
+
+    def grammar(**fields: Any) -> str:
+        plan = plan_answer(parse_chat({"messages": [USER], **fields}), codec, prompt, "r")
+        assert plan is not None
+        return plan.grammar or ""
+
+    json_object = {"response_format": {"type": "json_object"}}
+    assert grammar() == grammar(tools=[WEATHER]) == ""
+    assert "think body" in grammar(**json_object)
+    assert "weather" not in grammar(**json_object)
+    assert "weather" in grammar(**json_object, tools=[WEATHER])
+    assert plan_answer(parse_chat({"messages": [USER], **json_object}), codec_of("hermes"), prompt, "r") is None
