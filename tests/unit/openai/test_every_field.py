@@ -150,7 +150,7 @@ def test_field_of_others_when_it_asks_for_something_then_is_refused_by_name(rout
         ("verbosity", "medium"),
         ("suffix", ""),
         ("separate_reasoning", True),
-        *((name, "x") for name in HARMLESS),
+        *((name, "x") for name in sorted(HARMLESS)),
     ],
 )
 def test_field_of_others_when_it_changes_nothing_then_is_accepted(name: str, value: Any) -> None:
