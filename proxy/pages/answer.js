@@ -23,16 +23,16 @@ function pre(text) {
   return made;
 }
 
-export function isJson(text) {
+// JSON text as lines; null when it is none: not all there yet, never will be, or nested too deep.
+function indented(text) {
   try {
-    JSON.parse(text);
-    return true;
+    return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return false; // not all there yet, or never will be
+    return null;
   }
 }
 
-const indented = (text) => isJson(text) ? JSON.stringify(JSON.parse(text), null, 2) : text;
+export const isJson = (text) => indented(text) !== null;
 
 // Text of anybody: its direction is its own and changes nothing around it.
 function text(className, ...children) {
@@ -59,7 +59,7 @@ export function answerParts(answer) {
   if (answer.content) parts.push(text("", ...markdown(answer.content)));
   answer.calls.forEach((call) => {
     const note = answer.isRunning || isJson(call.arguments) ? "" : ", cut: not sent again";
-    parts.push(fold("Tool call: " + (call.name || "…") + note, "call", pre(indented(call.arguments))));
+    parts.push(fold("Tool call: " + (call.name || "…") + note, "call", pre(indented(call.arguments) ?? call.arguments)));
   });
   if (answer.isRunning) {
     parts.push(el("p", "waiting", answer.isEmpty ? "Waiting for the first token …" : "…"));

@@ -5,6 +5,7 @@ import { authorization } from "./parts.js";
 const DONE = "[DONE]";
 const LINE_END = /\r\n|\n|\r/g;
 const MAX_PLAIN_ERROR = 500;
+const MAX_CALLS = 128; // of one answer
 
 // Server-sent events out of text that was cut anywhere: the data of each event, in order.
 export class EventParser {
@@ -86,8 +87,8 @@ export class Answer {
       this.error = chunk.error;
       return;
     }
-    this.usage = chunk.usage ?? this.usage;
-    this.trace = chunk.tandem ?? this.trace;
+    if (Number.isInteger(chunk.usage?.prompt_tokens)) this.usage = chunk.usage;
+    if (chunk.tandem?.decode_node && chunk.tandem.seconds) this.trace = chunk.tandem;
     for (const choice of chunk.choices ?? []) {
       if (choice.index !== 0) continue; // this page shows one answer
       this.finish = choice.finish_reason ?? this.finish;
@@ -105,7 +106,9 @@ export class Answer {
     this.reasoning += reasoning;
     this.content += content;
     for (const part of calls) {
-      const call = (this.calls[part.index ?? 0] ??= { id: "", name: "", arguments: "" });
+      const index = part.index ?? 0;
+      if (!Number.isInteger(index) || index < 0 || index >= MAX_CALLS) continue;
+      const call = (this.calls[index] ??= { id: "", name: "", arguments: "" });
       call.id = part.id ?? call.id;
       call.name += part.function?.name ?? "";
       call.arguments += part.function?.arguments ?? "";

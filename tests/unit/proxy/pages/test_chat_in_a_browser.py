@@ -19,6 +19,7 @@ pytestmark = pytest.mark.full
 
 ANSWER = "document.querySelector('.turn.answer:last-of-type')"
 IS_DONE = f"{ANSWER} && !{ANSWER}.hasAttribute('aria-busy')"
+CONTROLS = ("button", "textbox", "combobox", "spinbutton", "link", "DisclosureTriangle")
 FORBIDDEN = "img, script, svg, iframe, style, a, form:not(.results)"
 HOSTILE = (
     "<script>window.hit = 1</script>",
@@ -126,6 +127,14 @@ def sent(cluster: Cluster) -> dict[str, Any]:
     return dict(cluster.decode[0].bodies[-1])
 
 
+def unnamed(page: Page) -> list[str]:
+    """Roles of the controls for which a screen reader has no name."""
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in CONTROLS]
+    assert len(controls) > 10
+    return [node["role"]["value"] for node in controls if not node["name"]["value"].strip()]
+
+
 def test_answer_when_its_text_is_hostile_then_it_stays_text(cluster: Cluster, page: Page) -> None:
     page.evaluate("document.getElementById('system').value = '<img src=x onerror=window.hit=1>'")
     for text in HOSTILE:
@@ -140,6 +149,14 @@ def test_answer_when_its_text_is_hostile_then_it_stays_text(cluster: Cluster, pa
     assert page.evaluate("document.querySelectorAll('script').length") == 1
     assert "onerror='window.hit = 1'" in page.text()
     assert page.evaluate("window.hit") is None
+    # Nor does a shape that no server should send stop the page.
+    depth = "[" * 100_000 + "]" * 100_000
+    call = {"index": 0, "function": {"name": "f", "arguments": depth}}
+    odd = [event(tandem="x", usage={}), event(tandem={"seconds": 1}, usage=3), event(choices=[{"index": 0}])]
+    odd += [delta(tool_calls=[{"index": index}]) for index in (1_000_000_000, -1, "x")]
+    cluster.decode[0].script = [*odd, *stream(delta(tool_calls=[call]), delta(content="Well."))]
+    say(page, "hello")
+    assert "Well." in page.evaluate(f"{ANSWER}.innerText")
     # An error of a server is no better.
     cluster.decode[0].fault, cluster.decode[0].code = Fault.STATUS, HOSTILE[1]
     cluster.decode[0].status = 400
@@ -245,6 +262,7 @@ def test_answer_when_it_reasons_and_calls_tools_then_both_are_folded_and_a_resul
     assert "They want the weather." in text_of(page, ".reasoning")
     assert '"town": "Ulm"' in text_of(page, ".call pre")
     page.screenshot(tmp_path / "tools.png")
+    assert unnamed(page) == []
     page.evaluate("document.getElementById('result-0').value = '21 degrees'")
     page.evaluate("document.getElementById('result-1').value = 'noon'")
     click(page, "Send results")
@@ -361,6 +379,19 @@ def test_parser_and_markdown_when_text_is_cut_anywhere_or_worst_case_then_hold(p
       return [...rates, new Answer().rate];
     })()"""
     assert page.evaluate(script) == [4, None, None, None]
+    # Folds and what is selected stay while text grows.
+    script = """(async () => {
+      const { el, patch } = await import("/pages/parts.js");
+      const made = (text) => [el("details", "a", el("summary", "", "S"), el("p", "", text)), el("p", "", "x")];
+      const box = el("div", "");
+      patch(box, made("one"));
+      const [fold, paragraph] = [box.firstChild, box.querySelector("details p").firstChild];
+      fold.open = true;
+      patch(box, made("one two").slice(0, 1));
+      return [box.firstChild === fold, fold.open, fold.lastChild.firstChild === paragraph, paragraph.data,
+        box.childNodes.length];
+    })()"""
+    assert page.evaluate(script) == [True, True, True, "one two", 1]
     script = """(async () => {
       const { markdown } = await import("/pages/markdown.js");
       const show = (text) => { const box = document.createElement("div"); box.append(...markdown(text)); return box; };
