@@ -95,7 +95,7 @@ class Engine:
         if any(shutil.which("catatonit", path=path) for path in (os.environ["PATH"], "/usr/libexec/podman")):
             return
         file = self._folder / "Pause"
-        file.write_text(f'FROM {base}\nENTRYPOINT ["sleep", "infinity"]\n')
+        file.write_text(f'FROM {base}\nSTOPSIGNAL SIGKILL\nENTRYPOINT ["sleep", "infinity"]\n')
         run([*self._builder, "-t", "localhost/tandem-pause", "-f", str(file), str(self._folder)])
         self._settings["engine"] += '\ninfra_image = "localhost/tandem-pause"'
         self._configure()
