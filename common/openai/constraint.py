@@ -138,7 +138,10 @@ def _response_format(body: Mapping[str, Any]) -> Constraint | None:
     if kind == "json_schema":
         return _response_schema(value.get("json_schema"))
     if kind != "structural_tag":
-        invalid(f"{RESPONSE_FORMAT}.type", kind, "text, json_object, json_schema or structural_tag")
+        raise InvalidRequestError(
+            f"{RESPONSE_FORMAT}.type must be text, json_object, json_schema or structural_tag, got {shown(kind)}",
+            param=RESPONSE_FORMAT,
+        )
     return _structural_tag(RESPONSE_FORMAT, value)
 
 

@@ -172,4 +172,38 @@ ROWS = (
             ),
         ),
     ),
+    Row(
+        "Structured output",
+        (
+            Panel(
+                "Grammars",
+                "Tried before any prompt is computed, by result; how many are tried or compiled now, or wait for it. "
+                "Bad ones are the clients'.",
+                "short",
+                (
+                    ("{{role}} {{result}} /s", "sum by (role, result) (rate(tandem_grammar_checks_total[5m]))"),
+                    ("{{role}} waiting", "sum by (role) (tandem_grammars_waiting)"),
+                ),
+            ),
+            Panel(
+                "Time of grammars",
+                "p99 of trying one, of compiling one (beside the prompt's way), and of a step's masks (beside its "
+                "forward: longer than a step, they slow it down).",
+                "s",
+                tuple(
+                    (
+                        name,
+                        f"histogram_quantile(0.99, sum by (le) (rate(tandem_grammar_{name}_seconds_bucket[5m])))",
+                    )
+                    for name in ("check", "compile", "mask")
+                ),
+            ),
+            Panel(
+                "Unknown fields",
+                "Fields of requests that nobody here knows: they change nothing. The log names the first hundred.",
+                "short",
+                (("{{route}} /s", 'sum by (route) (rate(tandem_unknown_fields_total{role="proxy"}[5m]))'),),
+            ),
+        ),
+    ),
 )

@@ -70,7 +70,7 @@ def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, A
     ("body", "param"),
     [
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
