@@ -253,7 +253,6 @@ class EngineCore:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
-        self.grammars.launch(schedule)
         forward = None
         if schedule.sequences or schedule.plan.block_copies:
             try:
@@ -262,6 +261,7 @@ class EngineCore:
                 self._start_again(schedule, exc)
                 schedule = Schedule()
         self._is_in_flight = True
+        self.grammars.launch(schedule)
         return StepInFlight(schedule, forward, _num_prompt_tokens(schedule), started_s)
 
     def collect(self, step: StepInFlight) -> list[RequestOutput]:

@@ -85,7 +85,7 @@ class StepGrammars:
         return failed
 
     def launch(self, schedule: Schedule) -> None:
-        """Begins the masks of those that the step will sample: what they depend on is known."""
+        """Fills the masks of those that the step will sample: what they depend on is known."""
         if self._masks is None:
             return
         due = [
@@ -102,7 +102,7 @@ class StepGrammars:
             if grammar is not None and not grammar.is_pending and grammar.error is None:
                 grammar.hidden_token_ids = _hidden_token_ids(sequence)
                 grammars.append(grammar)
-        self._masks.begin(grammars)
+        self._masks.fill(grammars)
 
     def take_ready(self, to_sample: Iterable[Sampled]) -> tuple[list[Sampled], list[tuple[Sequence, TandemError]]]:
         """Those of ``to_sample`` that can be sampled, and those that have failed. The others are held: they come again
@@ -115,7 +115,6 @@ class StepGrammars:
                 ready.append((sequence, row))
                 continue
             assert self._masks is not None
-            self._masks.wait()
             first = firsts.setdefault(sequence.request.request_id, sequence)
             if sequence.grammar is None:
                 self._begin_fork(sequence, first)

@@ -8,8 +8,6 @@ what came from there before its first mask. Forks copy. Nothing here raises for 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,8 +16,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from common.errors import GrammarError, TandemError
 
-MASK_DEADLINE_S = 10.0
-"""Longest wait for the masks of a step. Each is bounded by ``common.grammar.limits`` to some 20 ms."""
+ROWS_ALONE = 8
+"""Up to this many rows are filled on the engine's own thread: a row takes 10 to 100 us, waking others takes longer."""
 
 
 class SequenceGrammar:
@@ -103,8 +101,8 @@ def _failed(why: str) -> GrammarError:
 
 
 class GrammarMasks:
-    """The masks of one step at a time, filled in a thread: :meth:`begin` when the step is launched, :meth:`wait` when
-    its logits are there. Owned by the engine thread.
+    """The masks of one step at a time, filled when the step was launched: beside its forward, where a device computes
+    it. Owned by the engine thread.
 
     ``vocab_size``: columns of the logits. ``num_threads``: that fill rows beside each other.
     """
@@ -113,64 +111,47 @@ class GrammarMasks:
         self.num_words = (vocab_size + 31) // 32
         self._executor = LLExecutor(num_threads)
         self.on_filled: Callable[[float], None] = lambda seconds: None
-        """Told the seconds of each step's masks, from the thread."""
+        """Told the seconds of each step's masks."""
         self._words = array("I")
         self._rows: dict[int, int] = {}
-        self._is_filled = threading.Event()
-        self._is_filled.set()
-        self._jobs: queue.SimpleQueue[Sequence[SequenceGrammar]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    def begin(self, grammars: Sequence[SequenceGrammar]) -> None:
-        """Fills a row for each of ``grammars``, which nobody else uses until :meth:`wait` has returned."""
-        self.wait()  # those of a step whose forward raised
+    def fill(self, grammars: Sequence[SequenceGrammar]) -> None:
+        """Fills a row for each of ``grammars``, none of them pending."""
         self._rows = {id(grammar): row for row, grammar in enumerate(grammars)}
         if not grammars:
             return
         if len(self._words) < len(grammars) * self.num_words:
             self._words = array("I", bytes(len(grammars) * self.num_words * 4))
-        if self._thread is None:
-            # Not to be waited for at the process's end.
-            self._thread = threading.Thread(target=self._run, name="grammar-masks", daemon=True)
-            self._thread.start()
-        self._is_filled.clear()
-        self._jobs.put(grammars)
-
-    def wait(self) -> None:
-        """Raises GrammarError when the masks do not come."""
-        if not self._is_filled.wait(MASK_DEADLINE_S):
-            raise GrammarError(f"the masks of a step were not filled within {MASK_DEADLINE_S:g} s")
+        try:
+            self._fill(grammars)
+        except Exception as exc:  # noqa: BLE001  # of a foreign library: these fail, the others go on
+            for grammar in grammars:
+                grammar.error = grammar.error or _failed(f"has no mask: {exc}")
 
     def share(self, grammar: SequenceGrammar, other: SequenceGrammar) -> None:
-        """``other`` has the mask of ``grammar`` until the next :meth:`begin`."""
+        """``other`` has the mask of ``grammar`` until the next :meth:`fill`."""
         self._rows[id(other)] = self._rows[id(grammar)]
 
     def has(self, grammar: SequenceGrammar) -> bool:
-        """Whether the last :meth:`begin` was for it too."""
+        """Whether the last :meth:`fill` was for it too."""
         return id(grammar) in self._rows
 
     def row(self, grammar: SequenceGrammar) -> memoryview:
         """[num_words] uint32; bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may come. Valid until the
-        next :meth:`begin`."""
+        next :meth:`fill`."""
         start = self._rows[id(grammar)] * self.num_words
         return memoryview(self._words)[start : start + self.num_words]
-
-    def _run(self) -> None:
-        while True:
-            grammars = self._jobs.get()
-            try:
-                self._fill(grammars)
-            except Exception as exc:  # noqa: BLE001  # of a foreign library, and the thread must go on
-                for grammar in grammars:
-                    grammar.error = grammar.error or _failed(f"has no mask: {exc}")
-            finally:
-                self._is_filled.set()
 
     def _fill(self, grammars: Sequence[SequenceGrammar]) -> None:
         begin_s = time.perf_counter()
         address, _ = self._words.buffer_info()
-        rows = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
-        self._executor.unsafe_compute_mask_ptr(rows, address, self.num_words * 4, len(rows))
+        num_bytes = self.num_words * 4
+        if len(grammars) <= ROWS_ALONE:
+            for row, grammar in enumerate(grammars):
+                grammar.matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
+        else:
+            rows = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
+            self._executor.unsafe_compute_mask_ptr(rows, address, num_bytes, len(rows))
         for grammar in grammars:
             grammar.trim(self.row(grammar))
         self.on_filled(time.perf_counter() - begin_s)
