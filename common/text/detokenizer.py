@@ -116,7 +116,10 @@ class TextStream:
         self._min_tokens = min_tokens
         # Window of ids, and how many characters of its text were taken from it already.
         self._window = list(context_token_ids[-CONTEXT_TOKENS:])
-        self._num_taken = len(self._stable(self._decode())) if self._window else 0
+        context = self._decode() if self._window else ""
+        self._num_taken = len(self._stable(context))
+        # Replacement characters that are the prompt's, unless the answer makes a character of their bytes.
+        self._num_unfinished = len(context) - self._num_taken
         self._num_tokens = 0
         self._finished = False
 
@@ -154,7 +157,7 @@ class TextStream:
         if self._finished:
             return Delta("", 0, self.stopped)
         self._finished = True
-        rest = self._match(self._decode()[self._num_taken :]) if self._window else ""
+        rest = self._match(self._own(self._decode()[self._num_taken :])) if self._window else ""
         if self.stopped is not None:
             return Delta(rest, 0, self.stopped)
         rest, self._stops.held = rest + self._stops.held, ""
@@ -165,6 +168,16 @@ class TextStream:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+    def _own(self, new: str) -> str:
+        """``new`` text of the window without what the prompt left there."""
+        if not new or not self._num_unfinished:
+            return new
+        num_left = 0
+        while num_left < min(self._num_unfinished, len(new)) and new[num_left] == REPLACEMENT:
+            num_left += 1
+        self._num_unfinished = 0
+        return new[num_left:]
 
     @staticmethod
     def _stable(text: str) -> str:
@@ -179,7 +192,7 @@ class TextStream:
         self._window.append(token_id)
         text = self._decode()
         stable = self._stable(text)
-        new = stable[self._num_taken :]
+        new = self._own(stable[self._num_taken :])
         self._num_taken = max(self._num_taken, len(stable))
         if len(self._window) > MAX_WINDOW_TOKENS:
             # The pending characters stem from the last few ids, which stay; all text before them was taken.

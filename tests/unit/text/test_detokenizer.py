@@ -79,6 +79,20 @@ def test_incomplete_character_at_the_end_shows_only_at_finish() -> None:
     assert stream.finish().text == REPLACEMENT
 
 
+def test_prompt_that_ends_within_a_character_leaves_nothing_of_it_unless_the_answer_ends_it() -> None:
+    euro, brace = encode("€"), encode("{")
+    assert len(euro) > 1
+    for num_given in range(1, len(euro)):
+        given, rest = euro[:num_given], euro[num_given:]
+        texts, _ = run(brace * 9, context_token_ids=given)
+        assert "".join(texts) == "{" * 9
+        texts, _ = run([*rest, *brace], context_token_ids=given)
+        assert "".join(texts) == "€{"
+        texts, _ = run([*given, *brace], context_token_ids=encode("a"))
+        assert "".join(texts).endswith("{")
+        assert "".join(texts).startswith(REPLACEMENT)  # the answer's own
+
+
 def test_byte_fallback_decoder_gives_whole_characters_and_keeps_spaces(sentencepiece: Any) -> None:
     hello, world = sentencepiece.convert_tokens_to_ids(["\u2581Hello", "\u2581world"])
     euro = sentencepiece.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "€".encode()])
