@@ -1,4 +1,4 @@
-"""An agent framework, unmodified, on a real service: three tools in two turns of a conversation.
+"""An agent framework, unmodified, on the three APIs of a real service: three tools in two turns of a conversation.
 
 The model is random; what it may call at each step, and with what, is all that its grammar leaves it.
 """
@@ -9,13 +9,16 @@ import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from typing import Literal
 
+import anthropic
 import openai
 import pydantic
 import pytest
 from pydantic_ai import Agent, RunContext
 from pydantic_ai.capabilities import PrepareOutputTools, PrepareTools
 from pydantic_ai.models import Model
+from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
@@ -29,6 +32,8 @@ SETTINGS = ModelSettings(max_tokens=400, temperature=0, parallel_tool_calls=Fals
 
 
 class Report(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")  # or the random model adds properties without end
+
     metres: Literal[53]
 
 
@@ -41,10 +46,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @contextlib.asynccontextmanager
 async def model_of(api: str, url: str) -> AsyncIterator[Model]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=120) as client:
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=120) as client,
+        anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0, timeout=120) as claude,
+    ):
         name = (await client.models.list()).data[0].id
-        kind = OpenAIChatModel if api == "chat" else OpenAIResponsesModel
-        yield kind(name, provider=OpenAIProvider(openai_client=client))
+        if api == "messages":
+            yield AnthropicModel(name, provider=AnthropicProvider(anthropic_client=claude))
+        else:
+            kind = OpenAIChatModel if api == "chat" else OpenAIResponsesModel
+            yield kind(name, provider=OpenAIProvider(openai_client=client))
 
 
 async def read(_: object, events: AsyncIterable[object]) -> None:
@@ -54,7 +65,7 @@ async def read(_: object, events: AsyncIterable[object]) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 @pytest.mark.asyncio
 async def test_agent_when_it_has_three_tools_and_two_turns_then_calls_them_and_resumes(
     service: Service, api: str, is_stream: bool
