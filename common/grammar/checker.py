@@ -125,7 +125,11 @@ class _Child:
         self.is_alive = True
 
     def ask(self, grammar: str) -> str:
-        """Why ``grammar`` cannot be used; empty when it can."""
+        """Why ``grammar`` cannot be used; empty when it can.
+
+        Raises:
+            DeadlineExceededError: nobody knows, for reasons that may be the machine's.
+        """
         assert self._process.stdin is not None
         text = grammar.encode()
         deadline_s = time.monotonic() + HANG_SECONDS
@@ -136,9 +140,11 @@ class _Child:
             return self._read(length, deadline_s).decode()
         except TimeoutError:
             self.close()
-            return f"it was not compiled within {HANG_SECONDS:g} s"
+            raise DeadlineExceededError(f"the grammar was not compiled within {HANG_SECONDS:g} s") from None
         except OSError:
             self.close()
+            if self._process.returncode == -signal.SIGKILL:
+                raise DeadlineExceededError("what compiles grammars was killed; ask again") from None
             return self._why_dead()
 
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from common.errors import ConfigError, GrammarError, InvalidRequestError
+from common.errors import ConfigError, DeadlineExceededError, GrammarError, InvalidRequestError
+from common.grammar import checker as module
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
 from common.grammar.trial import try_grammar
@@ -58,6 +60,24 @@ async def test_checker_when_grammars_kill_their_process_then_they_are_refused_an
     with pytest.raises(GrammarError, match="q cannot be compiled: it is nested too deep"):
         await checker.check(TOO_DEEP, param="q")
     assert len(checked) == 4
+    assert checker.num_waiting == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_grammar_when_its_process_is_hit_from_outside_then_nothing_is_known_of_it(
+    checker: GrammarChecker, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(GOOD, param="p")
+    child = checker._children.get_nowait()
+    child._process.send_signal(number)
+    checker._children.put(child)
+    other = schema({"type": "boolean"})
+    monkeypatch.setattr(module, "HANG_SECONDS", 0.3)
+    with pytest.raises(DeadlineExceededError):
+        await checker.check(other, param="p")
+    monkeypatch.undo()
+    await checker.check(other, param="p")
     assert checker.num_waiting == 0
 
 
