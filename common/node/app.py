@@ -111,7 +111,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         max_model_len=model.max_model_len,
     )
     if has_test_hooks():
-        add_test_hooks(app, node.bridge, node.backend, model.storage)
+        add_test_hooks(app, node.peer_reader, node.backend, model.storage)
     return app
 
 

@@ -17,7 +17,6 @@ import logging
 from common.config.dns import own_host
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.engine.rates import LinearCost
 from common.errors import NodeUnavailableError, RequestAbortedError, TransferError
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
@@ -33,8 +32,9 @@ from common.node.metrics import cache_samples
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ReadablePrefix
-from common.node.pull.metrics import failure_label, record_pull
-from common.node.pull.pull_task import FinishedPull, RemotePrefix
+from common.node.pull.peer_reader import PeerReader
+from common.node.pull.prefix_reader import FinishedPull, PulledPrefix
+from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.quarantine import QuarantineKeeper
 from common.node.pull.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id
@@ -43,7 +43,6 @@ from common.server.drain import Drain
 from common.server.loop_lag import LoopLag
 from common.server.versions import build_labels, installed_versions
 from common.telemetry.create import create_tracer
-from common.transfer.jobs import PullReason
 from common.transfer.puller import Puller
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,6 @@ STATS_TIMEOUT_S = 2.0
 
 WATCH_S = 0.1
 """Seconds between two looks at whether the engine and the puller live."""
-
-FORGETTABLE = ("failed", "timed_out", "peer_lost")
-"""Labels of failed pulls after which the peer has to shake hands again before anything else is read from it."""
 
 
 class Node:
@@ -107,15 +103,16 @@ class Node:
         self.peers = PeerDirectory(self.backend, config.peers, cluster_key)
         self.remote_leases = RemoteLeases(self.peers)
         self._puller = Puller(self.backend)
-        self.bridge = EngineBridge(
+        self.peer_reader = PeerReader(
             self._puller,
             self.peers,
-            self,
             config.kv_transfer_timeout_seconds,
             self._find_mismatch if config.kv_transfer_verify != VERIFY_OFF else None,
+            metrics=self.metrics,
+            slot_bytes=model.storage.layout.slot_bytes,
         )
+        self.bridge = EngineBridge(self, {RemotePrefix: self.peer_reader})
         self.core.pull_with(self.bridge)
-        self.pull_times = LinearCost()
         self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
         self._watching: asyncio.Task[None] | None = None
         self._lag = LoopLag(self.metrics.observe_lag)
@@ -187,15 +184,8 @@ class Node:
 
     # --- common.node.pull.engine_bridge.PullListener
 
-    def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
+    def on_outcome(self, seq_id: str, prefix: PulledPrefix, result: FinishedPull) -> None:
         self.engine.post(lambda: self.core.finish_pull(seq_id, result))
-        remote.manifests.close()
-        record_pull(self.metrics, result, self.model.storage.layout.slot_bytes)
-        if result.ok and result.num_bytes:
-            self.pull_times.observe(result.num_bytes, result.seconds)
-        is_failure = not result.ok and result.reason != PullReason.CANCELLED
-        if is_failure and failure_label(result.reason) in FORGETTABLE:
-            self.peers.forget(remote.url)
 
     def on_terminal(self, seq_id: str) -> None:
         self.engine.post(lambda: self.core.end_quarantine(seq_id))

@@ -28,7 +28,9 @@ from common.node.lend.rendezvous import RendezvousTable
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.handoff import Handoff, HandoffReader
 from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
-from common.node.pull.pull_task import FinishedPull, RemotePrefix
+from common.node.pull.peer_reader import PeerReader
+from common.node.pull.prefix_reader import FinishedPull, PulledPrefix
+from common.node.pull.pull_task import RemotePrefix
 from common.request import Request, SamplingParams
 from common.transfer.backend import TransferBackend
 from common.transfer.puller import Puller
@@ -172,6 +174,9 @@ class OnlyPeer:
         found = await self._peer.rendezvous.wait(query.id, query.after, query.wait_seconds, query.have)
         return _over_the_wire(nothing_new_answer(query.after) if found is None else found.to_params())
 
+    def forget(self, url: str) -> None:
+        """Nothing is remembered of it."""
+
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
         self._held.add(lease_id)
 
@@ -247,7 +252,15 @@ class Pair:
             manifests=prefill.manifests,
         )
         self._puller = Puller(self.decode.backend)
-        self.bridge = EngineBridge(self._puller, peers, self, PATIENCE_S, None)
+        self.reader = PeerReader(
+            self._puller,
+            peers,
+            PATIENCE_S,
+            None,
+            metrics=Metrics(Role.DECODE),
+            slot_bytes=model.storage.layout.slot_bytes,
+        )
+        self.bridge = EngineBridge(self, {RemotePrefix: self.reader})
         self.decode.core.pull_with(self.bridge)
         self.bridge.open()
         self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
@@ -261,8 +274,7 @@ class Pair:
 
     # --- common.node.pull.engine_bridge.PullListener
 
-    def on_outcome(self, seq_id: str, remote: RemotePrefix, result: FinishedPull) -> None:
-        remote.manifests.close()
+    def on_outcome(self, seq_id: str, prefix: PulledPrefix, result: FinishedPull) -> None:
         self._pulls.put_nowait((seq_id, result))
 
     def on_terminal(self, seq_id: str) -> None:
@@ -306,7 +318,7 @@ class Pair:
 
         ``damage`` is done to what arrived before the engine takes it. ``refused``: why all pulls have to fail.
         """
-        self.bridge.after_read = damage
+        self.reader.after_read = damage
 
         async def run() -> dict[str, FinishedPull]:
             pulls = {}

@@ -145,8 +145,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.node.pull": (
         "remote_leases",
         "manifest_stream",
+        "prefix_reader",
         "pull_task",
         "metrics",
+        "peer_reader",
         "engine_bridge",
         "quarantine",
         "sources",

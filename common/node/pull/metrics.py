@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import PrefillLegAbortedError, PrefillLegFailedError
 from common.metrics.metrics import Metrics
-from common.node.pull.pull_task import FinishedPull
+from common.node.pull.prefix_reader import FinishedPull
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import PullReason
 

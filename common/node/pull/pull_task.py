@@ -23,6 +23,7 @@ from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.manifest_stream import OWN_ABORT_WAIT_S, ManifestStream, ReadablePrefix
+from common.node.pull.prefix_reader import FinishedPull
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullReason, PullStatus
@@ -50,27 +51,9 @@ class RemotePrefix:
     keys: PrefixKeys
     manifests: ManifestStream
 
-
-@dataclass(frozen=True, slots=True)
-class FinishedPull:
-    """How a pull ended (``common.engine.remote_prefixes.PullResult``), and what it took.
-
-    ``reason``: empty when ok, else one word. ``final_s``: when the final manifest came, on ``time.monotonic``: from
-    then on the client waits for the transfer alone. ``seconds``: of reading and checking. ``num_early_parts``: parts
-    that had arrived before the final manifest came.
-    """
-
-    ok: bool
-    terminal: bool
-    reason: str = ""
-    num_bytes: int = 0
-    num_blocks: int = 0
-    num_states: int = 0
-    output_row: Any = None
-    final_s: float | None = None
-    seconds: float = 0.0
-    num_descriptors: int = 0
-    num_early_parts: int = 0
+    def close(self) -> None:
+        """Its holder is told that nobody reads it any more."""
+        self.manifests.close()
 
 
 class PullStopped(Exception):  # noqa: N818 - no error: the way out of a pull, whatever the reason

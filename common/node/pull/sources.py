@@ -78,7 +78,7 @@ class PrefixSources:
             yield found
         finally:
             if found is not None:
-                found.manifests.close()
+                found.close()
 
     async def _find(
         self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[PullSource]

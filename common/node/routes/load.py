@@ -23,7 +23,7 @@ def load_report(node: Node) -> dict[str, Any]:
         "max_num_batched_tokens": node.config.max_num_batched_tokens,
         "prefill": _cost(core.step_times.prefill, "step", "token"),
         "decode_step_seconds": core.step_times.decode_s,
-        "pull": _cost(node.pull_times, "pull", "byte"),
+        "pull": _cost(node.peer_reader.pull_times, "pull", "byte"),
         "kv_bytes_per_token": block_bytes / cache.block_size,
         "state_bytes": layout.slot_bytes,
     }

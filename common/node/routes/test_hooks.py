@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.remote_prefix import PullPlan
-from common.node.pull.engine_bridge import EngineBridge
+from common.node.pull.peer_reader import PeerReader
 from common.server.json_body import read_json_object
 from common.transfer.backend import TransferBackend
 from common.transfer.testing.faulty import Fault, FaultyBackend
@@ -26,7 +26,7 @@ TARGETS = ("state", "block", "blocks")
 FAULT_FIELDS = frozenset(field.name for field in dataclasses.fields(Fault))
 
 
-def add_test_hooks(app: FastAPI, bridge: EngineBridge, backend: TransferBackend, storage: KVStorage) -> None:
+def add_test_hooks(app: FastAPI, reader: PeerReader, backend: TransferBackend, storage: KVStorage) -> None:
     """``POST /internal/v1/test/damage {"target": "state"|"block"|"blocks", "index": 0, "group": 0}`` damages what the
     next pull brings: the state, or of an attention group's blocks the one at ``index``, or all of them;
     ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on"}`` queues a ``Fault`` of its reads,
@@ -40,7 +40,7 @@ def add_test_hooks(app: FastAPI, bridge: EngineBridge, backend: TransferBackend,
             invalid("target", target, f"one of {', '.join(TARGETS)}")
 
         def after_read(plan: PullPlan) -> None:
-            bridge.after_read = None
+            reader.after_read = None
             if target == "state":
                 storage.zero_slot(plan.slot_id)
             else:
@@ -48,7 +48,7 @@ def add_test_hooks(app: FastAPI, bridge: EngineBridge, backend: TransferBackend,
                 for _, block_id in pairs if target == "blocks" else [pairs[index]]:
                     storage.zero_block(block_id, group_id)
 
-        bridge.after_read = after_read
+        reader.after_read = after_read
         return {"armed": target}
 
     @app.post(TEST_TRANSFER_FAULT_ROUTE)

@@ -14,7 +14,8 @@ from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
-from common.node.pull.pull_task import FinishedPull, PullTask, RemotePrefix
+from common.node.pull.prefix_reader import FinishedPull
+from common.node.pull.pull_task import PullTask, RemotePrefix
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import DoneCallback, PullJob, PullOutcome, PullReason, PullStatus, TerminalCallback
 from tests.unit.node.conftest import Reader, Served
@@ -298,7 +299,7 @@ async def test_prefix_when_given_up_before_its_pull_then_its_holder_is_told_from
     reader: Reader,
 ) -> None:
     nobody: Any = None
-    bridge = EngineBridge(reader.puller, reader.peers, nobody, WAIT_S, None)
+    bridge = EngineBridge(nobody, {})
     bridge.open()
     keys, stream = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(4)), ScriptedStream()
     remote = RemotePrefix("http://127.0.0.1:1", "lease", keys.key_at(4), 4, keys, stream)
