@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import gc
 import os
@@ -23,8 +25,20 @@ GC_THRESHOLDS = (20_000, 20, 50)
 """For ``gc.set_threshold``, Python's own being (700, 10, 10): a collection holds up every stream, and requests leave
 little behind that reference counts do not free."""
 
+MMAP_BYTES = 256 * 2**10
+"""Size from which a block of memory is the system's again as soon as it is freed. glibc raises its limit to the largest
+block that was freed, and keeps what bodies of megabytes then leave in each thread's heap."""
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+def give_large_blocks_back() -> None:
+    """For the rest of the process. Does nothing where malloc is not glibc's."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
+
 
 def main() -> int:
+    give_large_blocks_back()
     config = parse_config(ProxyConfig, sys.argv[1:], os.environ, prog="tandem proxy")
     configure_logging(config.log_level, config.log_format, role="proxy", node="proxy")
     config.warn_if_exposed()
