@@ -25,6 +25,7 @@ from common.openai.prompt_ids import PromptIds
 from common.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument, UnusableTokenizerError, create_codec
+from common.wire.json_text import LONG_BYTES
 from common.wire.routes import TOKENIZER_ROUTE
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.node_http.errors import NodeClientError, describe
@@ -43,8 +44,9 @@ MAX_ANSWER_BYTES = 128 * 2**20
 RETRY_S = (1.0, 30.0)
 """Seconds until a failed fetch is tried again: at first, doubled each time, and at most."""
 INLINE_BYTES = 1500
-"""Bytes of a whole body, of which any field may cost a template time. The prompts of shorter ones are tokenised on the
-event loop, because handing them to a thread takes as long."""
+"""Bytes of a whole body, of which any field may cost a template time. The texts of shorter ones are tokenised on the
+event loop, because handing them to a thread takes as long. Tokens cost little more than reading them did: up to
+``LONG_BYTES`` they stay there too."""
 
 NUM_THREADS = 2
 """Threads that tokenise long prompts and rebuild tokenizers, beside the event loop."""
@@ -172,7 +174,10 @@ class PromptTokenizer:
                 logger.exception("a prompt could not be tokenised here")
                 return given
 
-        if num_bytes <= INLINE_BYTES:
+        has_text = document is not None and (
+            isinstance(request, ChatRequest) or any(isinstance(prompt, str) for prompt in request.prompts)
+        )
+        if num_bytes <= (INLINE_BYTES if has_text else LONG_BYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 

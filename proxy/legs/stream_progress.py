@@ -66,17 +66,15 @@ class StreamProgress:
         return data[:end]
 
     def _pass(self, events: bytes) -> bytes:
-        if ERROR not in events and DONE not in events:
+        done_at, error_at = _find_event(events, DONE + END_OF_EVENT), _find_event(events, ERROR)
+        if error_at >= 0 and not 0 <= done_at < error_at:
+            end = events.index(END_OF_EVENT, error_at) + len(END_OF_EVENT)
+            self.failure = _failure(events[error_at:end], is_told=True)
+            return events[:end]
+        if done_at < 0:
             return events
-        end = 0
-        for event in events.split(END_OF_EVENT)[:-1]:
-            end += len(event) + len(END_OF_EVENT)
-            self.is_complete = event == DONE
-            if event.startswith(ERROR):
-                self.failure = _failure(event, is_told=True)
-            if self.is_complete or self.failure is not None:
-                break
-        return events[:end]
+        self.is_complete = True
+        return events[: done_at + len(DONE) + len(END_OF_EVENT)]
 
 
 class ResumableProgress(StreamProgress):
@@ -136,6 +134,14 @@ class ResumableProgress(StreamProgress):
             passed += (event, END_OF_EVENT)
         elif self.is_complete:
             passed += self._held
+
+
+def _find_event(events: bytes, start: bytes) -> int:
+    """Where the first event begins that begins with ``start``; -1: none does."""
+    if events.startswith(start):
+        return 0
+    at = events.find(END_OF_EVENT + start)  # in no text of an event: its line breaks are escaped
+    return at if at < 0 else at + len(END_OF_EVENT)
 
 
 def _failure(event: bytes, *, is_told: bool = False) -> LegFailedError:

@@ -121,7 +121,7 @@ class NodePool:
 
     def is_foreign(self) -> bool:
         """Whether all nodes are servers of another make."""
-        return bool(self.nodes) and all(node.is_vllm for node in self.nodes)
+        return bool(self._nodes) and all(node.is_vllm for node in self._nodes.values())
 
     def served_models(self) -> set[str]:
         infos = [node.info for node in self._nodes.values() if node.is_up and node.info.model is not None]

@@ -45,7 +45,7 @@ def declare(
     """A field of a body.
 
     Args:
-        default: its value when the body does not give it.
+        default: its value when the body does not give it; of dicts and lists an empty one.
         is_required: in the schema; the code that reads the field says so itself, in its own words.
         means: what is done then, where ``default`` does not say it.
         bounds: ``ge``, ``le``, ``gt``, ``min_length``, ``max_length``, ``pattern``.
@@ -55,7 +55,9 @@ def declare(
         extra[REQUIRED_KEY] = True
     if means is not None:
         extra["default"] = means
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
+    # Pydantic would make a deep copy of what can be changed, for each body.
+    given = {"default_factory": type(default)} if isinstance(default, dict | list) else {"default": default}
+    return Field(**given, description=description, json_schema_extra=extra, **bounds)
 
 
 def read_body(model: type[_Body], body: Mapping[str, Any], *, prefix: str = "") -> _Body:
