@@ -18,6 +18,7 @@ from llguidance import StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from common.errors import InvalidRequestError
+from common.openai.json_schema import without_annotations
 from common.wire.fields import Fields, invalid, shown
 
 __all__ = ["MAX_GRAMMAR_CHARS", "Constraint", "ConstraintKind", "read_constraint"]
@@ -76,9 +77,8 @@ class Constraint:
         """The JSON schema, with what llguidance is to know of blanks; for grammars that have it as a part (``%json``).
         Of a JSON constraint only."""
         assert self.is_json
-        schema = orjson.loads(self.text)
-        if not isinstance(schema, dict):
-            schema = {"allOf": [schema]}
+        given = orjson.loads(self.text)
+        schema = without_annotations(given if isinstance(given, dict) else {"allOf": [given]})
         if self.is_compact:
             return {**schema, "x-guidance": {"whitespace_flexible": False}}
         return {**schema, "x-guidance": {"whitespace_pattern": self.whitespace or WHITESPACE}}

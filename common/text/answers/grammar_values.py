@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from common.openai.json_schema import without_annotations
 from common.text.answers.formats import CallLayout
 from common.text.answers.values import resolved, types_of
 
@@ -41,7 +42,7 @@ def schema_rule(schema: Mapping[str, Any], layout: CallLayout, *, strict: bool) 
     }
     if not strict:
         options["lenient"] = True
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return "%json " + json.dumps({**without_annotations(schema), "x-guidance": options}, ensure_ascii=False)
 
 
 class ParameterRules:

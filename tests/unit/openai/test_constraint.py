@@ -10,6 +10,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.grammar.trial import try_grammar
 from common.openai.constraint import MAX_GRAMMAR_CHARS, ConstraintKind, read_constraint
+from common.openai.json_schema import GRAMMAR_FORMATS
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b", "a"]}
 TAGS = {
@@ -124,3 +125,33 @@ def test_schema_when_it_brings_options_for_the_compiler_then_they_are_ours() -> 
     compact = read_constraint({"structured_outputs": {"json": {}, "disable_any_whitespace": True}})
     assert compact is not None
     assert compact.schema() == {"x-guidance": {"whitespace_flexible": False}}
+
+
+def test_schema_when_a_format_is_an_annotation_then_it_says_nothing_of_the_text() -> None:
+    annotated = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "integer", "format": "int32"},
+            "default": {"anyOf": [{"type": "string", "format": "color"}, {"type": "string", "format": "uuid"}]},
+            "kind": {"const": {"format": "color"}},
+        },
+        "$defs": {"link": {"type": "string", "format": "uri-reference"}},
+    }
+    constraint = read_constraint({"structured_outputs": {"json": annotated}})
+    assert constraint is not None
+    schema = constraint.schema()
+    assert schema["properties"] == {
+        "format": {"type": "integer"},
+        "default": {"anyOf": [{"type": "string"}, {"type": "string", "format": "uuid"}]},
+        "kind": {"const": {"format": "color"}},
+    }
+    assert schema["$defs"] == {"link": {"type": "string"}}
+    assert try_grammar(constraint.grammar()) == ""
+
+
+@pytest.mark.parametrize("name", sorted(GRAMMAR_FORMATS))
+def test_schema_when_a_format_is_one_of_the_grammars_then_it_is_kept(name: str) -> None:
+    constraint = read_constraint({"structured_outputs": {"json": {"type": "string", "format": name}}})
+    assert constraint is not None
+    assert constraint.schema()["format"] == name
+    assert try_grammar(constraint.grammar()) == ""
