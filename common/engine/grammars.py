@@ -62,7 +62,9 @@ class StepGrammars:
         return None
 
     def next_deadline_s(self) -> float | None:
-        return min((each.grammar.deadline_s for each in self._pending if each.grammar is not None), default=None)
+        """When ``take_failed`` may have something new to say. Of those whose prompt is being pulled it says nothing."""
+        waiting = (each for each in self._pending if each.status is not SequenceStatus.TRANSFERRING)
+        return min((each.grammar.deadline_s for each in waiting if each.grammar is not None), default=None)
 
     def take_failed(self, now_s: float) -> list[tuple[Sequence, TandemError]]:
         """Sequences whose grammar has failed, or is not there by now; each is named once."""

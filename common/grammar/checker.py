@@ -121,7 +121,10 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         self.is_alive = True
 
     def ask(self, grammar: str) -> str:
@@ -130,12 +133,10 @@ class _Child:
         Raises:
             DeadlineExceededError: nobody knows, for reasons that may be the machine's.
         """
-        assert self._process.stdin is not None
         text = grammar.encode()
         deadline_s = time.monotonic() + HANG_SECONDS
         try:
-            self._process.stdin.write(LENGTH.pack(len(text)) + text)
-            self._process.stdin.flush()
+            self._write(LENGTH.pack(len(text)) + text, deadline_s)
             (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline_s))
             return self._read(length, deadline_s).decode()
         except TimeoutError:
@@ -146,6 +147,15 @@ class _Child:
             if self._process.returncode == -signal.SIGKILL:
                 raise DeadlineExceededError("what compiles grammars was killed; ask again") from None
             return self._why_dead()
+
+    def _write(self, data: bytes, deadline_s: float) -> None:
+        assert self._process.stdin is not None
+        descriptor, rest = self._process.stdin.fileno(), memoryview(data)
+        while rest:
+            # A child that reads nothing lets a pipe's worth be written, no more.
+            if not select.select([], [descriptor], [], max(0.0, deadline_s - time.monotonic()))[1]:
+                raise TimeoutError
+            rest = rest[os.write(descriptor, rest) :]
 
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:
         assert self._process.stdout is not None

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
+from common.engine.sequence import SequenceStatus
 from common.errors import DeadlineExceededError, GrammarError, InvalidRequestError, TandemError
 from common.node.runtime import NodeModel
 from common.openai.constraint import read_constraint
@@ -296,6 +297,9 @@ def test_grammar_when_it_is_not_compiled_in_time_then_the_request_fails_with_a_d
         assert sequence.grammar is not None
         sequence.grammar.deadline_s = 0.0
         assert core.next_deadline_s() == 0.0
+        status, sequence.status = sequence.status, SequenceStatus.TRANSFERRING
+        assert core.next_deadline_s() is None  # the end of its pull wakes the engine
+        sequence.status = status
         errors: list[TandemError | Exception | None] = [
             output.error for outputs in _steps(core) for output in outputs if output.error
         ]

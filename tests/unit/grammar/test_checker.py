@@ -64,15 +64,16 @@ async def test_checker_when_grammars_kill_their_process_then_they_are_refused_an
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("length", [0, 100_000], ids=["short", "more than a pipe holds"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_grammar_when_its_process_is_hit_from_outside_then_nothing_is_known_of_it(
-    checker: GrammarChecker, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    checker: GrammarChecker, number: signal.Signals, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await checker.check(GOOD, param="p")
     child = checker._children.get_nowait()
     child._process.send_signal(number)
     checker._children.put(child)
-    other = schema({"type": "boolean"})
+    other = schema({"type": "boolean", "description": "x" * length})
     monkeypatch.setattr(module, "HANG_SECONDS", 0.3)
     with pytest.raises(DeadlineExceededError):
         await checker.check(other, param="p")
