@@ -169,6 +169,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "logprobs",
         "prompt_ids",
         "messages",
+        "json_schema",
         "constraint",
         "bodies",
         "sampling",
