@@ -68,7 +68,7 @@ def ask_damaged(service: Service, item: RecallItem, target: str) -> str:
     return answer
 
 
-@pytest.mark.parametrize("distance", BARS)
+@pytest.mark.parametrize("distance", [100, *(pytest.param(far, marks=pytest.mark.full) for far in BARS if far > 100)])
 def test_recall_of_held_out_words_when_asked_through_the_service_then_reaches_the_bar(
     demo: Service, encoder: Encoder, text: str, distance: int
 ) -> None:
@@ -118,7 +118,8 @@ def test_answers_when_compared_with_stock_transformers_on_the_same_files_then_ar
         assert ask(demo, item.messages, "stock")[0] == tokenizer.decode(output, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("target", ["state", pytest.param("blocks", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["state", "blocks"])
 def test_control_when_the_moved_state_or_blocks_are_zeroed_then_fewer_than_half_are_recalled(
     demo: Service, encoder: Encoder, text: str, target: str
 ) -> None:

@@ -191,6 +191,7 @@ def test_up_when_model_folder_is_missing_then_names_it(tmp_path: Path) -> None:
     assert missing in output
 
 
+@pytest.mark.full
 def test_up_when_cache_memory_is_too_little_then_names_flag_and_the_smallest_value(tmp_path: Path) -> None:
     flags = ("--model", str(checkpoint(FAMILY)), "--dtype", "float32", "--max-model-len", "4096")
     status, output = failed_start(tmp_path, *flags, "--kv-cache-memory", "1MiB")

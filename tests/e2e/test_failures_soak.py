@@ -105,6 +105,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LATE_DEVICE_VARIABLE, "1")
 
 
+@pytest.mark.full
 def test_service_when_nodes_are_killed_three_times_then_no_answer_is_wrong_and_nothing_leaks(
     reference: Reference,
 ) -> None:

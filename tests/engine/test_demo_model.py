@@ -115,6 +115,7 @@ def test_tokenizer_when_text_goes_through_then_comes_back(tokenizer: Any) -> Non
     assert all(len(tokenizer.encode(f"<|{role}|>")) == 1 for role in ROLES)
 
 
+@pytest.mark.full
 def test_held_out_text_when_scored_by_stock_transformers_then_perplexity_is_below_40(
     stock: Any, tokenizer: Any, items: list[Item]
 ) -> None:
@@ -123,6 +124,7 @@ def test_held_out_text_when_scored_by_stock_transformers_then_perplexity_is_belo
     assert score.perplexity < 40
 
 
+@pytest.mark.full
 def test_held_out_recall_in_stock_transformers_when_500_tokens_back_then_is_right(
     stock: Any, tokenizer: Any, items: list[Item]
 ) -> None:

@@ -30,11 +30,12 @@ SMALL = {
     "lfm3": {"kv_cache_memory": 560_000},
     "bailing_hybrid": {"kv_cache_memory": 530_000, "state_memory_share": 0.8},
 }
+FULL = [family for family in SMALL if family != "mistral"]
 families = pytest.mark.parametrize(
     "family",
     [
         *("mistral", "kimi_linear"),
-        *(pytest.param(family, marks=pytest.mark.full) for family in ("gemma3", "lfm3", "bailing_hybrid")),
+        *(pytest.param(family, marks=pytest.mark.full) for family in FULL if family != "kimi_linear"),
     ],
 )
 
@@ -75,7 +76,10 @@ def finish(core: EngineCore, model: NodeModel, answers: Answers, *requests: Requ
         assert model.manager.check() == []
 
 
-@pytest.mark.parametrize("flags", [{}, {"prefix_cache_retention_interval": 64, "mamba_cache_mode": "all"}])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, pytest.param({"prefix_cache_retention_interval": 64, "mamba_cache_mode": "all"}, marks=pytest.mark.full)],
+)
 @families
 def test_answers_when_cold_repeated_resumed_and_parted_then_equal_stock(family: str, flags: dict[str, Any]) -> None:
     core, model = engine(family, **ROOMY, **flags)
@@ -114,7 +118,7 @@ def test_forks_when_they_go_on_in_copies_of_one_tail_then_each_equals_stock(fami
     assert [answers.mismatch("r", prompt) for answers in forks] == [None] * 3
 
 
-@families
+@pytest.mark.parametrize("family", ["mistral", *(pytest.param(each, marks=pytest.mark.full) for each in FULL)])
 def test_answers_when_batched_in_a_small_pool_then_equal_stock(family: str) -> None:
     core, model = engine(family, **{**ROOMY, **SMALL[family], "max_model_len": 340, "max_num_seqs": 8})
     shared = tokens(3, 120)

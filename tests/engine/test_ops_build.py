@@ -256,6 +256,7 @@ def test_create_ops_when_a_compiler_is_there_then_takes_cpp() -> None:
     assert make_ops("cpp").name == "cpp"
 
 
+@pytest.mark.full
 def test_process_when_its_ops_were_prebuilt_and_its_cache_is_an_empty_volume_then_compiles_nothing(
     tmp_path: Path,
 ) -> None:

@@ -24,7 +24,7 @@ from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint
 
-FAMILIES = ["granitemoehybrid", "qwen3_5", "llama"]
+FAMILIES = ["granitemoehybrid", "qwen3_5", pytest.param("llama", marks=pytest.mark.full)]
 BLOCK = 16
 
 

@@ -115,7 +115,7 @@ def prompts(codec: TextCodec) -> dict[str, tuple[str, dict[str, Any]]]:
 def cases() -> Iterator[Any]:
     for name, limit, most in (("stays", 0, KEEPS), ("may move", 3, KEEPS_FOR_MOVING)):
         for kind in ("ids", "text", "chat"):
-            marks = () if (limit, kind) in {(0, "chat"), (3, "text")} else pytest.mark.full
+            marks = () if (limit, kind) == (3, "chat") else pytest.mark.full
             yield pytest.param(limit, most, kind, marks=marks, id=f"{name}-{kind}")
 
 

@@ -90,7 +90,7 @@ def test_index_when_it_follows_events_or_begins_with_a_snapshot_then_it_finds_wh
     assert num_found > 20
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.data())
 def test_index_when_blocks_come_and_go_on_several_nodes_then_it_agrees_with_sets(data: st.DataObject) -> None:
     compare_with_sets(data)
