@@ -15,6 +15,7 @@ from proxy.nodes.vllm import read_vllm_info
 
 PROBE_TIMEOUT_S = 2.0
 """Seconds for each of a probe's two requests."""
+PROBE_LIMIT_S = 2 * PROBE_TIMEOUT_S
 NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ETIMEDOUT})
 """Errors of a connection that the network gives up: the machine is gone. When only the process is gone, its machine
 refuses the connection."""

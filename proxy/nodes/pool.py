@@ -21,7 +21,7 @@ from common.errors import InvalidRequestError
 from proxy.node_http.client import NodeClient
 from proxy.node_http.errors import describe
 from proxy.nodes.breaker import Breaker
-from proxy.nodes.health_probe import probe
+from proxy.nodes.health_probe import PROBE_LIMIT_S, probe
 from proxy.nodes.node import Node, NodeInfo, NodeRole, NodeState
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,9 @@ class NodePool:
         if not probed.is_silent:
             node.silent_since_s = None
         elif node.silent_since_s is None:
-            # Not given up for one missed probe: it may be this process that stood still.
-            node.silent_since_s = started_s
+            # Not given up for one missed probe: it may be this process that stood still. For as long as the probe took
+            # beyond its own limits, it was.
+            node.silent_since_s = max(started_s, time.monotonic() - PROBE_LIMIT_S)
         elif node.silence_s >= self._max_silence_s:
             node.client.give_up(self._max_silence_s)
         if probed.info is not None:

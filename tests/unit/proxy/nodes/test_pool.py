@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import InvalidRequestError
 from proxy.node_http.client import NodeClient
+from proxy.nodes import node as node_module
+from proxy.nodes import pool as pool_module
+from proxy.nodes.health_probe import ProbeResult
 from proxy.nodes.node import Node, NodeRole, NodeState
 from proxy.nodes.pool import NodePool
 from tests.support.http_server import AppServer, serving
@@ -179,3 +184,43 @@ def test_model_when_its_node_is_silent_for_a_moment_then_another_model_stays_out
     finally:
         first_server.stop()
         second_server.stop()
+
+
+def test_node_when_the_proxy_stood_still_during_a_probe_then_is_late_and_not_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = FakeNode("decode-0", pull=True)
+    now_s = time.monotonic()
+
+    def stall(seconds: float) -> None:
+        async def missed(*args: object) -> ProbeResult:
+            nonlocal now_s
+            now_s += seconds
+            return ProbeResult(problem="no connection within 2 s", is_silent=True)
+
+        monkeypatch.setattr(pool_module, "probe", missed)
+
+    with serving(node.app()) as server:
+
+        async def work() -> None:
+            pool = NodePool(
+                (),
+                [server.url],
+                create_client=lambda url: NodeClient(url, connect_timeout_s=2.0),
+                poll_interval_s=FAST_S,
+                headers={},
+            )
+            [probed] = pool.nodes
+            await pool.poll(probed)
+            assert pool.usable(NodeRole.DECODE) == [probed]
+            for module in (pool_module, node_module):
+                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+            stall(30.0)  # of which a probe waits 4 at most
+            await pool.poll(probed)
+            assert pool.usable(NodeRole.DECODE) == [probed]
+            stall(4.0)
+            await pool.poll(probed)
+            assert pool.usable(NodeRole.DECODE) == []
+            await pool.close()
+
+        run(work)
