@@ -20,7 +20,6 @@ from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
-from common.openai.answers import Answer
 from common.openai.errors import install_error_handlers
 from common.openai.openapi import ENDPOINTS, Endpoint
 from common.server import drain as draining
@@ -50,7 +49,9 @@ from proxy.admission.key_limits import KeyLimits, read_key_limits
 from proxy.admission.queue import AdmissionQueue
 from proxy.dialects.messages.answer import shape_error
 from proxy.dialects.messages.body import CountTokensBody, MessagesBody
+from proxy.dialects.messages.schema import MessageAnswer, TokenCount
 from proxy.dialects.responses.body import ResponsesBody
+from proxy.dialects.responses.schema import ResponseAnswer
 from proxy.http.admin import add_node_routes
 from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
@@ -75,9 +76,9 @@ from proxy.status.gauges import read_gauges
 from proxy.status.routes import add_status_routes
 
 DIALECT_ENDPOINTS = (
-    Endpoint(RESPONSES_ROUTE, "createResponse", "OpenAI's Responses.", ResponsesBody, Answer, streams=True),
-    Endpoint(MESSAGES_ROUTE, "createMessage", "Anthropic's Messages.", MessagesBody, Answer, streams=True),
-    Endpoint(COUNT_TOKENS_ROUTE, "countTokens", "Tokens of a message's prompt.", CountTokensBody, Answer),
+    Endpoint(RESPONSES_ROUTE, "createResponse", "OpenAI's Responses.", ResponsesBody, ResponseAnswer, streams=True),
+    Endpoint(MESSAGES_ROUTE, "createMessage", "Anthropic's Messages.", MessagesBody, MessageAnswer, streams=True),
+    Endpoint(COUNT_TOKENS_ROUTE, "countTokens", "Tokens of a message's prompt.", CountTokensBody, TokenCount),
 )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 ENVELOPE = {"id": "chatcmpl-1", "created": 1_700_000_000, "model": "tiny"}
 CHUNK = {**ENVELOPE, "object": "chat.completion.chunk"}
 DONE = b"data: [DONE]\n\n"
@@ -121,3 +123,12 @@ def read_events(data: bytes) -> list[dict[str, Any]]:
         assert name == f"event: {event['type']}"
         events.append(event)
     return events
+
+
+def assert_declared(answer: BaseModel) -> None:
+    """Each field of ``answer``, which was checked, is one that its model has."""
+    assert not answer.model_extra, answer.model_extra
+    for value in dict(answer).values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, BaseModel):
+                assert_declared(each)

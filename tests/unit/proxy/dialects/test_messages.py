@@ -17,7 +17,8 @@ from common.openai.errors import error_body
 from common.openai.protocol import parse_chat
 from proxy.dialects.dialect import convert_messages
 from proxy.dialects.messages.answer import MessagesConversion
-from tests.unit.proxy.dialects.chats import CHATS, DONE, Call, Chat, cut, read_events
+from proxy.dialects.messages.schema import MessageAnswer
+from tests.unit.proxy.dialects.chats import CHATS, DONE, Call, Chat, assert_declared, cut, read_events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
@@ -268,7 +269,9 @@ def test_bad_field_when_sent_then_is_refused_by_the_name_that_the_client_gave(
 @pytest.mark.parametrize("name", CHATS)
 def test_answer_when_whole_then_is_a_message_as_the_client_has_it(name: str) -> None:
     chat = CHATS[name]
-    message = Message.model_validate_json(conversion().whole(200, chat.whole()))
+    body = conversion().whole(200, chat.whole())
+    assert_declared(MessageAnswer.model_validate_json(body))  # as /openapi.json says
+    message = Message.model_validate_json(body)
     assert "".join(block.text for block in message.content if block.type == "text") == chat.content
     assert "".join(block.thinking for block in message.content if block.type == "thinking") == chat.reasoning
     calls = [(block.id, block.name, block.input) for block in message.content if block.type == "tool_use"]

@@ -19,7 +19,8 @@ from common.openai.protocol import parse_chat
 from proxy.dialects.dialect import convert_responses
 from proxy.dialects.responses.answer import ECHO_BYTES, Echo, ResponsesConversion
 from proxy.dialects.responses.body import read_responses_body
-from tests.unit.proxy.dialects.chats import CHATS, DONE, Chat, cut, read_events
+from proxy.dialects.responses.schema import ResponseAnswer
+from tests.unit.proxy.dialects.chats import CHATS, DONE, Chat, assert_declared, cut, read_events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]
@@ -237,7 +238,9 @@ def test_nodes_error_about_messages_when_told_then_names_the_input() -> None:
 @pytest.mark.parametrize("name", CHATS)
 def test_answer_when_whole_then_is_a_response_as_the_client_has_it(name: str) -> None:
     chat = CHATS[name]
-    response = Response.model_validate_json(conversion().whole(200, chat.whole()))
+    body = conversion().whole(200, chat.whole())
+    assert_declared(ResponseAnswer.model_validate_json(body))  # as /openapi.json says
+    response = Response.model_validate_json(body)
     assert response.output_text == chat.content
     calls = [item for item in response.output if item.type == "function_call"]
     assert [(call.call_id, call.name, call.arguments) for call in calls] == [
