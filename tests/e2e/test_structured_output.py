@@ -6,12 +6,13 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
 
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.e2e.test_migration import Stream, run_all, run_and_strike
@@ -80,6 +81,25 @@ def test_openai_client_when_it_asks_for_a_schema_then_its_answer_parses(service:
         stream=True,
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) in ("left", "right")
+
+
+class Thing(BaseModel):
+    name: str = Field(max_length=12)
+    kind: Literal["round", "square"]
+
+
+def test_openai_client_when_it_asks_for_a_model_of_pydantic_then_has_one_from_chat_and_responses(
+    service: Service,
+) -> None:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="-", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        messages: Any = [{"role": "user", "content": "a thing, please"}]
+        chat = client.chat.completions.parse(model=model, messages=messages, response_format=Thing, max_tokens=300)
+        assert isinstance(chat.choices[0].message.parsed, Thing)
+        response = client.responses.parse(model=model, input=messages, text_format=Thing, max_output_tokens=300)
+        assert isinstance(response.output_parsed, Thing)
+        with client.responses.stream(model=model, input=messages, text_format=Thing, max_output_tokens=300) as stream:
+            assert isinstance(stream.get_final_response().output_parsed, Thing)
 
 
 @pytest.mark.parametrize(
