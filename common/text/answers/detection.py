@@ -140,8 +140,11 @@ class _Probe:
     def reasoning(self) -> ReasoningFormat | None:
         message = {"role": "assistant", "content": CONTENT, "reasoning_content": REASONING}
         written = ""
-        for rest in ([], [_NEXT]):
-            turn = self._turn(message, rest, has_tools=False)
+        # Some templates write the reasoning of answers with calls only.
+        call = _call(NAME, {KEY: VALUE, OTHER_KEY: OTHER_VALUE})
+        result = {"role": "tool", "name": NAME, "tool_call_id": call["id"], "content": "zqresult"}
+        for said, rest in ((message, []), (message, [_NEXT]), ({**message, "tool_calls": [call]}, [result])):
+            turn = self._turn(said, rest, has_tools=said is not message)
             if REASONING in turn and THINK_BEGIN in turn.partition(REASONING)[0] and CONTENT in turn:
                 written = turn
                 break

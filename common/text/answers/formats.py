@@ -15,7 +15,7 @@ from typing import Any
 
 from common.text.answers.values import resolved, types_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of parsers and grammars together: nodes with different ones must not continue each other's answers."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 
@@ -201,6 +201,7 @@ _KIMI = ToolFormat(
         end=KIMI_END + KIMI_SECTION[1],
     ),
     takes_text=True,
+    in_reasoning=True,
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,

@@ -1,7 +1,7 @@
 """Calls written as JSON: ``{"name": "f", "arguments": {...}}``, one or several, in a list or not.
 
 Arguments are passed on as they are written. A missing bracket at the end, other keys and another order of keys are
-taken; what breaks off before a name is known is no call.
+taken, and so is a bracket too many; what breaks off before a name is known is no call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def json_calls(reader: TextReader, sink: DeltaSink, close: str) -> Generator[Non
             if not (yield from _call(reader, sink, close)):
                 yield from reader.literal(close)
                 break
-        elif character and character in ",]" and (sink.num_calls > num_before or is_list):
+        elif character and character in ",]}" and (sink.num_calls > num_before or is_list):
             reader.place += 1
         else:
             yield from reader.literal(close)
@@ -113,6 +113,8 @@ def _held_arguments(reader: TextReader, close: str) -> Generator[None, None, str
     if text.startswith('"'):
         try:
             inner = json.loads(text)
+            if not inner.strip():
+                return "{}"
             return inner if isinstance(json.loads(inner), dict) else text
         except ValueError:
             return text
@@ -220,13 +222,12 @@ def kimi_calls(
     reader: TextReader, sink: DeltaSink, markers: tuple[str, str, str], close: str
 ) -> Generator[None, None, bool]:
     """Calls of a Kimi section up to and with ``close``; whether there was one. ``markers``: before a call's id, before
-    its arguments, after them."""
+    its arguments, after them. Text between calls is left out."""
     begin, middle, end = markers
     num_before = sink.num_calls
     while True:
-        yield from reader.spaces()
-        if not (yield from reader.literal(begin)):
-            yield from reader.literal(close)
+        found = yield from reader.until((begin, close), MAX_HEAD_CHARS)
+        if found is None or found[1] == close:
             break
         found = yield from reader.until((middle, end, close), MAX_HEAD_CHARS)
         if found is None or found[1] != middle:
@@ -236,9 +237,12 @@ def kimi_calls(
         sink.begin_call(name, call_id)
         reader.keep = None
         yield from reader.spaces()
+        start = reader.num_read
         stop = yield from reader.pass_on((end, close, begin, middle), sink.arguments, holds_space=" \n")
         if stop not in (end, close):
             break
+        if reader.num_read == start + len(stop):
+            sink.arguments("{}")
         sink.end_call()
         if stop == close:
             break

@@ -15,7 +15,7 @@ from common.text.answers.formats import KIMI_MARKERS, AnswerFormat, CallKind, To
 from common.text.answers.json_calls import json_calls, kimi_calls
 from common.text.answers.python_calls import python_calls
 from common.text.answers.reader import Steps, TextReader
-from common.text.answers.xml_calls import FUNCTION, xml_calls
+from common.text.answers.xml_calls import FUNCTION, FUNCTION_END, xml_calls
 
 _SPACES = " \t\r\n"
 
@@ -99,7 +99,7 @@ class AnswerParser:
         openers = (opener, FUNCTION) if self._tools.kind is CallKind.XML else (opener,)
         while found := (yield from self._reader.pass_on(openers, self._sink.content, holds_space=_SPACES)):
             if (yield from self._calls(found, self._sink.content)):
-                yield from self._space_at_end()
+                yield from self._after_calls()
 
     def _thinking(self, begin: str, end: str) -> Steps:
         reader = self._reader
@@ -129,12 +129,19 @@ class AnswerParser:
         if stop:
             yield from reader.spaces()
 
-    def _space_at_end(self) -> Steps:
-        """Goes over white space if nothing follows it."""
-        reader = self._reader
+    def _after_calls(self) -> Steps:
+        """Goes over closing markers that come once more, and over white space if nothing follows it."""
+        assert self._tools is not None
+        reader, close = self._reader, self._marker(self._tools.close_marker)
         reader.keep = reader.place
-        if (yield from reader.spaces()):
-            reader.place = reader.keep
+        while (yield from reader.spaces()):
+            is_closed = yield from reader.literal(close)
+            if not is_closed and self._tools.kind is CallKind.XML:
+                is_closed = yield from reader.literal(FUNCTION_END)
+            if not is_closed:
+                reader.place = reader.keep
+                break
+            reader.keep = reader.place
         reader.keep = None
 
     def _calls(self, opener: str, emit_instead: Callable[[str], None]) -> Generator[None, None, bool]:

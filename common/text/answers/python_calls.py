@@ -1,7 +1,7 @@
 """Calls written as a list in Python: ``[f(a="b", c=1), g()]``.
 
 A value is passed on when it is whole, as JSON. Templates write strings without escaping them, so a quotation mark ends
-a string only where something follows that can stand after one.
+a string only where what follows can stand after one: another argument, another call or the end of all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from common.text.answers.values import dumps, json_of_python
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*\Z")
 _STOP = re.compile(r"[\"'(){}\[\],\\\ud800-\udfff]")
 _AFTER_STRING = ",)]}:"
+_AFTER_ARGUMENT = re.compile(
+    r",(?:\s*\)|\s*[A-Za-z_][\w.\-]*\s*=)|\)\s*(?:[,;\]\ud800-\udfff]|\n\s*[A-Za-z_][\w.\-]*\()"
+)
+_MAX_AFTER = 256
 
 
 def python_calls(reader: TextReader, sink: DeltaSink, close: str) -> Generator[None, None, bool]:
@@ -43,13 +47,13 @@ def python_calls(reader: TextReader, sink: DeltaSink, close: str) -> Generator[N
             break
         sink.begin_call(name)
         reader.keep = None
-        if not (yield from _arguments(reader, sink)):
+        if not (yield from _arguments(reader, sink, close)):
             yield from reader.literal(close)
             break
     return sink.num_calls > num_before
 
 
-def _arguments(reader: TextReader, sink: DeltaSink) -> Generator[None, None, bool]:
+def _arguments(reader: TextReader, sink: DeltaSink, close: str) -> Generator[None, None, bool]:
     num_given = 0
     while True:
         character = yield from reader.spaces()
@@ -66,13 +70,13 @@ def _arguments(reader: TextReader, sink: DeltaSink) -> Generator[None, None, boo
             return False
         sink.arguments(("{" if not num_given else ", ") + dumps(found[0].strip()) + ": ")
         num_given += 1
-        text = yield from _literal(reader)
+        text = yield from _literal(reader, close)
         if text is None:
             return False
         sink.arguments(json_of_python(text))
 
 
-def _literal(reader: TextReader) -> Generator[None, None, str | None]:
+def _literal(reader: TextReader, close: str) -> Generator[None, None, str | None]:
     """A literal up to the comma or bracket after it; None when the text ends before."""
     parts: list[str] = []
     depth = 0
@@ -99,7 +103,7 @@ def _literal(reader: TextReader) -> Generator[None, None, str | None]:
             character += reader.text[reader.place : reader.place + 1]
             reader.place = min(reader.place + 1, len(reader.text))
         elif quote:
-            if character == quote and (yield from _ends_string(reader)):
+            if character == quote and (yield from _ends_string(reader, close, depth)):
                 quote = ""
         elif character in "\"'":
             quote = character
@@ -110,13 +114,29 @@ def _literal(reader: TextReader) -> Generator[None, None, str | None]:
         parts.append(character)
 
 
-def _ends_string(reader: TextReader) -> Generator[None, None, bool]:
+def _ends_string(reader: TextReader, close: str, depth: int) -> Generator[None, None, bool]:
     """Whether what follows a quotation mark can stand after a string; goes over nothing."""
-    offset = 0
     while True:
-        rest = reader.text[reader.place + offset :].lstrip()
-        if rest:
+        rest = reader.text[reader.place : reader.place + _MAX_AFTER].lstrip()
+        is_all = reader.is_ended or reader.place + _MAX_AFTER <= len(reader.text)
+        if rest and (rest[0] not in ",)" or depth):
             return rest[0] in _AFTER_STRING or rest[0] >= "\ud800"
-        if reader.is_ended:
+        if _AFTER_ARGUMENT.match(rest) or (rest[:1] == ")" and rest[1:].lstrip().startswith(close)):
+            return True
+        if _is_other(rest, close):
             return False
+        if is_all:
+            return bool(rest)
         yield
+
+
+def _is_other(rest: str, close: str) -> bool:
+    """No text after ``rest`` makes it an argument's end."""
+    after = rest[1:].lstrip()
+    if not after:
+        return False
+    if rest[0] == ",":
+        return not re.fullmatch(r"[A-Za-z_][\w.\-]*\s*", after)
+    if close.startswith(after):
+        return False
+    return "\n" not in rest[1 : len(rest) - len(after)] or not re.fullmatch(r"[A-Za-z_][\w.\-]*", after)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_LOWER_WORDS = ("true", "false", "null")
+_PADDED = re.compile(r"([+-]?)0+(\d+)")
+_UNSAFE = re.compile(r"\\(?s:.)|['\n\r\0]")
+_ESCAPES = "\\'\"abfnrtvx01234567uUN"
 MAX_REFERENCES = 8
 """Schemas that refer to each other, one after another, before no more is asked."""
 MAX_LITERAL_CHARS = 100_000
@@ -70,6 +75,8 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
 def json_of_text(text: str, types: Set[str]) -> str:
     """The value of a parameter that may have other types than string, as JSON; what fits none of them is a string."""
     stripped = text.strip()
+    if types and "string" not in types:
+        stripped = _number(stripped) if stripped.lower() not in _LOWER_WORDS else stripped.lower()
     value = _literal(stripped)
     if value is _NONE_SUCH:
         return dumps(text)
@@ -80,7 +87,7 @@ def json_of_text(text: str, types: Set[str]) -> str:
 
 def json_of_python(text: str) -> str:
     """A Python literal as JSON; what is none is a string."""
-    stripped = text.strip()
+    stripped = _number(text.strip())
     if stripped[:1] in ("'", '"') and len(stripped) > 1 and stripped[-1] == stripped[0]:
         return dumps(_unquoted(stripped))
     value = _literal(stripped)
@@ -116,6 +123,8 @@ def _literal(text: str) -> Any:
         return _NONE_SUCH
     try:
         value = ast.literal_eval(text)
+        if isinstance(value, set):  # in the order in which it is written
+            value = ast.literal_eval("[" + text.strip()[1:-1] + "]")
         json.dumps(value, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NONE_SUCH
@@ -126,15 +135,35 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
+def _number(text: str) -> str:
+    """Without zeros in front, which neither JSON nor Python has."""
+    padded = _PADDED.fullmatch(text)
+    return padded[1].replace("+", "") + padded[2] if padded else text
+
+
 def _unquoted(text: str) -> str:
-    """A string literal, whose own quotation marks need not be escaped inside."""
+    """A string literal, whose own quotation marks and line breaks need not be escaped inside."""
     inner = text[1:-1]
+    quote = text[0] * 2
+    if len(inner) >= 4 and inner.startswith(quote) and inner.endswith(quote):
+        inner = inner[2:-2]
     if "\\" not in inner:
         return inner
+    if text[0] == '"':
+        try:
+            return str(json.loads('"' + inner + '"', strict=False))
+        except ValueError:
+            pass
     try:
-        return str(json.loads('"' + inner + '"', strict=False)) if text[0] == '"' else str(ast.literal_eval(text))
+        return str(ast.literal_eval("'" + _UNSAFE.sub(_safe, inner) + "'"))
     except (ValueError, SyntaxError, MemoryError):
         return inner
+
+
+def _safe(found: re.Match[str]) -> str:
+    """A backslash that escapes nothing stands for itself."""
+    text = found.group()
+    return text if text[0] == "\\" and text[1] in _ESCAPES else "".join(f"\\U{ord(each):08x}" for each in text)
 
 
 def _type_of(value: Any) -> str:

@@ -113,6 +113,47 @@ def test_reasoning_when_the_prompt_or_an_answer_has_it_then_it_is_found() -> Non
     assert detect(renderer(taken_out), nothing).reasoning is not None
 
 
+def test_reasoning_when_only_answers_with_calls_keep_it_then_it_is_found() -> None:
+    """As Kimi K2 Thinking's template: everything up to the last plain answer loses its reasoning."""
+    later = (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' and not m.tool_calls -%}"
+        "{%- set ns.last = loop.index0 -%}"
+    )
+    think = "{{- '<think>' + (message.reasoning_content or '' if loop.index0 > ns.last else '') + '</think>' -}}"
+    source = (
+        "{%- set ns = namespace(last=-1) -%}" + later + "{%- endif -%}{%- endfor -%}"
+        + TEMPLATES["kimi"].replace("{{- message.content or '' -}}", think + "{{- message.content or '' -}}")
+    )  # fmt: skip
+    found = detect(renderer(source), nothing)
+    assert found.reasoning is not None
+    assert (found.reasoning.begin, found.reasoning.end) == ("<think>", "</think>")
+    assert found.tools is not None
+    assert found.tools.in_reasoning
+
+
+def test_calls_when_the_space_around_them_is_unusual_then_the_layout_has_it() -> None:
+    """As Nemotron 3's template, which ends calls with a line break, and Qwen3-Coder's, whose header has none before
+    calls."""
+    source = TEMPLATES["xml"].replace("</tool_call>' -}}", "</tool_call>\\n' -}}")
+    assert source != TEMPLATES["xml"]
+    found = detect(renderer(source), nothing).tools
+    assert found is not None
+    assert found.layout.end.endswith("</tool_call>\n")
+    turns = (
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' -}}{%- if m.tool_calls -%}"
+        "{%- if m.content -%}{{- '\\n' + m.content + '\\n' -}}{%- endif -%}{%- for call in m.tool_calls -%}"
+        "{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' -}}"
+        "{%- for key, value in call.function.arguments | items -%}"
+        "{{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' -}}{%- endfor -%}"
+        "{{- '</function>\\n</tool_call>' -}}{%- endfor -%}{%- else -%}{{- '\\n' + m.content -}}{%- endif -%}"
+        "{{- '<|end|>' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"
+    )
+    found = detect(renderer(turns), nothing).tools
+    assert found is not None
+    layout = found.layout
+    assert (layout.begin, layout.begin_after_text) == ("<tool_call>\n<function=", "\n\n<tool_call>\n<function=")
+
+
 def test_overrides_when_a_format_is_named_then_it_is_that_one() -> None:
     for name in TOOL_FORMATS:
         found = detect(renderer(TEMPLATES["no_calls"]), nothing, Overrides(name)).tools
