@@ -133,6 +133,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("grammar_compile_seconds", "Time of compiling a grammar for the vocabulary.", roles=NODES),
     _histogram("grammar_mask_seconds", "Time of a step's masks, beside its forward.", roles=NODES),
     _counter("transfer_bytes_total", "Payload moved between nodes.", "direction", "kind", roles=NODES),
+    _gauge("transfers_in_flight", "Pulls whose data is being read, or may still be written.", roles=NODES),
     _histogram("transfer_seconds", "Time of one pull, validation included.", roles=NODES),
     _histogram("transfer_descriptors", "Memory ranges in one pull.", buckets=DESCRIPTORS, roles=NODES),
     _counter("transfer_early_parts_total", "Parts of prompts read while later ones were still computed.", roles=NODES),

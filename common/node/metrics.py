@@ -9,9 +9,16 @@ from common.metrics.metrics import Samples
 
 
 def cache_samples(
-    stats: CacheStats, *, running: int, waiting: int, waiting_for_peer: int, preemptions: int, grammars_waiting: int
+    stats: CacheStats,
+    *,
+    running: int,
+    waiting: int,
+    waiting_for_peer: int,
+    preemptions: int,
+    grammars_waiting: int,
+    transfers_in_flight: int,
 ) -> Samples:
-    """Samples of the metrics that are counted in the cache manager and the scheduler, by the metric's name."""
+    """Samples of the metrics that are counted where they happen, by the metric's name."""
     checkpoints: dict[tuple[str, ...], float] = {}
     for event, counts in (
         ("saved", stats.checkpoints_saved),
@@ -32,6 +39,7 @@ def cache_samples(
         "evictions_total": _labelled(stats.evictions),
         "preemptions_total": {(): preemptions},
         "grammars_waiting": {(): grammars_waiting},
+        "transfers_in_flight": {(): transfers_in_flight},
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
     }

@@ -223,6 +223,7 @@ class Node:
             waiting_for_peer=self.admission.num_waiting_for_peer,
             preemptions=core.num_preemptions,
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
+            transfers_in_flight=self._puller.num_in_flight,
         )
 
     async def refresh_stats(self) -> None:

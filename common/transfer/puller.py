@@ -26,7 +26,7 @@ from common.transfer.codes import TransferCode
 from common.transfer.generation_check import ScratchMemory
 from common.transfer.jobs import DoneCallback, PullJob, TerminalCallback
 from common.transfer.poll_loop import PollLoop
-from common.transfer.pull import Pull, PullQueue, Recreation
+from common.transfer.pull import Phase, Pull, PullQueue, Recreation
 
 THREAD_CHECK_S = 1.0
 """Seconds between two checks that the poll thread still lives, while somebody waits for a new agent."""
@@ -154,6 +154,13 @@ class Puller:
         """Somebody waits in ``recreate_backend``: no pull starts."""
         with self._queue.condition:
             return bool(self._queue.recreations)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Pulls whose data the transport may be writing now, those that have their outcome included."""
+        with self._queue.condition:
+            reading = sum(pull.phase is Phase.READING for pull in self._queue.open_pulls.values())
+            return reading + self._queue.num_unterminated
 
     @property
     def num_unterminated(self) -> int:

@@ -10,7 +10,6 @@ import contextlib
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +25,6 @@ from tests.support.service import Node, Service
 
 ROUTE = "/v1/completions"
 CHECK_PROMPT = random_tokens(100, seed=351)
-POSTED_S = 0.5
-"""A running sequence's read goes out within some turns of the event loop: before that an abort has nothing to wait for,
-and frees the blocks at once."""
 SHAPES = ("whole", "stream", "n", "list")
 SHORT_TIER_SHAPES = {
     "queued for prefill": ("stream",),
@@ -118,8 +114,8 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
         held = decode.check_cache()
         with stopped(prefill):
             with OpenRequest(decode.url, ROUTE, {**body, "kv_transfer_params": params}) as request:
-                wait_until(lambda: is_running(decode, len(prompts)), "the pulls to start")
-                time.sleep(POSTED_S)
+                # Before a read is posted an abort has nothing to wait for, and frees the blocks at once.
+                wait_until(lambda: metric(decode, "transfers_in_flight") == len(prompts), "the reads to start")
                 assert not request.has_answer
             wait_until(lambda: num_aborted(decode) == aborted + 1, "the decode node to see it")
             state: Any = decode.check_cache()

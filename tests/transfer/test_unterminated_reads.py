@@ -26,13 +26,13 @@ def test_pull_when_the_holder_is_frozen_then_timed_out_and_terminal_only_once_it
     outcome = rig.pull(peer, [(2, 2)], timeout_s=SHORT_S)
 
     assert (outcome.status, outcome.terminal, outcome.reason) == (PullStatus.TIMED_OUT, False, "deadline")
-    assert (rig.puller.num_active, rig.puller.num_unterminated) == (0, 1)
+    assert (rig.puller.num_active, rig.puller.num_unterminated, rig.puller.num_in_flight) == (0, 1, 1)
     assert not rig.puller.cancel("pull")
     assert rig.terminals.empty()
 
     holder.thaw()
     assert rig.terminals.get(timeout=PATIENCE_S) == "pull"
-    assert rig.puller.num_unterminated == 0
+    assert (rig.puller.num_unterminated, rig.puller.num_in_flight) == (0, 0)
     # This is why the destination had to stay untouched: the late bytes did arrive.
     assert memory.read(BLOCKS, 2) == holder.pattern(BLOCKS, 2)
     assert rig.pull(peer, [(3, 3)]).status is PullStatus.OK
@@ -42,8 +42,10 @@ def test_cancel_when_the_holder_wakes_before_the_deadline_then_cancelled_and_ter
     frozen: tuple[Holder, Rig, Peer],
 ) -> None:
     holder, rig, peer = frozen
+    assert rig.puller.num_in_flight == 0
     rig.submit(peer, [(2, 2)])
     assert wait_for(lambda: len(rig.backend.events) == 5)
+    assert rig.puller.num_in_flight == 1
     assert rig.puller.cancel("pull")
     assert rig.outcomes.empty()
     holder.thaw()

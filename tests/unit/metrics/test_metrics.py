@@ -20,8 +20,9 @@ leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,plac
 """
 
 BEYOND_INTERFACE = """
-requests_waiting_for_peer transfer_early_parts_total agent_recreations_total source_queries_total{result}
-proxy_retries_total{reason} proxy_retries_refused_total proxy_migrations_total{outcome} breaker_state{node}
+requests_waiting_for_peer transfers_in_flight transfer_early_parts_total agent_recreations_total
+source_queries_total{result} proxy_retries_total{reason}
+proxy_retries_refused_total proxy_migrations_total{outcome} breaker_state{node}
 breaker_opened_total{node}
 proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}
 prefix_index_entries{node} prefix_index_snapshots_total prompts_tokenised_total requests_dropped_total{reason}
