@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,17 +185,84 @@ class Stream:
         return len(self.reasoning) + len(self.content) + sum(len(arguments) for _, _, arguments in self.calls)
 
 
-def run_all(url: str, streams: list[Stream]) -> None:
-    with ThreadPoolExecutor(len(streams)) as pool:
-        list(pool.map(lambda stream: stream.run(url), streams))
-
-
 def results(streams: list[Stream]) -> list[Any]:
     """All but the ids of calls, which are those of a request."""
     return [
         (stream.reasoning, stream.content, [call[1:] for call in stream.calls], stream.ends, stream.usage)
         for stream in streams
     ]
+
+
+@dataclass
+class DialectStream:
+    """What a client of a Responses or Messages stream has: its events, those that carry on one text as one of them."""
+
+    route: str
+    body: dict[str, Any]
+    told: list[tuple[str, str]] = field(default_factory=list)
+    error: Any = None
+
+    def run(self, url: str) -> DialectStream:
+        with httpx.stream("POST", url + self.route, json=self.body, timeout=120) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    self._take(json.loads(line.removeprefix("data: ")))
+        return self
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] == "ping":
+            return
+        self.error = event.get("error", self.error)
+        delta = event.pop("delta", "") if event["type"].endswith("delta") else ""
+        if event["type"] == "message_delta":
+            event["delta"], delta = delta, ""
+        elif isinstance(delta, dict):
+            event["kind"] = delta.pop("type")
+            [delta] = delta.values()
+        about = json.dumps(_without_ids(event), sort_keys=True)
+        if delta and self.told and self.told[-1][0] == about:
+            delta = self.told.pop()[1] + delta
+        self.told.append((about, delta))
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(delta) for _, delta in self.told)
+
+    @property
+    def is_done(self) -> bool:
+        return any('"message_stop"' in about or '"response.completed"' in about for about, _ in self.told)
+
+
+def _without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        own = ("id", "item_id", "call_id", "created_at", "completed_at", "sequence_number")
+        return {key: _without_ids(each) for key, each in value.items() if key not in own}
+    return [_without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def in_dialect(route: str, salt: str, seed: int, kind: str) -> dict[str, Any]:
+    """The request of ``kind`` in the words of the API of ``route``."""
+    fields: dict[str, Any] = {"cache_salt": salt, "seed": seed, "temperature": 1.0, "stream": True}
+    user = {"role": "user", "content": "What is it like there? " * 8}
+    functions = [each["function"] for each in ([LONG] if kind == "arguments" else [FIXED])]
+    if route == "/v1/responses":
+        tools = [{"type": "function", **each} for each in functions]
+        fields |= {"input": [user], "tools": tools, "max_output_tokens": 700, "tool_choice": "required"}
+        fields |= NO_THOUGHT if kind == "arguments" else {"thinking_token_budget": 250}
+        return fields | {"parallel_tool_calls": False}
+    tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
+    thinking = {"type": "disabled"} if kind == "arguments" else {"type": "enabled", "budget_tokens": 250}
+    fields |= {"messages": [user], "tools": tools, "max_tokens": 700, "thinking": thinking}
+    return fields | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+
+
+AnyStream = Stream | DialectStream
+
+
+def run_all(url: str, streams: Sequence[AnyStream]) -> None:
+    with ThreadPoolExecutor(len(streams)) as pool:
+        list(pool.map(lambda stream: stream.run(url), streams))
 
 
 @pytest.mark.parametrize("kind", ["arguments", "reasoning"])
@@ -215,11 +282,35 @@ def test_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(site: Sit
     def streams(salt: str) -> list[Stream]:
         return [Stream(body(f"{kind} {salt} {seed}", seed=seed, **common)) for seed in range(NUM_STREAMS)]
 
-    service = site.service
-    expected = streams("whole")
-    run_all(service.url, expected)
+    expected, moved = streams("whole"), streams("cut")
+    run_and_strike(site, expected, moved)
     assert all(stream.is_done and stream.calls for stream in expected)
-    moved = streams("cut")
+    assert results(moved) == results(expected)
+
+
+@pytest.mark.parametrize("kind", ["arguments", "reasoning"])
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
+def test_dialect_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(
+    site: Site, route: str, kind: str
+) -> None:
+    if site.template != "xml_thinking":
+        pytest.skip("one template is enough: below a dialect is a chat")
+
+    def streams(salt: str) -> list[DialectStream]:
+        salt = f"{kind} {route} {salt}"
+        return [DialectStream(route, in_dialect(route, f"{salt} {seed}", seed, kind)) for seed in range(NUM_STREAMS)]
+
+    expected, moved = streams("whole"), streams("cut")
+    run_and_strike(site, expected, moved)
+    assert all(stream.is_done and stream.num_chars > 100 for stream in expected)
+    assert [stream.told for stream in moved] == [stream.told for stream in expected]
+
+
+def run_and_strike(site: Site, expected: Sequence[AnyStream], moved: Sequence[AnyStream]) -> None:
+    """Runs ``expected`` undisturbed; kills a decode node when all of ``moved`` are on their way, and starts it again
+    behind them."""
+    service = site.service
+    run_all(service.url, expected)
     before = metric(service.proxy, "proxy_migrations_total", outcome="resumed")
     victim, other = service.decode
 
@@ -234,7 +325,6 @@ def test_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(site: Sit
     run_all(service.url, moved)
     striker.join()
     assert [stream.error for stream in moved] == [None] * NUM_STREAMS
-    assert results(moved) == results(expected)
     assert metric(service.proxy, "proxy_migrations_total", outcome="resumed") > before
     wait_settled(service.prefill[0], other)
     service.start_again(victim)
