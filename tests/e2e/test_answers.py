@@ -46,7 +46,7 @@ FIXED = tool("fixed", {"city": {"const": "Bern"}, "days": {"const": 3}, "hourly"
 FREE = tool(
     "free", {"text": {"type": "string", "maxLength": 12}, "number": {"type": "integer", "minimum": 0, "maximum": 99}}
 )
-LONG = tool("long", {"text": {"type": "string", "minLength": 150, "maxLength": 160}})
+LONG = tool("long", {"text": {"type": "string", "minLength": 600, "maxLength": 620}})
 TOOLS = [FIXED, FREE, LONG]
 
 
@@ -82,7 +82,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def body(salt: str, **fields: Any) -> dict[str, Any]:
     user = {"role": "user", "content": "What is it like there? " * 8}
-    return {"messages": [user], "tools": TOOLS, "max_tokens": 700, "cache_salt": salt, **fields}
+    return {"messages": [user], "tools": TOOLS, "max_tokens": 1500, "cache_salt": salt, **fields}
 
 
 def named(name: str) -> dict[str, Any]:
@@ -248,12 +248,12 @@ def in_dialect(route: str, salt: str, seed: int, kind: str) -> dict[str, Any]:
     functions = [each["function"] for each in ([LONG] if kind == "arguments" else [FIXED])]
     if route == "/v1/responses":
         tools = [{"type": "function", **each} for each in functions]
-        fields |= {"input": [user], "tools": tools, "max_output_tokens": 700, "tool_choice": "required"}
-        fields |= NO_THOUGHT if kind == "arguments" else {"thinking_token_budget": 250}
+        fields |= {"input": [user], "tools": tools, "max_output_tokens": 1500, "tool_choice": "required"}
+        fields |= NO_THOUGHT if kind == "arguments" else {"thinking_token_budget": 500}
         return fields | {"parallel_tool_calls": False}
     tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
-    thinking = {"type": "disabled"} if kind == "arguments" else {"type": "enabled", "budget_tokens": 250}
-    fields |= {"messages": [user], "tools": tools, "max_tokens": 700, "thinking": thinking}
+    thinking = {"type": "disabled"} if kind == "arguments" else {"type": "enabled", "budget_tokens": 500}
+    fields |= {"messages": [user], "tools": tools, "max_tokens": 1500, "thinking": thinking}
     return fields | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
@@ -274,7 +274,7 @@ def test_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(site: Sit
         fields = {
             "tool_choice": "required",
             "tools": [FIXED],
-            "thinking_token_budget": 250,
+            "thinking_token_budget": 500,
             "parallel_tool_calls": False,
         }
     common = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 1.0, **fields}
@@ -307,16 +307,16 @@ def test_dialect_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(
 
 
 def run_and_strike(site: Site, expected: Sequence[AnyStream], moved: Sequence[AnyStream]) -> None:
-    """Runs ``expected`` undisturbed; kills a decode node when all of ``moved`` are on their way, and starts it again
-    behind them."""
+    """Runs ``expected`` undisturbed; kills a decode node when most of ``moved`` are on their way, so that it has some,
+    and starts it again behind them."""
     service = site.service
     run_all(service.url, expected)
     before = metric(service.proxy, "proxy_migrations_total", outcome="resumed")
     victim, other = service.decode
 
     def strike() -> None:
-        while min(stream.num_chars for stream in moved) < 5:
-            time.sleep(0.01)
+        while sorted(stream.num_chars for stream in moved)[NUM_STREAMS // 3] < 5:
+            time.sleep(0.002)
         assert not all(stream.is_done for stream in moved)
         os.kill(victim.process.pid, signal.SIGKILL)
 
