@@ -13,12 +13,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from common.text.answers.deltas import DeltaSink
 from common.text.answers.formats import ToolTypes
 from common.text.answers.json_calls import MAX_HEAD_CHARS
-from common.text.answers.reader import Steps, TextReader, held_from
+from common.text.answers.reader import Steps, TextReader
 from common.text.answers.values import dumps, escaped, json_of_text
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_STOPS = tuple(line + tag for tag in (PARAMETER_END, PARAMETER, FUNCTION_END, FUNCTION) for line in ("\n", ""))
+_TAGS = (PARAMETER_END, PARAMETER, FUNCTION_END, FUNCTION)
+_TAG = re.compile(r"\n?(?:" + "|".join(_TAGS) + ")")
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 _FUNCTION_NAME = re.compile(r"[^\s<>{}\"']+")
 _NAME = re.compile(r"[^\S\n]*([^<>\n]*?)[^\S\n]*[>\n]")
@@ -88,10 +89,15 @@ def _value(reader: TextReader, sink: DeltaSink, types: Set[str] | None, ends: _E
         else:
             parts.append(text)
 
-    while stop := (yield from _until(reader, _STOPS, emit)):
+    while stop := (yield from _until(reader, emit)):
         tag = stop.lstrip("\n")
         reader.keep = reader.place - len(tag)
-        while (is_end := ends.judge(stop, reader.text[reader.place :], reader.is_ended)) is None:
+        while True:
+            rest = reader.text[reader.place : reader.place + MAX_HEAD_CHARS]
+            is_all = len(rest) < MAX_HEAD_CHARS
+            is_end = ends.judge(stop, rest, reader.is_ended and is_all)
+            if is_end is not None or not is_all:
+                break
             yield
         begin, reader.keep = reader.keep, None
         if is_end:
@@ -172,26 +178,31 @@ def _name(rest: str) -> str | None:
     name = _NAME.match(rest)
     if name is not None:
         return name[1]
-    return "" if len(rest) > MAX_HEAD_CHARS or "<" in rest else None
+    return "" if "<" in rest else None
 
 
-def _until(reader: TextReader, stops: Sequence[str], emit: Callable[[str], None]) -> Generator[None, None, str]:
-    """As ``TextReader.pass_on``, which has no text at the end that may have become a stop."""
-    held: list[str] = []
-
-    def emit_held(text: str) -> None:
-        held.append(text)
-
-    steps = reader.pass_on(stops, emit_held)
+def _until(reader: TextReader, emit: Callable[[str], None]) -> Generator[None, None, str]:
+    """Emits text as it comes, up to the first tag, with one line break before it; that, or "" at the end, whose text
+    that may have become a tag is dropped."""
     while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            text = "".join(held)
-            if not done.value:
-                text = text[: held_from(text, stops, 0)]
-            emit(text)
-            return str(done.value)
-        emit("".join(held))
-        held.clear()
+        text, place = reader.text, reader.place
+        found = _TAG.search(text, place)
+        if found is not None:
+            emit(text[place : found.start()])
+            reader.place = found.end()
+            return found.group()
+        end = _held_from(text, place)
+        emit(text[place:end])
+        if reader.is_ended:
+            reader.place = len(text)
+            return ""
+        reader.place = end
         yield
+
+
+def _held_from(text: str, place: int) -> int:
+    """Where the end of ``text`` begins that may become a tag."""
+    end = text.rfind("<", max(place, len(text) - len(PARAMETER_END)))
+    if end < 0 or not any(tag.startswith(text[end:]) for tag in _TAGS):
+        end = len(text)
+    return end - 1 if end > place and text[end - 1] == "\n" else end
