@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
-from common.engine.sampling.grammar import GrammarMasks
+from common.engine.sampling.grammar import GrammarMasks, SequenceGrammar
 from common.engine.sampling.grammar_compiler import GrammarCompiler
 from common.engine.scheduler import Schedule
 from common.engine.sequence import Sequence, SequenceStatus
@@ -27,6 +28,7 @@ class StepGrammars:
         self._compiler = compiler
         self._masks = masks
         self._pending: list[Sequence] = []
+        self._live: WeakSet[SequenceGrammar] = WeakSet()
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """``wake`` is called from a thread whenever a grammar is ready or has failed."""
@@ -58,6 +60,7 @@ class StepGrammars:
                 "the model has no tokenizer: its answers cannot be constrained", code="unsupported_parameter"
             )
         sequence.grammar = self._compiler.begin(text, sequence.output_token_ids)
+        self._live.add(sequence.grammar)
         self._pending.append(sequence)
         return None
 
@@ -89,6 +92,9 @@ class StepGrammars:
     def launch(self, schedule: Schedule) -> None:
         """Fills the masks of those that the step will sample: what they depend on is known."""
         if self._masks is None:
+            return
+        if not self._live:
+            self._masks.fill(())
             return
         due = [
             *(
@@ -137,6 +143,7 @@ class StepGrammars:
         grammar = first.grammar
         if first is not sequence and grammar is not None and self._masks.has(grammar) and not first.num_output_tokens:
             sequence.grammar = grammar.fork()
+            self._live.add(sequence.grammar)
             self._masks.share(grammar, sequence.grammar)
         else:
             self.begin(sequence)

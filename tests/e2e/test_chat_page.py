@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import httpx
 import pytest
 
 from common.demo_model import FOLDER
+from tests.e2e.conftest import NODE_FLAGS
+from tests.e2e.test_answers import FIXED, FREE, model_with
 from tests.support.chromium import Page, chromium
 from tests.support.service import Service
 
@@ -115,3 +118,66 @@ def test_chat_when_a_new_user_asks_twice_then_both_answers_and_their_traces_are_
 def facts(page: Page) -> dict[str, str]:
     """The figures under the last answer."""
     return dict(page.evaluate(DETAIL.replace("ROOT", f"{LAST}.querySelector('.facts')")))
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A model that reasons and calls, as a grammar has it."""
+    folder = model_with("xml_thinking", tmp_path_factory.mktemp("model") / "m")
+    with Service(folder, prefill_flags=NODE_FLAGS, decode_flags=NODE_FLAGS) as running:
+        yield running
+
+
+def test_chat_when_the_model_calls_tools_then_calls_and_reasoning_are_folded_and_results_go_back(
+    caller: Service, tmp_path: Path
+) -> None:
+    program = chromium()
+    if program is None:
+        pytest.skip("chromium is not installed (Debian package chromium)")
+    with Page(tmp_path, program) as page:
+
+        def put(**values: str) -> None:
+            for name, value in values.items():
+                page.evaluate(f"document.getElementById({json.dumps(name)}).value = {json.dumps(value)}")
+
+        page.resize(1300, 900)
+        page.call("Page.navigate", url=caller.url + "/chat")
+        page.wait_for("document.getElementById('state').innerText === 'Ready'")
+        put(tools=json.dumps([FIXED, FREE]), tool_choice="required", temperature="1", seed="4", max_tokens="600")
+        put(more=json.dumps({"thinking_token_budget": 40, "parallel_tool_calls": False}))
+        put(message="What is it like in Bern?")
+        page.evaluate("document.getElementById('send').click()")
+        page.wait_for(f"{ANSWERS}.length === 1 && {IS_DONE}")
+        call, reasoning = f"{LAST}.querySelector('details.call')", f"{LAST}.querySelector('details.reasoning')"
+        assert page.evaluate(f"{LAST}.querySelectorAll('details.call').length") == 1
+        assert not page.evaluate(f"{call}.open || {reasoning}.open")
+        named = page.evaluate(f"{call}.querySelector('summary').textContent")
+        assert named in ("Tool call: fixed", "Tool call: free")
+        page.evaluate(f"{call}.open = true; {reasoning}.open = true")
+        given = json.loads(page.evaluate(f"{call}.querySelector('pre').innerText"))
+        schema = (FIXED if named.endswith("fixed") else FREE)["function"]["parameters"]
+        assert set(given) == set(schema["properties"])
+        assert page.evaluate(f"{reasoning}.querySelector('summary').textContent").startswith("Reasoning, ")
+        assert page.evaluate(f"{reasoning}.querySelector('.text').innerText").strip()
+        assert not page.evaluate(f"{LAST}.querySelector('.failure, .badge.warn') !== null")
+        before = facts(page)
+        put(**{"result-0": '{"sky": "clear", "degrees": 21}'})
+        for width, height in ((1300, 900), (360, 740)):
+            page.resize(width, height)
+            page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            page.screenshot(tmp_path / f"call-{width}.png")
+        # The result goes back behind the call.
+        put(tool_choice="none", more="{}", max_tokens="20")
+        page.evaluate("document.querySelector('form.results button').click()")
+        page.wait_for(f"{ANSWERS}.length === 2 && {IS_DONE}")
+        assert "Result of" in page.evaluate("document.querySelector('.turn.tool').innerText")
+        assert "clear" in page.evaluate("document.querySelector('.turn.tool pre').innerText")
+        assert int(facts(page)["cached"].split()[0]) >= int(before["prompt"].split()[0])
+        for width, height in ((1300, 900), (360, 740)):
+            page.resize(width, height)
+            page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            page.screenshot(tmp_path / f"result-{width}.png")
+        assert page.complaints == []
+        assert page.hosts_asked(caller.url) == {"127.0.0.1"}

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
+from common.engine.sampling.grammar_compiler import GrammarCompiler
 from common.engine.sequence import SequenceStatus
 from common.errors import DeadlineExceededError, GrammarError, InvalidRequestError, TandemError
 from common.node.runtime import NodeModel
@@ -308,6 +309,35 @@ def test_grammar_when_it_is_not_compiled_in_time_then_the_request_fails_with_a_d
         gate.set()
         del compiler._matcher
     assert used(model) == (0, 0, 0, 0)
+
+
+def test_grammar_when_it_is_asked_for_again_while_it_is_compiled_then_it_is_compiled_once_and_others_go_on(
+    shared: tuple[EngineCore, NodeModel],
+) -> None:
+    tokenizer = shared[0].grammars._compiler._vocabulary()  # type: ignore[union-attr]
+    compiler = GrammarCompiler(lambda: tokenizer, frozenset({1}), wait_seconds=60)
+    gate, entered, ready = threading.Event(), threading.Event(), threading.Semaphore(0)
+    compiled: list[float] = []
+
+    def hold_the_first(seconds: float) -> None:
+        compiled.append(seconds)
+        entered.set()
+        assert len(compiled) > 1 or gate.wait(60)
+
+    compiler.on_compiled, compiler.on_ready = hold_the_first, ready.release
+    compiler.prepare(JSON)
+    assert entered.wait(60)
+    first, second = compiler.begin(JSON), compiler.begin(JSON)
+    other = compiler.begin(grammar(regex="[a-z]+"))
+    assert ready.acquire(timeout=60)
+    assert (first.is_pending, second.is_pending, other.is_pending) == (True, True, False)
+    assert compiler.num_waiting == 3
+    gate.set()
+    assert ready.acquire(timeout=60)
+    assert ready.acquire(timeout=60)
+    assert len(compiled) == 2
+    assert first.error is second.error is None
+    assert first.matcher is not second.matcher
 
 
 def test_grammar_when_the_model_has_no_tokenizer_then_it_is_refused_by_name() -> None:

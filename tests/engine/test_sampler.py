@@ -262,6 +262,29 @@ def test_sample_when_tokens_are_allowed_then_only_these_are_drawn_and_other_rows
     assert greedy[0].token_id == max(allowed, key=lambda token: float(logits[0, token]))
 
 
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
+def test_sample_when_rows_have_masks_then_only_these_tokens_come_and_other_rows_are_not_touched(share: float) -> None:
+    draw, logits = random.Random(3), random_logits(60, seed=6)
+    best: list[int] = logits.argmax(-1).tolist()
+    allowed = [[each for each in range(VOCAB) if each != no and draw.random() < share] or [no ^ 1] for no in best]
+    words = [sum(1 << token for token in each).to_bytes(8, "little") for each in allowed]
+    masks = [memoryview(bytearray(each)).cast("I") for each in words]
+    kinds: list[dict[str, object]] = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.0, "logprobs": 1}]
+    free = [task(seed=row, **kinds[row % 4]) for row in range(60)]
+    tasks = [replace(each, mask=masks[row]) if row % 3 else each for row, each in enumerate(free)]
+    for rows in (range(60), range(0, 60, 4)):  # the second: greedy alone
+        found = [each.token_id for each in Sampler().sample(logits[rows], [tasks[row] for row in rows])]
+        others = [each.token_id for each in Sampler().sample(logits[rows], [free[row] for row in rows])]
+        for row, token, other in zip(rows, found, others, strict=True):
+            if not row % 3:
+                assert token == other
+                continue
+            assert token in allowed[row]
+            if "temperature" in kinds[row % 4]:
+                assert other == best[row]
+                assert token == max(allowed[row], key=lambda each: float(logits[row, each]))
+
+
 def test_sample_when_only_ends_are_allowed_before_min_tokens_then_one_is_drawn() -> None:
     params = SamplingParams(min_tokens=5, allowed_token_ids=frozenset({1, 2}), stop_token_ids=frozenset({2}))
     ending = SampleTask(params, [5], [], eos_token_ids=frozenset({1}))

@@ -28,7 +28,7 @@ class SequenceGrammar:
         error: why it cannot be used, or cannot go on.
     """
 
-    __slots__ = ("_eos_token_ids", "_is_done", "_matcher", "deadline_s", "error", "hidden_token_ids")
+    __slots__ = ("__weakref__", "_eos_token_ids", "_is_done", "_matcher", "deadline_s", "error", "hidden_token_ids")
 
     def __init__(self, eos_token_ids: frozenset[int], deadline_s: float) -> None:
         self._eos_token_ids = eos_token_ids
@@ -92,8 +92,7 @@ def _clear(mask: memoryview, token_ids: frozenset[int]) -> None:
 
 
 def _any(mask: memoryview) -> bool:
-    data = bytes(mask)
-    return data.count(0) != len(data)
+    return bool(bytes(mask).lstrip(b"\0"))
 
 
 def _failed(why: str) -> GrammarError:

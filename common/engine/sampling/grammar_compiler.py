@@ -1,7 +1,8 @@
 """Grammars for one vocabulary, compiled in threads of their own.
 
 Each was tried in another process before it came here (``common.grammar``), so that what it takes is bounded. Those that
-were used lately are kept: a sequence gets a copy. The vocabulary itself is made with the first grammar.
+were used lately are kept: a sequence gets a copy. One text is compiled once at a time: who wants the same waits for it,
+without holding a thread. The vocabulary itself is made with the first grammar.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -24,6 +26,15 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 2
 MAX_KEPT = 64
 """Compiled grammars that are kept, about 100 kB each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """``grammar``: of the sequence that waits; None: it will come."""
+
+    text: str
+    grammar: SequenceGrammar | None = None
+    token_ids: Sequence[int] = ()
 
 
 class GrammarCompiler:
@@ -45,7 +56,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._compiling: dict[str, list[_Job]] = {}  # text -> jobs that came meanwhile
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.num_waiting = 0
         self.on_ready: Callable[[], None] = lambda: None
@@ -54,15 +66,15 @@ class GrammarCompiler:
 
     def prepare(self, text: str) -> None:
         """Compiles ``text`` for a sequence that will come."""
-        self._put(lambda: self._prepare(text))
+        self._put(_Job(text))
 
     def begin(self, text: str, token_ids: Sequence[int] = ()) -> SequenceGrammar:
         """The grammar of a sequence, which becomes ready later, behind ``token_ids``: what of its output is there."""
         grammar = SequenceGrammar(self._eos_token_ids, time.monotonic() + self._wait_seconds)
-        self._put(lambda: self._finish(grammar, text, token_ids))
+        self._put(_Job(text, grammar, token_ids))
         return grammar
 
-    def _put(self, job: Callable[[], None]) -> None:
+    def _put(self, job: _Job) -> None:
         with self._lock:
             self.num_waiting += 1
             if len(self._threads) < NUM_THREADS:
@@ -75,27 +87,38 @@ class GrammarCompiler:
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
-            job()
+            with self._lock:
+                meanwhile = self._compiling.get(job.text)
+                if meanwhile is not None:
+                    meanwhile.append(job)
+                    continue
+                if job.text not in self._kept:
+                    self._compiling[job.text] = []
+            self._do(job)
             with self._lock:
                 self.num_waiting -= 1
+                meanwhile = self._compiling.pop(job.text, [])
+            for each in meanwhile:
+                self._jobs.put(each)
+            del job, meanwhile  # a thread that waits holds no grammar
 
-    def _prepare(self, text: str) -> None:
+    def _do(self, job: _Job) -> None:
+        grammar = job.grammar
         try:
-            self._matcher(text)
-        except Exception:  # the sequence hears of it when it comes
-            logger.info("a grammar could not be compiled in advance", exc_info=True)
-
-    def _finish(self, grammar: SequenceGrammar, text: str, token_ids: Sequence[int]) -> None:
-        try:
-            matcher = self._matcher(text)
-            for place, token_id in enumerate(token_ids):
+            matcher = self._matcher(job.text)
+            if grammar is None:
+                return
+            for place, token_id in enumerate(job.token_ids):
                 if not matcher.consume_token(token_id):
                     raise GrammarError(
                         f"the answer so far is not of its grammar: token {token_id} at place {place} of "
-                        f"{len(token_ids)} is refused"
+                        f"{len(job.token_ids)} is refused"
                     )
             grammar.finish(matcher)
         except Exception as exc:  # of a foreign library: it is this grammar's
+            if grammar is None:  # the sequence hears of it when it comes
+                logger.info("a grammar could not be compiled in advance", exc_info=True)
+                return
             if not isinstance(exc, TandemError):
                 logger.exception("a grammar could not be compiled")
                 exc = GrammarError(f"the grammar could not be compiled: {exc}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.text.answers.values import resolved, types_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of parsers and grammars together: nodes with different ones must not continue each other's answers."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 

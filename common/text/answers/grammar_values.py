@@ -39,6 +39,8 @@ def schema_rule(schema: Mapping[str, Any], layout: CallLayout, *, strict: bool) 
         "item_separator": layout.item_separator,
         "key_separator": layout.key_separator,
         "whitespace_flexible": False,
+        # As templates and clients write strings: \u0009 would come back as \t, and the next prompt have other tokens.
+        "json_allowed_escapes": 'nrbtf\\"',
     }
     if not strict:
         options["lenient"] = True

@@ -219,14 +219,21 @@ def _until_quote(reader: TextReader, parts: list[str]) -> Generator[None, None, 
 
 
 def kimi_calls(
-    reader: TextReader, sink: DeltaSink, markers: tuple[str, str, str], close: str
+    reader: TextReader, sink: DeltaSink, markers: tuple[str, str, str], close: str, *, in_section: bool
 ) -> Generator[None, None, bool]:
     """Calls of a Kimi section up to and with ``close``; whether there was one. ``markers``: before a call's id, before
-    its arguments, after them. Text between calls is left out."""
+    its arguments, after them. Text between calls is left out. Without a section calls follow each other."""
     begin, middle, end = markers
     num_before = sink.num_calls
     while True:
-        found = yield from reader.until((begin, close), MAX_HEAD_CHARS)
+        if in_section:
+            found = yield from reader.until((begin, close), MAX_HEAD_CHARS)
+        else:
+            reader.keep = reader.place if reader.keep is None else reader.keep
+            yield from reader.spaces()
+            found = ("", begin) if (yield from reader.literal(begin)) else None
+            if found is None:
+                reader.place = reader.keep
         if found is None or found[1] == close:
             break
         found = yield from reader.until((middle, end, close), MAX_HEAD_CHARS)
@@ -234,16 +241,32 @@ def kimi_calls(
             break
         call_id = found[0].strip()
         name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id.removeprefix("functions.")
+        if not name:
+            break
         sink.begin_call(name, call_id)
         reader.keep = None
         yield from reader.spaces()
-        start = reader.num_read
-        stop = yield from reader.pass_on((end, close, begin, middle), sink.arguments, holds_space=" \n")
-        if stop not in (end, close):
+        parts: list[str] = []
+
+        def emit(text: str, parts: list[str] = parts) -> None:
+            parts.append(text)
+            sink.arguments(text)
+
+        stop = yield from reader.pass_on((end, close, begin, middle), emit, holds_space=" \n")
+        if stop == middle or (not stop and not _is_object("".join(parts))):
             break
-        if reader.num_read == start + len(stop):
+        if stop == begin:  # the marker after the arguments is missing
+            reader.place -= len(begin)
+        if not any(parts):
             sink.arguments("{}")
         sink.end_call()
-        if stop == close:
+        if stop in (close, ""):
             break
     return sink.num_calls > num_before
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -95,8 +95,7 @@ class AnswerParser:
         if self._tools is None:
             yield from self._reader.pass_on(("\ud7ff\ud800",), self._sink.content)
             return
-        opener = self._marker(self._tools.open_marker)
-        openers = (opener, FUNCTION) if self._tools.kind is CallKind.XML else (opener,)
+        openers = self._openers()
         while found := (yield from self._reader.pass_on(openers, self._sink.content, holds_space=_SPACES)):
             if (yield from self._calls(found, self._sink.content)):
                 yield from self._after_calls()
@@ -117,17 +116,23 @@ class AnswerParser:
             yield from reader.literal(begin)  # some models open once more
         yield from reader.spaces()
         tools = self._tools
-        opener = self._marker(tools.open_marker) if tools is not None and tools.in_reasoning else ""
-        stops = (end, opener) if opener else (end,)
+        openers = self._openers() if tools is not None and tools.in_reasoning else ()
+        openers = tuple(each for each in openers if each != FUNCTION)
         while True:
-            stop = yield from reader.pass_on(stops, self._sink.reasoning, holds_space=_SPACES)
-            if stop != opener or not stop:
+            stop = yield from reader.pass_on((end, *openers), self._sink.reasoning, holds_space=_SPACES)
+            if stop not in openers:
                 break
             if (yield from self._calls(stop, self._sink.reasoning)):
                 yield from reader.spaces()
         self.is_reasoning = False
         if stop:
             yield from reader.spaces()
+
+    def _openers(self) -> tuple[str, ...]:
+        """What calls begin with: their marker, which some models leave out before the first one."""
+        assert self._tools is not None
+        first = {CallKind.XML: FUNCTION, CallKind.KIMI: KIMI_MARKERS[0]}.get(self._tools.kind)
+        return (self._marker(self._tools.open_marker), *((self._marker(first),) if first is not None else ()))
 
     def _after_calls(self) -> Steps:
         """Goes over closing markers that come once more, and over white space if nothing follows it."""
@@ -150,22 +155,24 @@ class AnswerParser:
         reader, sink, kind = self._reader, self._sink, self._tools.kind
         space = reader.space
         close = self._marker(self._tools.close_marker)
-        if opener == FUNCTION:
-            reader.place -= len(FUNCTION)
+        has_marker = opener == self._marker(self._tools.open_marker)
+        if not has_marker:
+            reader.place -= len(opener)
         reader.keep = reader.place
         if kind is CallKind.XML:
-            found = yield from xml_calls(reader, sink, close, self._types)
+            markers = (self._marker(self._tools.open_marker), close)
+            found = yield from xml_calls(reader, sink, markers, self._types)
         elif kind is CallKind.PYTHON:
-            found = yield from python_calls(reader, sink, close)
+            found = yield from python_calls(reader, sink, close, self._types)
         elif kind is CallKind.KIMI:
             begin, middle, end = map(self._marker, KIMI_MARKERS)
-            found = yield from kimi_calls(reader, sink, (begin, middle, end), close)
+            found = yield from kimi_calls(reader, sink, (begin, middle, end), close, in_section=has_marker)
         else:
             found = yield from json_calls(reader, sink, close)
         if not found:
             reader.place = reader.keep if reader.keep is not None else reader.place
-            if opener == FUNCTION:
-                reader.place += len(FUNCTION)
+            if not has_marker:
+                reader.place += len(opener)
             emit_instead(space + opener)
         reader.keep = None
         return found

@@ -9,6 +9,16 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TYPES = {
+    **dict.fromkeys(("int", "long"), "integer"),
+    **dict.fromkeys(("float", "double"), "number"),
+    "bool": "boolean",
+    "str": "string",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+}
+"""What tools call the types of JSON that are named otherwise in their language."""
 _LOWER_WORDS = ("true", "false", "null")
 _PADDED = re.compile(r"([+-]?)0+(\d+)")
 _UNSAFE = re.compile(r"\\(?s:.)|['\n\r\0]")
@@ -55,9 +65,9 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
         return frozenset()
     given = schema.get("type")
     if isinstance(given, str):
-        return frozenset({given})
+        return frozenset({_TYPES.get(given, given)})
     if isinstance(given, list):
-        return frozenset(each for each in given if isinstance(each, str))
+        return frozenset(_TYPES.get(each, each) for each in given if isinstance(each, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
         return frozenset(map(_type_of, values))
@@ -78,6 +88,9 @@ def json_of_text(text: str, types: Set[str]) -> str:
     if types and "string" not in types:
         stripped = _number(stripped) if stripped.lower() not in _LOWER_WORDS else stripped.lower()
     value = _literal(stripped)
+    if isinstance(value, str) and types and "string" not in types:  # what is no string was put in quotation marks
+        stripped = value.strip()
+        value = _literal(stripped)
     if value is _NONE_SUCH:
         return dumps(text)
     if types and not (_types_of_value(value) & types):
@@ -122,13 +135,23 @@ def _literal(text: str) -> Any:
     if len(text) > MAX_LITERAL_CHARS:
         return _NONE_SUCH
     try:
-        value = ast.literal_eval(text)
+        value = _evaluated(text)
         if isinstance(value, set):  # in the order in which it is written
-            value = ast.literal_eval("[" + text.strip()[1:-1] + "]")
+            value = _evaluated("[" + text.strip()[1:-1] + "]")
         json.dumps(value, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NONE_SUCH
     return value if isinstance(value, int | float | str | list | dict | tuple | None) else _NONE_SUCH
+
+
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # ast's
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+
+
+def _evaluated(text: str) -> Any:
+    """A literal of Python, in which JSON's words may stand."""
+    return ast.literal_eval(_JsonWords().visit(ast.parse(text.strip(), mode="eval")))
 
 
 def _refuse_constant(name: str) -> Any:

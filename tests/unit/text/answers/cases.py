@@ -29,6 +29,10 @@ TOOLS: tuple[dict[str, Any], ...] = tuple(
         },
         "write": {"type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
         "now": {"type": "object", "properties": {}},
+        "typed": {
+            "type": "object",
+            "properties": {"a": {"type": "float"}, "b": {"type": "dict"}, "c": {"type": "int"}},
+        },
     }.items()
 )
 TYPES = ToolTypes.of(TOOLS)
@@ -57,6 +61,7 @@ class Case:
 BERN = ("weather", {"city": "Bern"})
 _JSON = '{"name": "weather", "arguments": {"city": "Bern"}}'
 _XML = "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
+_WRITE = "<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
 _LFM = "<|tool_call_start|>[{}]<|tool_call_end|>"
 _SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 _KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -251,6 +256,20 @@ CASES: tuple[Case, ...] = (
         "xml broken object", "qwen3_coder", "<tool_call><function=weather><parameter=where>{\"lat\": 1</parameter></function></tool_call>",
         [("weather", {"where": '{"lat": 1'})],
     ),
+    Case("xml text before a parameter", "qwen3_coder", _XML.replace("<parameter", "I ask.\n<parameter"), [BERN]),
+    Case("xml text between parameters", "qwen3_coder", _XML.replace("</parameter>", "</parameter>\n<parameter=days>\n3\n</parameter> so"), [("weather", {"city": "Bern", "days": 3})]),
+    Case("xml name of a template", "qwen3_coder", _XML.replace("weather", "{{ tool.name }}") + _XML, [BERN], _XML.replace("weather", "{{ tool.name }}")),
+    Case("xml quoted without a call", "qwen3_coder", f"As <tool_call>x</tool_call>. Now:\n{_XML}", [BERN], "As <tool_call>x</tool_call>. Now:"),
+    Case("xml strings of every kind", "qwen3_coder", _WRITE.format('"foo" \n\n    42 </param> &amp; \\n'), [("write", {"path": "a.py", "text": '"foo" \n\n    42 </param> &amp; \\n'})]),
+    Case("xml closing tags in a text", "qwen3_coder", _WRITE.format('x = "</parameter>", "</function>"\n</parameter>;'), [("write", {"path": "a.py", "text": 'x = "</parameter>", "</function>"\n</parameter>;'})]),
+    Case("xml parameters in a text", "qwen3_coder", _WRITE.format('d = """\n<parameter=path>\nb\n</parameter>\n"""'), [("write", {"path": "a.py", "text": 'd = """\n<parameter=path>\nb\n</parameter>\n"""'})]),
+    Case("xml whole calls in a text", "qwen3_coder", _WRITE.format(f'd = """\n{_WRITE.format("b")}\n"""') + f"\n{_XML}", [("write", {"path": "a.py", "text": f'd = """\n{_WRITE.format("b")}\n"""'}), BERN]),
+    Case("xml texts cut at a closing tag", "qwen3_coder", _WRITE.format("b")[:-24], [("write", '{"path": "a.py", "text": "b"')], is_open=True),
+    Case("xml closing tag missing before a text", "qwen3_coder", _XML.replace("</parameter>\n", "") + "\nDone.", [BERN], "\nDone."),
+    Case("xml scalar twice", "qwen3_coder", _XML.replace("city>\nBern", "days>\n3\n</parameter>\n<parameter=days>\n4"), [("weather", {"days": 4})]),
+    Case("xml types in other words", "qwen3_coder", "<tool_call><function=typed><parameter=a>1.5</parameter><parameter=b>{'x': 1}</parameter><parameter=c>2</parameter></function></tool_call>", [("typed", {"a": 1.5, "b": {"x": 1}, "c": 2})]),
+    Case("xml object in quotation marks", "qwen3_coder", _XML.replace("city>\nBern", "where>\n\"{'lat': 1}\""), [("weather", {"where": {"lat": 1}})]),
+    Case("xml one of two types", "qwen3_coder", _XML.replace("city>\nBern", "unit>\n42\n</parameter>\n<parameter=limit>\n2 francs"), [("weather", {"unit": "42", "limit": "2 francs"})]),
     # --- Python
     Case("python", "lfm2", _LFM.format('weather(city="Bern")'), [BERN]),
     Case("python with text after", "lfm2", _LFM.format("weather(city='Bern')") + "One moment.", [BERN], "One moment."),
@@ -270,7 +289,13 @@ CASES: tuple[Case, ...] = (
     Case("python that is JSON", "lfm2", _LFM.format(_JSON), [BERN]),
     Case("python no call", "lfm2", _LFM.format("hello"), [], _LFM.format("hello")),
     Case("python cut", "lfm2", "<|tool_call_start|>[f(a=1, b='x", [("f", '{"a": 1, "b": ')], is_open=True),
-    Case("python without a name for a value", "lfm2", _LFM.format("f(1)"), [("f", "")], "1)]<|tool_call_end|>", is_open=True),
+    Case("python value without a name", "lfm2", _LFM.format("weather('Bern', days=3, 0.5)"), [("weather", {"city": "Bern", "days": 3, "share": 0.5})]),
+    Case("python value without a name, of what is not known", "lfm2", _LFM.format("f(1), now()"), [], _LFM.format("f(1), now()")),
+    Case("python values without a name behind the last", "lfm2", _LFM.format("f(a=1, 2), write('a', 'b', [3])"), [("f", {"a": 1}), ("write", {"path": "a", "text": "b"})]),
+    Case("python value without a name, cut", "lfm2", "<|tool_call_start|>[weather('Be", [("weather", "")], is_open=True),
+    Case("python nested words", "lfm2", _LFM.format("f(a={\"x\": true, \"y\": [None, {'z': False}]}, b=(1, 2))"), [("f", {"a": {"x": True, "y": [None, {"z": False}]}, "b": [1, 2]})]),
+    Case("python links", "lfm2", "See [text](url), [a](https://b.c) and f(x=1).", [], "See [text](url), [a](https://b.c) and f(x=1)."),
+    Case("a python call in a thought", "lfm2", "<think>so " + _LFM.format("now()") + " hm</think>" + _LFM.format("now()"), [("now", {})], "", "so " + _LFM.format("now()") + " hm"),
     Case("python between texts", "lfm2", "I look. " + _LFM.format("now()") + "\nDone.", [("now", {})], "I look.\nDone."),
     Case("python two blocks", "lfm2", _LFM.format("now()") + " and " + _LFM.format("weather(city='Bern')"), [("now", {}), BERN], " and"),
     Case("python blanks", "lfm2", "<|tool_call_start|> [weather( city = 'Bern' ,)\nnow()] <|tool_call_end|>", [BERN, ("now", {})]),
@@ -334,7 +359,11 @@ CASES: tuple[Case, ...] = (
     Case("kimi call in a thought", "kimi_k2", "<think>Hm. " + _SECTION.format(_KIMI.format("functions.now:0", "{}")), [("now", {})], "", "Hm."),
     Case("kimi numbers", "kimi_k2", _SECTION.format(_KIMI.format("functions.now.0", "{}") + _KIMI.format("1", "{}")), [("now.0", {}), ("1", {})]),
     Case("kimi other section", "kimi_k2", "<|tool_call_section_begin|>x", [], "<|tool_call_section_begin|>x"),
-    Case("kimi call without section", "kimi_k2", _KIMI.format("functions.now:0", "{}"), [], _KIMI.format("functions.now:0", "{}")),
+    Case("kimi call without section", "kimi_k2", "So: " + _KIMI.format("functions.now:0", "{}") + " ok", [("now", {})], "So: ok"),
+    Case("kimi without section and ends, in a thought", "kimi_k2", "<think>Two.\n" + "".join(_KIMI.format(f"functions.now:{n}", '{"a": 1}')[:-17] for n in (0, 1)), [("now", {"a": 1})] * 2, "", "Two.", call_ids=["functions.now:0", "functions.now:1"]),
+    Case("kimi argument that is cut", "kimi_k2", _KIMI.format("functions.now:0", '{"a": "}')[:-17], [("now", '{"a": "}')], is_open=True),
+    Case("kimi no name", "kimi_k2", _SECTION.format(_KIMI.format("", "{}")), [], _SECTION.format(_KIMI.format("", "{}"))),
+    Case("kimi marker alone", "kimi_k2", "a <|tool_call_begin|> b", [], "a <|tool_call_begin|> b"),
     # --- reasoning
     Case("thought", "hermes", "<think>\nHm.\n</think>\n\nYes.", [], "Yes.", "Hm."),
     Case("thought, opened by the prompt", "hermes", "Hm.\n</think>\n\nYes.", [], "Yes.", "Hm.", in_reasoning=True),

@@ -172,6 +172,17 @@ def test_calls_when_text_is_allowed_then_what_begins_as_one_must_be_one() -> Non
     assert not accepts(required, f" {call}")
 
 
+def test_strings_when_they_are_held_then_escapes_are_those_that_a_template_writes() -> None:
+    tools = [
+        {"function": {"name": "say", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}}}
+    ]
+    answer_format, call = text_of("hermes", "say", {"text": "a\tb"})
+    grammar = grammar_of(answer_format, tools=tools)
+    assert "a\\tb" in call
+    assert accepts(grammar, call)
+    assert not accepts(grammar, call.replace("\\t", "\\u0009"))
+
+
 def test_content_when_it_is_constrained_then_an_answer_is_that_or_calls() -> None:
     answer_format, call = text_of("hermes", "now", {})
     constraint = json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]})

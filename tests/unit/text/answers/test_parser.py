@@ -148,8 +148,16 @@ def test_time_when_an_answer_is_long_and_odd_then_it_grows_with_its_length() -> 
         ['<tool_call>{"x": [', *["[", " "] * 20_000],
         ['<tool_call>{"name": "f", "arguments": {"a": "', *["\\\\"] * 20_000],
     ]
-    for pieces in odd:
-        total, _ = parse(answer_format, pieces)
+    value = "<tool_call><function=write><parameter=text>"
+    odd_xml: list[list[str]] = [
+        [value, "</parameter>", *[" "] * 20_000],
+        [value, *["</parameter>,"] * 3_000],
+        [value, *["<parameter=a>"] * 3_000],
+        [value, "</parameter><parameter=", *["x"] * 20_000],
+    ]
+    xml_format = AnswerFormat(TOOL_FORMATS["qwen3_coder"])
+    for which, pieces in [*((answer_format, each) for each in odd), *((xml_format, each) for each in odd_xml)]:
+        total, _ = parse(which, pieces)
         assert len(total.content) + sum(map(len, total.arguments)) > 0
 
 
