@@ -1,0 +1,110 @@
+"""Speculative decoding changes no answer: tokens and log-probabilities against those of the same engine without drafts,
+for every family, however many drafts are right; with controls in which the rollback is damaged.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from common.engine.core import EngineCore
+from common.engine.outputs import RequestOutput
+from common.engine.speculation import Speculation
+from common.kv_cache.sequences.rollback import Rollback
+from common.node.runtime import NodeModel
+from common.request import FinishReason, Request, SamplingParams, TokenLogprob
+from tests.engine.cores import engine, run, tokens, used
+from tests.support.drafts import speculate
+from tests.support.models import FAMILIES, RECURRENT_FAMILIES, tiered
+
+ROOMY = {"kv_cache_memory": 16 << 20, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
+LENGTHS = (5, 33, 70, 48)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
+DRAWN: dict[str, Any] = {
+    "temperature": 0.8,
+    "seed": 5,
+    "presence_penalty": 0.4,
+    "repetition_penalty": 1.1,
+    "logit_bias": {20: 1.5, 33: -2.0},
+    "min_p": 0.02,
+    "min_tokens": 12,
+    "stop_token_ids": frozenset(range(10, 20)),
+    "logprobs": 2,
+}
+SHORT = ("granitemoehybrid", "qwen3_5", "lfm2", "gemma3")
+
+Answers = dict[tuple[str, int], list[TokenLogprob]]
+
+
+def requests(sampling: dict[str, Any], num_tokens: int = 40) -> list[Request]:
+    """The second one has two answers."""
+    return [
+        Request(
+            f"r{index}",
+            tokens(index, length),
+            SamplingParams(**{"max_tokens": num_tokens, **sampling}),
+            num_forks=2 if index == 1 else 1,
+            arrival_s=0.0,
+        )
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+def answers_of(core: EngineCore, model: NodeModel, *asked: Request) -> Answers:
+    found: Answers = {}
+    for each in asked:
+        core.add_request(each)
+    for step in run(core):
+        assert model.manager.check() == []
+        for output in step:
+            assert output.error is None
+            _take(found, output)
+    assert used(model) == (0, 0, 0, 0)
+    return found
+
+
+def _take(found: Answers, output: RequestOutput) -> None:
+    assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
+    entries = output.logprobs or [TokenLogprob(token_id, 0.0, 0) for token_id in output.token_ids]
+    found.setdefault((output.request_id, output.index), []).extend(entries)
+
+
+def ids(answers: Answers) -> dict[tuple[str, int], list[int]]:
+    return {key: [entry.token_id for entry in entries] for key, entries in answers.items()}
+
+
+def wholes(asked: list[Request], answers: Answers) -> list[list[int]]:
+    """Prompts with their answers, for the oracle."""
+    prompts = {each.request_id: list(each.prompt_token_ids) for each in asked}
+    return [prompts[name] + token_ids for (name, _), token_ids in ids(answers).items()]
+
+
+def check_equal(found: Answers, expected: Answers) -> None:
+    assert ids(found) == ids(expected)
+    for key, entries in expected.items():
+        for entry, other in zip(entries, found[key], strict=True):
+            assert other.logprob == pytest.approx(entry.logprob, abs=2e-4), key
+            assert [token for token, _ in other.top] == [token for token, _ in entry.top], key
+
+
+@pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", tiered(FAMILIES, SHORT))
+def test_answers_when_drafts_are_right_never_always_or_by_chance_then_are_those_without(
+    family: str, sampling: dict[str, Any], saves_each: bool
+) -> None:
+    core, model = engine(family, **ROOMY)
+    asked = requests(sampling)
+    expected = answers_of(core, model, *asked)
+    assert sampling is GREEDY or any(len(each) < 40 for each in expected.values())  # some have ended at a stop token
+    known = wholes(asked, expected)
+    for share in (0.0, 1.0, 0.6):
+        core, model = engine(family, **ROOMY)
+        speculation = speculate(core, model, known, share, saves_each=saves_each)
+        check_equal(answers_of(core, model, *asked), expected)
+        assert speculation.num_drafts > 20
+        right = speculation.num_right_tokens / speculation.num_draft_tokens
+        assert (right == 0.0) if share == 0.0 else (right == 1.0) if share == 1.0 else 0.2 < right < 0.9
+        assert sum(speculation.num_right_by_place) == speculation.num_right_tokens
