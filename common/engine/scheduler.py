@@ -353,15 +353,11 @@ class Scheduler:
         if sequence.drafts:
             rollback = self._plan_rollback(sequence, end)
             token_ids += sequence.drafts
-        saves = self._manager.plan_saves(
-            sequence.seq_id, start, start + len(token_ids), self._wanted_saves(sequence)
-        )
+        saves = self._manager.plan_saves(sequence.seq_id, start, start + len(token_ids), self._wanted_saves(sequence))
         if rollback:
             saves = tuple(sorted((*saves, *rollback)))
         view = self._manager.sequence(sequence.seq_id)
-        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
-            rows = Rows.ALL
-        elif sequence.drafts:
+        if (sequence.prompt_logprobs is not None and not sequence.is_prompt_done) or sequence.drafts:
             rows = Rows.ALL
         else:
             rows = Rows.LAST if end == sequence.num_tokens else Rows.NONE

@@ -1,8 +1,8 @@
 """Which drafted tokens a sequence runs behind its last one, and what came of them.
 
 1 a drafter guesses, 2 the guess is cut where it cannot be used: at the request's and the model's end, at an end token,
-at the first token that the grammar forbids, and where more would not pay, 3 the step runs it, 4 what is sampled says how
-much was right. A draft changes no answer: it is taken where it equals what is sampled, and nowhere else.
+at the first token that the grammar forbids, and where more would not pay, 3 the step runs it, 4 what is sampled says
+how much was right. A draft changes no answer: it is taken where it equals what is sampled, and nowhere else.
 """
 
 from __future__ import annotations

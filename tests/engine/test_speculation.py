@@ -4,17 +4,16 @@ for every family, however many drafts are right; with controls in which the roll
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.engine.speculation import Speculation
+from common.kv_cache.sequences.allocation import Allocation
 from common.kv_cache.sequences.rollback import Rollback
 from common.node.runtime import NodeModel
-from common.request import FinishReason, Request, SamplingParams, TokenLogprob
+from common.request import Request, SamplingParams, TokenLogprob
 from tests.engine.cores import engine, run, tokens, used
 from tests.support.drafts import speculate
 from tests.support.models import FAMILIES, RECURRENT_FAMILIES, tiered
@@ -30,7 +29,7 @@ DRAWN: dict[str, Any] = {
     "logit_bias": {20: 1.5, 33: -2.0},
     "min_p": 0.02,
     "min_tokens": 12,
-    "stop_token_ids": frozenset(range(10, 20)),
+    "stop_token_ids": frozenset(range(10, 60)),
     "logprobs": 2,
 }
 SHORT = ("granitemoehybrid", "qwen3_5", "lfm2", "gemma3")
@@ -38,14 +37,15 @@ SHORT = ("granitemoehybrid", "qwen3_5", "lfm2", "gemma3")
 Answers = dict[tuple[str, int], list[TokenLogprob]]
 
 
-def requests(sampling: dict[str, Any], num_tokens: int = 40) -> list[Request]:
-    """The second one has two answers."""
+def requests(sampling: dict[str, Any], num_tokens: int = 40, salt: str | None = None) -> list[Request]:
+    """The second one has two answers. ``salt``: of a cache in which nothing is yet."""
     return [
         Request(
             f"r{index}",
             tokens(index, length),
             SamplingParams(**{"max_tokens": num_tokens, **sampling}),
             num_forks=2 if index == 1 else 1,
+            cache_salt=salt,
             arrival_s=0.0,
         )
         for index, length in enumerate(LENGTHS)
@@ -100,11 +100,46 @@ def test_answers_when_drafts_are_right_never_always_or_by_chance_then_are_those_
     expected = answers_of(core, model, *asked)
     assert sampling is GREEDY or any(len(each) < 40 for each in expected.values())  # some have ended at a stop token
     known = wholes(asked, expected)
-    for share in (0.0, 1.0, 0.6):
-        core, model = engine(family, **ROOMY)
+    for share, salt in ((0.0, "none"), (1.0, "all"), (0.6, "some"), (0.6, "some")):  # the last time from the cache
         speculation = speculate(core, model, known, share, saves_each=saves_each)
-        check_equal(answers_of(core, model, *asked), expected)
-        assert speculation.num_drafts > 20
+        check_equal(answers_of(core, model, *requests(sampling, salt=salt)), expected)
+        assert speculation.num_drafts > 10
         right = speculation.num_right_tokens / speculation.num_draft_tokens
         assert (right == 0.0) if share == 0.0 else (right == 1.0) if share == 1.0 else 0.2 < right < 0.9
         assert sum(speculation.num_right_by_place) == speculation.num_right_tokens
+
+
+def _keep_running_slot(self: Rollback, allocation: Allocation, end: int, num_right: int) -> int:
+    """The state of all drafts is taken for that of the right ones."""
+    self._coordinator.slots.drop(allocation.rollback.values())
+    allocation.rollback.clear()
+    return num_right
+
+
+class _Swapped:
+    """Each sequence is settled with the count of another one of its step: of the last one that was settled."""
+
+    def __init__(self, settle: Any) -> None:
+        self._settle, self._last = settle, 0
+
+    def __call__(self, rollback: Rollback, allocation: Allocation, end: int, num_right: int) -> int:
+        known = min(allocation.rollback)
+        own, self._last = num_right - known, self._last
+        position: int = self._settle(rollback, allocation, end, min(known + self._last, end))
+        self._last = own
+        return min(position, num_right) if position != end else num_right
+
+
+@pytest.mark.parametrize("family", tiered(RECURRENT_FAMILIES, SHORT))
+def test_answers_when_the_rollback_is_damaged_then_are_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, model = engine(family, **ROOMY)
+    asked = requests({"temperature": 0.0})
+    expected = answers_of(core, model, *asked)
+    settle = Rollback.settle
+    swapped = _Swapped(settle)
+    for damaged in (_keep_running_slot, lambda *args: swapped(*args)):
+        speculate(core, model, wholes(asked, expected), 0.6)
+        with monkeypatch.context() as broken:
+            broken.setattr(Rollback, "settle", damaged)
+            found = ids(answers_of(core, model, *requests({"temperature": 0.0}, salt=str(damaged))))
+        assert found != ids(expected)

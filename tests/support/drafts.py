@@ -12,8 +12,8 @@ from common.node.runtime import NodeModel
 
 
 class Oracle(Drafter):
-    """``answers``: prompts with what follows them. ``share`` of the drafted tokens are right, each by chance; drafts have
-    any length up to what is asked for, none included, so that steps with and without drafts follow each other."""
+    """``answers``: prompts with what follows them. ``share`` of the drafted tokens are right, each by chance; unless
+    ``always``, drafts have any length up to what is asked for, 0 too: steps with and without them follow each other."""
 
     def __init__(self, answers: Sequence[Sequence[int]], share: float, rng: random.Random, always: bool) -> None:
         self._answers, self._share, self._rng, self._always = answers, share, rng, always

@@ -1,8 +1,8 @@
-"""How many drafted tokens pay: from how often a sequence's were right, and from how long steps took with how many rows.
+"""How many drafted tokens pay: from how often a sequence's were right, and how long steps took with how many rows.
 
-With p of the drafts right, k of them bring (1 - p**(k + 1)) / (1 - p) tokens of a step that has k rows more. So many are
-run as bring most tokens a second beside the other sequences of the step: none, when a row more costs about what it can
-bring, as in a large batch. Then one is tried now and then, so that what changes is seen.
+With p of the drafts right, k of them bring (1 - p**(k + 1)) / (1 - p) tokens of a step that has k rows more. As many
+are run as bring most tokens a second beside the other sequences of the step: none, when a row more costs about what it
+can bring, as in a large batch. Then one is tried now and then, so that what changes is seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts by what followed the longest repeated suffix, most often (method ``suffix``; after SuffixDecoding, 2411.04975).
+"""Drafts by what followed the longest repeated suffix most often (``suffix``; after SuffixDecoding, arXiv 2411.04975).
 
 Each earlier place that agrees with the end in at least ``min_match`` tokens, of the latest 32, has a vote that grows
 with the length of the agreement; a draft follows the votes token by token, as long as most of those that agree so far

@@ -1,14 +1,15 @@
-"""Samples what a step has computed: one token of each sequence, or of one that ran drafts as many as were right and one.
+"""Samples what a step has computed: one token of each sequence; with drafts as many as were right, and one.
 
 A row behind drafts is sampled as if these were the sequence's own: with its penalties, its seed and its mask at that
 place. It counts only when each draft before it equals what was sampled in its place: so the tokens are those that come
-without drafts, one by one. 1 ``verify`` for each sequence with drafts, 2 ``sample``: draw all rows, append what is right,
-3 publish of the step what the right tokens have written, and take the state back to them.
+without drafts, one by one. 1 ``verify`` for each sequence with drafts, 2 ``sample``: draw all rows, append what is
+right, 3 publish of the step what the right tokens have written, and take the state back to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 import torch

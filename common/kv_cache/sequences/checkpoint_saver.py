@@ -41,7 +41,7 @@ class CheckpointSaver:
         return tuple(reversed(saves))
 
     def _exists(self, allocation: Allocation, position: int) -> bool:
-        """Whether the state is cached. Among drafted tokens nobody knows: they have no keys before they are accepted."""
+        """Whether the state is cached. Of drafted tokens nobody knows: they have no keys before they are right."""
         if not self._coordinator.caches_states or position > allocation.keys.num_tokens:
             return False
         return self._coordinator.state.get(allocation.keys.key_at(position)) is not None
