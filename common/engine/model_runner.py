@@ -1,9 +1,9 @@
 """Runs one step plan through the model.
 
 1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
-which reads and writes blocks and slots in place; of decode rows and drafts alone, a recorded one is replayed. 4 hand back
-the wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the device's until
-``Forward.wait`` has returned. Owns nothing but views of the storage.
+which reads and writes blocks and slots in place; of decode rows and drafts alone, a recorded one is replayed. 4 hand
+back the wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the
+device's until ``Forward.wait`` has returned. Owns nothing but views of the storage.
 """
 
 from __future__ import annotations

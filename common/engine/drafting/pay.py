@@ -59,10 +59,9 @@ class RowCost:
     def observe(self, num_rows: int, seconds: float) -> None:
         line = self._cost.line
         expected = line.fixed_s + line.unit_s * num_rows if line is not None else seconds
-        if seconds > _OUTLIER * expected and self._num_outliers < _MAX_OUTLIERS:
-            self._num_outliers += 1
+        self._num_outliers = self._num_outliers + 1 if seconds > _OUTLIER * expected else 0
+        if 0 < self._num_outliers <= _MAX_OUTLIERS:
             return
-        self._num_outliers = 0
         self._cost.observe(num_rows, seconds)
 
     def of_rows(self) -> tuple[float, float]:
