@@ -29,6 +29,7 @@ from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefix
 from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
+from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.engine.tokens.step_tokens import StepTokens
 from common.errors import EngineDeadError, InvalidRequestError, TandemError
@@ -141,6 +142,11 @@ class EngineCore:
         the cache is counted too. Readable from any thread."""
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Who drafts, and what came of it; its counts are readable from any thread."""
+        return self._scheduler.speculation
 
     @property
     def num_preemptions(self) -> int:
@@ -311,9 +317,9 @@ class EngineCore:
         self._tokens.sample(to_sample)
         if schedule.sequences:
             self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
-            if schedule.plan.only_decodes and self._scheduler.speculation is not None:
+            if schedule.plan.only_decodes and self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
-                self._scheduler.speculation.cost.observe(num_rows, self._clock() - step.started_s)
+                self.speculation.cost.observe(num_rows, self._clock() - step.started_s)
         return self._outputs.take()
 
     def _complete(

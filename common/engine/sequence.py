@@ -85,6 +85,8 @@ class Sequence:
         self.transferred_bytes = 0
         self.transferred_blocks = 0
         self.transferred_states = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         # Monotonic seconds of the phase changes.
         self.scheduled_s: float | None = None
         self.transfer_start_s: float | None = None

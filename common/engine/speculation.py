@@ -27,8 +27,8 @@ class Speculation:
         saves_each: whether a state is saved behind every drafted token.
         adapts: whether fewer are run where they do not pay.
         cost: of rows, learned by whoever runs the steps.
-        num_drafts, num_draft_tokens, num_right_tokens, num_right_by_place: drafts that were run, their tokens, those of
-            them that were right, and by their place in the draft.
+        num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_by_place: drafts that were run, their tokens,
+            those of them that were right, and by their place in the draft.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Speculation:
         self.cost = RowCost()
         self.num_drafts = 0
         self.num_draft_tokens = 0
-        self.num_right_tokens = 0
-        self.num_right_by_place = [0] * num_tokens
+        self.num_accepted_tokens = 0
+        self.num_accepted_by_place = [0] * num_tokens
 
     def propose(self, sequence: Sequence, max_tokens: int, num_sequences: int) -> list[int]:
         """What to run behind the sequence's last token, at most ``max_tokens``, in a step of ``num_sequences``."""
@@ -71,11 +71,13 @@ class Speculation:
     def observe(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Of a draft of ``num_drafts`` tokens the first ``num_right`` were right."""
         sequence.acceptance.observe(num_drafts, num_right)
+        sequence.num_draft_tokens += num_drafts
+        sequence.num_accepted_tokens += num_right
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
-        self.num_right_tokens += num_right
+        self.num_accepted_tokens += num_right
         for place in range(num_right):
-            self.num_right_by_place[place] += 1
+            self.num_accepted_by_place[place] += 1
 
     def _limit(self, sequence: Sequence) -> int:
         """Each drafted token brings one more that is sampled, beside the one that comes anyway."""

@@ -202,7 +202,7 @@ def test_answers_when_drafts_are_run_then_are_those_without_and_no_draft_is_of_a
     assert not found.errors
     assert found.token_ids == expected.token_ids
     assert found.reasons == expected.reasons
-    assert speculation.num_right_tokens > 50
+    assert speculation.num_accepted_tokens > 50
     assert used(model) == (0, 0, 0, 0)
 
 

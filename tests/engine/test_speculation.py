@@ -104,9 +104,9 @@ def test_answers_when_drafts_are_right_never_always_or_by_chance_then_are_those_
         speculation = speculate(core, model, known, share, saves_each=saves_each)
         check_equal(answers_of(core, model, *requests(sampling, salt=salt)), expected)
         assert speculation.num_drafts > 10
-        right = speculation.num_right_tokens / speculation.num_draft_tokens
+        right = speculation.num_accepted_tokens / speculation.num_draft_tokens
         assert (right == 0.0) if share == 0.0 else (right == 1.0) if share == 1.0 else 0.2 < right < 0.9
-        assert sum(speculation.num_right_by_place) == speculation.num_right_tokens
+        assert sum(speculation.num_accepted_by_place) == speculation.num_accepted_tokens
 
 
 def _keep_running_slot(self: Rollback, allocation: Allocation, end: int, num_right: int) -> int:

@@ -76,7 +76,7 @@ def test_answers_when_drafts_are_run_in_a_small_pool_equal_those_of_requests_run
                 found[int(output.request_id[1:])].extend(output.token_ids)
         assert list(found.values()) == expected, sighting
     assert used(model) == (0, 0, 0, 0)
-    assert speculation.num_right_tokens > 50
+    assert speculation.num_accepted_tokens > 50
     assert core.num_preemptions > 0 or mode == "none" or family == "lfm2"  # its spare slots' bytes are blocks
 
 
@@ -138,7 +138,7 @@ def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_before
     speculation = speculate(core, model, [wrong], 1.0, always=True, saves_each=saves_each, num_tokens=4)
     ended = {"max_tokens": 40, "stop_token_ids": frozenset({first[stop]})}
     assert answer(core, prompt, **ended) == first[: stop + 1]
-    assert speculation.num_right_tokens < speculation.num_draft_tokens
+    assert speculation.num_accepted_tokens < speculation.num_draft_tokens
     found, second = cached(core, follow, max_tokens=20)
     end = 45 + stop
     assert (found == end) if saves_each else (end - 4 < found <= end)
