@@ -4,6 +4,7 @@ goes wrong in the middle of a step with drafts.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.node.runtime import NodeModel
 from common.request import Request, SamplingParams
 from tests.engine.cores import collect, engine, request, run, tokens, used
 from tests.support.drafts import speculate
+from tests.support.models import tiered
 
 ROOMY = {"kv_cache_memory": 64 << 20, "max_model_len": 1024, "max_num_batched_tokens": 256}
 # About 20 blocks and 15 slots: four sequences cannot all grow to their ends, and states are evicted.
@@ -26,7 +28,7 @@ SMALL = {
     "jamba": {"kv_cache_memory": 548_000, "state_memory_share": 0.8},
 }
 MODES = ("none", "align", "all", "auto")
-SHORT = [("granitemoehybrid", "align"), ("granitemoehybrid", "all"), ("lfm2", "auto")]
+SHORT = [("granitemoehybrid", "align", False), ("granitemoehybrid", "all", True)]
 
 
 def answer(core: EngineCore, prompt: list[int], **sampling: Any) -> list[int]:
@@ -41,17 +43,11 @@ def cached(core: EngineCore, prompt: list[int], **sampling: Any) -> tuple[int, l
     return outputs[0].num_cached_tokens, [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
 @pytest.mark.parametrize(
-    ("family", "mode"),
+    ("family", "mode", "saves_each"),
     [
-        *SHORT,
-        *(
-            pytest.param(family, mode, marks=pytest.mark.full)
-            for family in SMALL
-            for mode in MODES
-            if (family, mode) not in SHORT
-        ),
+        each if each in SHORT else pytest.param(*each, marks=pytest.mark.full)
+        for each in itertools.product(SMALL, MODES, (False, True))
     ],
 )
 def test_answers_when_drafts_are_run_in_a_small_pool_equal_those_of_requests_run_alone(
@@ -80,8 +76,15 @@ def test_answers_when_drafts_are_run_in_a_small_pool_equal_those_of_requests_run
     assert core.num_preemptions > 0 or mode == "none" or family == "lfm2"  # its spare slots' bytes are blocks
 
 
-@pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
-@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize(
+    ("mode", "saves_each"),
+    [
+        ("align", False),
+        ("all", False),
+        pytest.param("align", True, marks=pytest.mark.full),
+        pytest.param("all", True, marks=pytest.mark.full),
+    ],
+)
 def test_states_of_an_answer_when_drafts_are_run_then_are_kept_at_the_same_boundaries(
     mode: str, saves_each: bool
 ) -> None:
@@ -102,7 +105,7 @@ def test_states_of_an_answer_when_drafts_are_run_then_are_kept_at_the_same_bound
 
 
 @pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
-@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2", "gemma3", "llama"])
+@pytest.mark.parametrize("family", tiered(("granitemoehybrid", "qwen3_5", "lfm2", "gemma3", "llama"), ("llama",)))
 def test_turn_two_when_the_answer_was_drafted_then_goes_on_from_its_end(family: str, saves_each: bool) -> None:
     """The last sampled token was never run, as without drafts."""
     core, model = engine(family, **ROOMY)
@@ -181,7 +184,7 @@ def test_random_aborts_and_preemptions_when_drafts_are_run_leave_the_others_righ
     assert used(model) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("where", ["launch", "wait", "sample"])
+@pytest.mark.parametrize("where", [pytest.param("launch", marks=pytest.mark.full), "wait", "sample"])
 def test_step_with_drafts_when_it_raises_then_answers_are_right_and_nothing_is_lost(where: str) -> None:
     prompts = [tokens(index, 20 + 7 * index) for index in range(3)]
     core, _ = engine(**ROOMY)
