@@ -11,7 +11,7 @@ from common.engine.rates import LinearCost
 
 _FADE = 0.9
 """What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
-_PRIOR = (1.4, 2.0)
+_PRIOR = (0.6, 1.0)
 """Right ones and tries that a sequence begins with."""
 _TRY_EVERY = 32
 """Drafts that are not run, before one of them is tried again with one token."""
