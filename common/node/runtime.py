@@ -68,6 +68,7 @@ class NodeModel:
 
 def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> NodeModel:
     """Steps 1 to 3; ``compact_weights`` as :func:`load_model`. Raises ConfigError naming what cannot work."""
+    has_drafts = SpeculativeConfig.from_json(config.speculative_config) is not None
     torch.set_num_threads(config.num_threads)
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
@@ -99,7 +100,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> Nod
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
         enable_events=True,
-        has_drafts=SpeculativeConfig.from_json(config.speculative_config) is not None,
+        has_drafts=has_drafts,
     )
     for line in str(plan.report).splitlines():
         logger.info("%s", line)

@@ -17,7 +17,7 @@ from common.node.runtime import NodeModel
 from common.request import Request, SamplingParams, TokenLogprob
 from tests.engine.cores import engine, run, tokens, used
 from tests.support.drafts import speculate
-from tests.support.models import FAMILIES, RECURRENT_FAMILIES, tiered
+from tests.support.models import DEMO, FAMILIES, RECURRENT_FAMILIES, tiered
 
 ROOMY = {"kv_cache_memory": 16 << 20, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 96}
 LENGTHS = (5, 33, 70, 48)
@@ -150,3 +150,31 @@ def test_answers_when_the_rollback_is_damaged_then_are_others(family: str, monke
             broken.setattr(Rollback, "settle", damaged)
             found = ids(answers_of(core, model, *requests({"temperature": 0.0}, salt=str(damaged))))
         assert found != ids(expected)
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.full)])
+def test_answers_when_a_drafter_guesses_by_itself_then_are_those_without_in_fewer_steps(method: str) -> None:
+    """Of the built-in model, which repeats itself; some are right."""
+    found: list[Answers] = []
+    num_steps = []
+    for drafts in ("", f'{{"method": "{method}", "num_speculative_tokens": 5}}'):
+        core, model = engine(DEMO, **ROOMY, speculative_config=drafts)
+        asked = [
+            Request(f"r{index}", tokens(index, 30) * 2, SamplingParams(temperature=0.0, max_tokens=80), arrival_s=0.0)
+            for index in range(3)
+        ]
+        before = core.step
+        count = [0]
+
+        def step(before: Any = before, count: list[int] = count) -> list[RequestOutput]:
+            count[0] += 1
+            outputs: list[RequestOutput] = before()
+            return outputs
+
+        core.step = step  # type: ignore[method-assign]
+        found.append(answers_of(core, model, *asked))
+        num_steps += count
+    assert ids(found[1]) == ids(found[0])
+    assert core.speculation is not None
+    assert core.speculation.num_accepted_tokens > 30
+    assert num_steps[1] < num_steps[0]
