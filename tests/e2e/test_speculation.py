@@ -54,7 +54,7 @@ class Site:
 
 @pytest.fixture(
     scope="module",
-    params=[FAMILY, *(pytest.param(family, marks=pytest.mark.full) for family in OTHERS if family != DEMO)],
+    params=[pytest.param(family, marks=pytest.mark.full) for family in (FAMILY, *OTHERS) if family != DEMO],
 )
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="tandem-drafts-") as folder:
@@ -108,7 +108,6 @@ def test_seeded_answers_when_drafts_are_run_then_equal_those_of_a_node_without(s
     wait_settled(*site.service.prefill, *site.service.decode)
 
 
-@pytest.mark.full
 def test_answers_when_memory_runs_out_then_sequences_are_preempted_between_drafts_and_equal_stock(site: Site) -> None:
     sizes = info(site.service.decode[0])
     num_tokens, num_blocks = 200, 24
@@ -143,7 +142,6 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_between_draft
                 node.process.stop()
 
 
-@pytest.mark.full
 def test_streams_when_their_decode_node_dies_between_drafts_then_go_on_and_equal_stock(site: Site) -> None:
     num_tokens = 300
     prompts = [random_tokens(30 + 7 * index, seed=100 + index) for index in range(4)]

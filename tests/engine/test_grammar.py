@@ -184,7 +184,7 @@ def test_preemption_when_constrained_then_the_answers_are_those_of_enough_memory
     assert used(small_model) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.full)])
 def test_answers_when_drafts_are_run_then_are_those_without_and_no_draft_is_of_another_grammar(
     shared: tuple[EngineCore, NodeModel], share: float
 ) -> None:
