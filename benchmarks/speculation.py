@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,11 +46,12 @@ class KnownAnswers(Drafter):
 
     def __init__(self, answers: Sequence[Sequence[int]], share: float, rng: random.Random) -> None:
         self._answers, self._share, self._rng = answers, share, rng
+        self._answer: Sequence[int] | None = None
 
     def propose(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        known = list(token_ids)
-        answer = next((each for each in self._answers if list(each[: len(known)]) == known), known)
-        right = answer[len(known) : len(known) + max_tokens]
+        if self._answer is None:
+            self._answer = next(each for each in self._answers if list(each[: len(token_ids)]) == list(token_ids))
+        right = self._answer[len(token_ids) : len(token_ids) + max_tokens]
         return [token if self._rng.random() < self._share else token ^ 1 for token in right]
 
 
@@ -126,9 +128,8 @@ def of_random_models(args: argparse.Namespace) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
             answers, _ = run(off, prompts, params)
             for share in args.share:
-                drafter = KnownAnswers(answers, share, rng)
                 on._scheduler.speculation = speculation = Speculation(
-                    lambda drafter=drafter: drafter,  # type: ignore[misc]
+                    partial(KnownAnswers, answers, share, rng),
                     num_tokens=NUM_DRAFTS,
                     max_model_len=max_model_len,
                     slot_bytes=slot_bytes,

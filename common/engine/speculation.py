@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.drafting.drafter import Drafter
-from common.engine.drafting.pay import RowCost, num_paying
+from common.engine.drafting.pay import Acceptance, RowCost, num_paying
 from common.engine.sequence import Sequence
 
 MAX_SAVE_BYTES = 1 << 20
@@ -46,6 +46,7 @@ class Speculation:
         self.saves_each = slot_bytes <= MAX_SAVE_BYTES
         self.adapts = adapts
         self.cost = RowCost()
+        self._usual = Acceptance.usual()
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -58,6 +59,7 @@ class Speculation:
             return []
         if sequence.drafter is None:
             sequence.drafter = self._create_drafter()
+            sequence.acceptance = Acceptance(self._usual.rate)
         drafts = sequence.drafter.propose(sequence.token_ids, limit)
         drafts = drafts[: _num_before_end(sequence, drafts)]
         if drafts and sequence.grammar is not None:
@@ -71,6 +73,7 @@ class Speculation:
     def observe(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Of a draft of ``num_drafts`` tokens the first ``num_right`` were right."""
         sequence.acceptance.observe(num_drafts, num_right)
+        self._usual.observe(num_drafts, num_right)
         sequence.num_draft_tokens += num_drafts
         sequence.num_accepted_tokens += num_right
         self.num_drafts += 1

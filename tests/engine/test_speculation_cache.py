@@ -28,7 +28,7 @@ SMALL = {
     "jamba": {"kv_cache_memory": 548_000, "state_memory_share": 0.8},
 }
 MODES = ("none", "align", "all", "auto")
-SHORT = [("granitemoehybrid", "align", False), ("granitemoehybrid", "all", True)]
+SHORT = [("granitemoehybrid", "align", False)]
 
 
 def answer(core: EngineCore, prompt: list[int], **sampling: Any) -> list[int]:

@@ -11,9 +11,11 @@ from common.engine.rates import LinearCost
 
 _FADE = 0.9
 """What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
-_PRIOR = (0.6, 1.0)
-"""Right ones and tries that a sequence begins with."""
-_TRY_EVERY = 32
+_USUAL_FADE = 0.99
+"""The same of all sequences together."""
+_FIRST_RATE = 0.6
+"""Share of right ones before any draft was run."""
+_TRY_EVERY = 64
 """Drafts that are not run, before one of them is tried again with one token."""
 _ROW_SHARE = 0.08
 """Of a step's time with one row, what a row more takes, as long as it is not known: between what CPUs with and without
@@ -25,13 +27,17 @@ _MAX_OUTLIERS = 8
 
 
 class Acceptance:
-    """Of one sequence."""
+    """Of one sequence, or (``usual``) of all: what a new one begins with."""
 
-    __slots__ = ("_num_held_back", "_right", "_tried")
+    __slots__ = ("_fade", "_num_held_back", "_right", "_tried")
 
-    def __init__(self) -> None:
-        self._right, self._tried = _PRIOR
+    def __init__(self, rate: float = _FIRST_RATE, fade: float = _FADE) -> None:
+        self._right, self._tried, self._fade = rate, 1.0, fade
         self._num_held_back = 0
+
+    @classmethod
+    def usual(cls) -> Acceptance:
+        return cls(fade=_USUAL_FADE)
 
     @property
     def rate(self) -> float:
@@ -40,8 +46,8 @@ class Acceptance:
 
     def observe(self, num_drafts: int, num_right: int) -> None:
         """``num_right`` of ``num_drafts`` were right; the first wrong one ends what is known of them."""
-        self._right = self._right * _FADE + num_right
-        self._tried = self._tried * _FADE + min(num_drafts, num_right + 1)
+        self._right = self._right * self._fade + num_right
+        self._tried = self._tried * self._fade + min(num_drafts, num_right + 1)
 
     def hold_back(self) -> int:
         """A draft does not pay: how much of it to run nevertheless."""

@@ -125,7 +125,7 @@ def test_acceptance_when_drafts_are_right_or_wrong_then_follows_them() -> None:
     for _ in range(40):
         acceptance.observe(7, 0)
     assert acceptance.rate < 0.1
-    held_back = [acceptance.hold_back() for _ in range(64)]
+    held_back = [acceptance.hold_back() for _ in range(128)]
     assert sum(held_back) == 2  # one token now and then, so that what changes is seen
 
 
