@@ -38,9 +38,9 @@ from benchmarks.engine.__main__ import CLOCKS
 from benchmarks.engine.models import SIZES, make_checkpoint
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.engine.grammars import StepGrammars
 from common.engine.sampling.grammar import GrammarMasks
 from common.engine.sampling.grammar_compiler import GrammarCompiler
+from common.engine.tokens.grammars import StepGrammars
 from common.grammar.limits import parser_limits
 from common.grammar.trial import try_grammar
 from common.node.runtime import create_core, load_node_model

@@ -91,6 +91,12 @@ class NodeConfig(ProcessConfig):
     max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)
     max_num_seqs: int = int_flag(64, "sequences computed at once", 1, 65_536)
     max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
+    speculative_config: str = flag(
+        "",
+        'drafts that the model checks several of in one step: JSON with "method" (ngram, suffix), '
+        '"num_speculative_tokens" (7), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
+        metavar="JSON",
+    )
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
     engine_hang_seconds: float = seconds_flag(
         300.0,

@@ -20,21 +20,23 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.finished_prompts import FinishedPrompts
-from common.engine.grammars import StepGrammars
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
 from common.engine.plan import Segment
 from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
-from common.engine.sampling.sampler import Sampler, SampleTask
+from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
+from common.engine.speculation import Speculation
+from common.engine.tokens.grammars import Sampled, StepGrammars
+from common.engine.tokens.step_tokens import StepTokens
 from common.errors import EngineDeadError, InvalidRequestError, TandemError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.sharing.leases import LeasedPrefix
-from common.request import FinishReason, Request, TokenLogprob
+from common.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,6 @@ class EngineCore:
         self._runner = runner
         self._sampler = sampler
         self.grammars = grammars if grammars is not None else StepGrammars(None, None)
-        self._max_model_len = max_model_len
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._outputs = OutputList()
@@ -94,6 +95,18 @@ class EngineCore:
         )
         self._prompts = FinishedPrompts(
             scheduler, manager, runner, self._live, self._outputs, lease_seconds=lease_seconds, clock=clock
+        )
+        self._tokens = StepTokens(
+            scheduler,
+            manager,
+            runner,
+            sampler,
+            self.grammars,
+            self._outputs,
+            max_model_len=max_model_len,
+            clock=clock,
+            fail=self._fail,
+            end=self._end,
         )
         self._is_stalled = False
         self._is_in_flight = False
@@ -129,6 +142,11 @@ class EngineCore:
         the cache is counted too. Readable from any thread."""
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Who drafts, and what came of it; its counts are readable from any thread."""
+        return self._scheduler.speculation
 
     @property
     def num_preemptions(self) -> int:
@@ -280,7 +298,7 @@ class EngineCore:
                 self._start_again(schedule, exc)
                 return self._outputs.take()
             self._num_failed_forwards = 0
-        to_sample: list[tuple[Sequence, torch.Tensor]] = []
+        to_sample: list[Sampled] = []
         for sequence, segment, hidden in zip(schedule.sequences, schedule.plan.segments, rows, strict=True):
             try:
                 self._complete(sequence, segment, hidden, to_sample)
@@ -296,9 +314,12 @@ class EngineCore:
                 to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
-        self._sample(to_sample)
+        self._tokens.sample(to_sample)
         if schedule.sequences:
             self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
+            if schedule.plan.only_decodes and self.speculation is not None:
+                num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
+                self.speculation.cost.observe(num_rows, self._clock() - step.started_s)
         return self._outputs.take()
 
     def _complete(
@@ -306,9 +327,13 @@ class EngineCore:
         sequence: Sequence,
         segment: Segment,
         hidden: torch.Tensor,
-        to_sample: list[tuple[Sequence, torch.Tensor]],
+        to_sample: list[Sampled],
     ) -> None:
-        """Publishes what the forward wrote for one sequence; one whose next token is due goes to ``to_sample``."""
+        """Publishes what the forward wrote for one sequence; one whose next token is due goes to ``to_sample``. Where
+        drafts were run nobody knows yet what of it is right."""
+        if segment.start + segment.num_tokens > sequence.num_tokens:
+            self._tokens.verify(sequence, segment, hidden)
+            return
         sequence.num_computed_tokens += segment.num_tokens
         self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
@@ -317,6 +342,7 @@ class EngineCore:
             self._prompts.report_progress(sequence)
             return
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
+        sequence.num_to_replay = 0
         if sequence.is_prompt_done:
             to_sample.append((sequence, hidden[-1]))
         else:
@@ -377,52 +403,6 @@ class EngineCore:
             logits = self._runner.logits(hidden[begin : begin + len(next_ids)])
             num_top = sequence.sampling.prompt_logprobs or 0
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
-
-    def _sample(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> None:
-        to_sample, failed = self.grammars.take_ready(to_sample)
-        for sequence, refusal in failed:
-            self._fail(sequence, refusal)
-        if not to_sample:
-            return
-        try:
-            tokens = self._draw(to_sample)
-        except Exception as exc:  # noqa: BLE001  # whatever it is, one of the rows may have caused it
-            if len(to_sample) == 1:
-                self._fail(to_sample[0][0], exc)
-            else:
-                for each in to_sample:  # a row's draw does not depend on the others'
-                    self._sample([each])
-            return
-        now = self._clock()
-        for (sequence, _), token in zip(to_sample, tokens, strict=True):
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            if (refused := self.grammars.consume(sequence, token.token_id)) is not None:
-                self._fail(sequence, refused)
-                continue
-            sequence.append(token.token_id)
-            sequence.check_stop(token.token_id, self._max_model_len)
-            self._outputs.add(sequence, token)
-            if sequence.finish_reason is not None:
-                self._end(sequence)
-
-    def _draw(self, to_sample: list[tuple[Sequence, torch.Tensor]]) -> list[TokenLogprob]:
-        logits = self._runner.logits([row for _, row in to_sample])
-        tasks = []
-        for sequence, _ in to_sample:
-            assert sequence.sampling is not None
-            tasks.append(
-                SampleTask(
-                    params=sequence.sampling,
-                    prompt_token_ids=sequence.given_token_ids,
-                    output_token_ids=sequence.output_token_ids,
-                    eos_token_ids=sequence.request.eos_token_ids,
-                    index=sequence.index,
-                    counts=sequence.token_counts,
-                    mask=self.grammars.mask(sequence),
-                )
-            )
-        return self._sampler.sample(logits, tasks)
 
 
 def _num_prompt_tokens(schedule: Schedule) -> int:

@@ -1,9 +1,9 @@
 """Runs one step plan through the model.
 
 1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
-which reads and writes blocks and slots in place; of decode rows alone, a recorded one is replayed. 4 hand back the
-wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the device's until
-``Forward.wait`` has returned. Owns nothing but views of the storage.
+which reads and writes blocks and slots in place; of decode rows and drafts alone, a recorded one is replayed. 4 hand
+back the wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the
+device's until ``Forward.wait`` has returned. Owns nothing but views of the storage.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ class ModelRunner:
         token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
         if self._replay is not None and len(token_ids) == len(segments):
             hidden = self._replay.forward(self._run, context, token_ids, [s.start for s in segments])
+        elif self._replay is not None and plan.only_decodes:
+            positions = itertools.chain.from_iterable(range(s.start, s.start + s.num_tokens) for s in segments)
+            hidden = self._replay.forward(self._run, context, token_ids, list(positions))
         else:
             # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
             ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)

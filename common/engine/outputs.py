@@ -28,6 +28,7 @@ class PhaseSeconds:
 class RequestOutput:
     """What one engine step produced for one sequence. ``index`` is the fork number, 0 for ``num_forks`` 1.
 
+    ``num_draft_tokens``, ``num_accepted_tokens``: that were run for it so far, and that were right.
     Of a prompt that is only computed: ``progress`` as its blocks are finished, if asked for; ``handoff`` at the end.
     """
 
@@ -44,6 +45,8 @@ class RequestOutput:
     transferred_bytes: int = 0
     transferred_blocks: int = 0
     transferred_states: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     seconds: PhaseSeconds | None = None
     handoff: LeasedPrefix | None = None
     progress: PrefixProgress | None = None
@@ -89,6 +92,8 @@ class OutputList:
                 transferred_bytes=sequence.transferred_bytes,
                 transferred_blocks=sequence.transferred_blocks,
                 transferred_states=sequence.transferred_states,
+                num_draft_tokens=sequence.num_draft_tokens,
+                num_accepted_tokens=sequence.num_accepted_tokens,
                 seconds=phase_seconds(sequence),
                 handoff=handoff,
                 progress=progress,

@@ -26,7 +26,7 @@ class Segment:
     """Consecutive tokens of one sequence.
 
     Attributes:
-        token_ids: the tokens to run, [num_tokens].
+        token_ids: the tokens to run, [num_tokens]; drafted ones last.
         start: position of the first one = tokens already computed.
         tables: one block table per attention group (none without attention layers), as the cache keeps them. Each
             covers positions 0 .. start + num_tokens - 1, null (0) before a sliding window; K/V of positions below its
@@ -56,7 +56,8 @@ class Segment:
 @dataclass(slots=True)
 class StepPlan:
     """``block_copies``, (source, destination) by attention group, run before the forward: copy-on-write of tail
-    blocks."""
+    blocks. ``only_decodes``: its segments are of sequences that generate, some with more than one row."""
 
     segments: list[Segment] = field(default_factory=list)
     block_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    only_decodes: bool = False

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
+from common.engine.speculation import Speculation
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sharing.remote_prefix import PullPlan
@@ -69,9 +70,14 @@ class Scheduler:
     """Owned by the engine thread. Every sequence that it holds is in exactly one of waiting, transferring, running."""
 
     def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        speculation: Speculation | None = None,
     ) -> None:
         self._config = config
+        self.speculation = speculation
         self._manager = manager
         self._clock = clock
         self.waiting: list[Sequence] = []
@@ -117,6 +123,8 @@ class Scheduler:
             self._schedule_alone(schedule, self._suspects[0])
         if schedule.is_empty:
             self._schedule_together(schedule, admits=not self._suspects)
+        if self.speculation is not None:
+            schedule.plan.only_decodes = all(each.is_decoding for each in schedule.sequences)
         schedule.plan.block_copies = self._manager.take_block_copies()
         return schedule
 
@@ -154,16 +162,31 @@ class Scheduler:
             budget -= max(1, limit // PROMPT_FLOOR)
         if len(decoding) > budget:
             decoding.sort(key=lambda each: each.last_step)  # those that found no place in the last step come first
-        for sequence in decoding:
-            budget -= self._plan(schedule, sequence, budget)
-        num_rows = len(schedule.sequences)
+        if self.speculation is None:
+            for sequence in decoding:
+                budget -= self._plan(schedule, sequence, budget)
+            num_rows = len(schedule.sequences)
+        else:
+            num_rows = self._plan_with_drafts(schedule, decoding, budget)
         budget = min(limit - num_rows, max(1, limit // PROMPT_SHARE)) if num_rows else limit
         for sequence in prompts:
             budget -= self._plan(schedule, sequence, budget)
         return budget
 
-    def _plan(self, schedule: Schedule, sequence: Sequence, budget: int) -> int:
-        """Plans what a running sequence computes next, at most ``budget`` tokens; returns how many it is."""
+    def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
+        """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
+        spare = max(0, budget - sum(each.num_uncomputed_tokens for each in decoding))
+        num_rows = 0
+        for sequence in decoding:
+            num_rows += self._plan(schedule, sequence, budget - num_rows, spare, len(decoding))
+            spare -= len(sequence.drafts)
+        return num_rows
+
+    def _plan(
+        self, schedule: Schedule, sequence: Sequence, budget: int, max_drafts: int = 0, num_sequences: int = 0
+    ) -> int:
+        """Plans what a running sequence computes next, at most ``budget`` tokens; returns how many it is.
+        ``max_drafts``: of them may be drafted, in a step of ``num_sequences``."""
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # preempted for an earlier one
         if sequence.pending_row is not None:
@@ -174,11 +197,24 @@ class Scheduler:
             num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)
             if num_tokens == 0 or not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
                 return 0
+            if max_drafts and sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
+                sequence.drafts = self._drafts(sequence, min(max_drafts, budget - num_tokens), num_sequences)
             self._add_segment(schedule, sequence, num_tokens)
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this sequence's
             schedule.failed.append((sequence, exc))
             return 0
-        return num_tokens
+        return num_tokens + len(sequence.drafts)
+
+    def _drafts(self, sequence: Sequence, max_drafts: int, num_sequences: int) -> list[int]:
+        """What the sequence may run behind its last token. It has the blocks for it then; nobody is preempted for
+        a draft."""
+        assert self.speculation is not None
+        end = sequence.num_tokens
+        max_drafts = self._manager.max_drafts(end, max_drafts)
+        drafts = self.speculation.propose(sequence, max_drafts, num_sequences)
+        if not drafts or not self._manager.extend(sequence.seq_id, end + len(drafts)):
+            return []
+        return drafts
 
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need
@@ -198,6 +234,8 @@ class Scheduler:
         self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
         sequence.num_computed_tokens = 0
+        sequence.num_to_replay = 0
+        sequence.drafts = []
         sequence.pending_row = None
         sequence.remote = None
         sequence.num_preemptions += 1
@@ -310,16 +348,23 @@ class Scheduler:
     def _add_segment(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        saves = self._manager.plan_saves(sequence.seq_id, start, end, self._wanted_saves(sequence))
+        token_ids = sequence.token_ids[start:end]
+        rollback: tuple[tuple[int, int], ...] = ()
+        if sequence.drafts:
+            rollback = self._plan_rollback(sequence, end)
+            token_ids += sequence.drafts
+        saves = self._manager.plan_saves(sequence.seq_id, start, start + len(token_ids), self._wanted_saves(sequence))
+        if rollback:
+            saves = tuple(sorted((*saves, *rollback)))
         view = self._manager.sequence(sequence.seq_id)
-        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
+        if (sequence.prompt_logprobs is not None and not sequence.is_prompt_done) or sequence.drafts:
             rows = Rows.ALL
         else:
             rows = Rows.LAST if end == sequence.num_tokens else Rows.NONE
         schedule.plan.segments.append(
             Segment(
                 request_id=sequence.seq_id,
-                token_ids=sequence.token_ids[start:end],
+                token_ids=token_ids,
                 start=start,
                 tables=view.tables,
                 src_slot=view.src_slot,
@@ -331,6 +376,16 @@ class Scheduler:
         )
         schedule.sequences.append(sequence)
         sequence.last_step = self._num_steps
+
+    def _plan_rollback(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
+        """States to go back to from the sequence's drafts; without a slot for one it has no drafts."""
+        assert self.speculation is not None
+        last = end + len(sequence.drafts) - 1 if self.speculation.saves_each else end
+        rollback = self._manager.plan_rollback(sequence.seq_id, end, last)
+        if rollback is None:
+            sequence.drafts = []
+            return ()
+        return rollback
 
     @staticmethod
     def _wanted_saves(sequence: Sequence) -> Mapping[int, str]:

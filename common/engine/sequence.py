@@ -11,6 +11,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from common.engine.drafting.drafter import Drafter
+from common.engine.drafting.pay import Acceptance
 from common.engine.sampling.grammar import SequenceGrammar
 from common.engine.sampling.token_counts import TokenCounts
 from common.kv_cache.keys import PrefixKeys
@@ -42,6 +44,10 @@ class Sequence:
         num_lone_steps: after one: steps of all its tokens that it still has to be alone in.
         last_step: the number of the step that it was last planned in.
         grammar: what its output must be; None: anything.
+        drafts: what the step in flight runs behind its last token.
+        num_to_replay: output tokens whose K/V and state must be computed again, because the drafts after them were
+            wrong: the state has seen those.
+        drafter, acceptance: who guesses its next tokens, and how often they were right; made with the first draft.
     """
 
     def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
@@ -65,6 +71,10 @@ class Sequence:
         self.num_preemptions = 0
         self.token_counts = TokenCounts()
         self.grammar: SequenceGrammar | None = None
+        self.drafts: list[int] = []
+        self.num_to_replay = 0
+        self.drafter: Drafter | None = None
+        self.acceptance = Acceptance()
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
@@ -75,6 +85,8 @@ class Sequence:
         self.transferred_bytes = 0
         self.transferred_blocks = 0
         self.transferred_states = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         # Monotonic seconds of the phase changes.
         self.scheduled_s: float | None = None
         self.transfer_start_s: float | None = None
@@ -108,8 +120,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step would compute its last token alone."""
-        return self.is_prompt_done and self.num_uncomputed_tokens <= 1
+        """Whether the next step would compute its last token alone, or behind those that drafts have left."""
+        return self.is_prompt_done and self.num_uncomputed_tokens <= 1 + self.num_to_replay
 
     @property
     def order(self) -> tuple[int, float, str]:

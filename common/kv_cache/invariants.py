@@ -32,6 +32,7 @@ def find_violations(
         for table, counts in zip(allocation.tables, users.held_blocks, strict=True):
             counts.update(table.block_ids)
         users.held_slots.update(save.slot_id for save in allocation.saves.values())
+        users.held_slots.update(allocation.rollback.values())
         users.held_slots[allocation.dst_slot] += 1
         for checkpoint in (allocation.src_checkpoint, allocation.prompt_end):
             if checkpoint is not None:

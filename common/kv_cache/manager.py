@@ -28,6 +28,7 @@ from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sequences.allocation import SequenceView
 from common.kv_cache.sequences.checkpoint_saver import CheckpointSaver
 from common.kv_cache.sequences.prompt_ends import PromptEnd, PromptEnds
+from common.kv_cache.sequences.rollback import Rollback
 from common.kv_cache.sequences.sequence_table import SequenceTable
 from common.kv_cache.sharing.lease_manager import LeaseManager
 from common.kv_cache.sharing.leases import LeasedPrefix, LeaseTable, PrefixProgress
@@ -57,6 +58,7 @@ class KVCacheManager:
         self._save_policy = SavePolicy(config)
         self._sequences = SequenceTable(config, self._coordinator, self._save_policy, self._counters)
         self._saver = CheckpointSaver(self._sequences)
+        self._rollback = Rollback(self._sequences)
         self._prompt_ends = PromptEnds(self._sequences)
         self._lease_manager = LeaseManager(self._sequences, self.leases)
         self._remote = RemotePrefixes(self._sequences, self._prompt_ends)
@@ -179,6 +181,23 @@ class KVCacheManager:
         """(position, slot), ascending, for what the step (start, end] is to keep: of ``wanted``, and the boundaries it
         passes while generating. What finds no slot is skipped and counted, shallow positions first."""
         return self._saver.plan(self._sequences[seq_id], start, end, wanted)
+
+    def max_drafts(self, num_known_tokens: int, num_drafts: int) -> int:
+        """How many drafts to run behind ``num_known_tokens`` tokens: in mode ``align`` a step ends at a boundary."""
+        return self._save_policy.max_drafts(num_known_tokens, num_drafts)
+
+    def plan_rollback(self, seq_id: str, first: int, last: int) -> tuple[tuple[int, int], ...] | None:
+        """(position, slot), ascending, for states that a step with drafts can go back to: at ``first``, and as far as
+        slots reach up to ``last``. None: the sequence must run without drafts now. ``complete_drafts`` follows, or
+        ``free``."""
+        return self._rollback.plan(self._sequences[seq_id], first, last)
+
+    def complete_drafts(self, seq_id: str, end: int, num_right: int) -> int:
+        """``complete_step`` of a step that ran drafts: of the tokens before ``end`` the first ``num_right`` are right.
+        Returns ``num_computed_tokens``: the rest of the right ones is to be computed again."""
+        position = self._rollback.settle(self._sequences[seq_id], end, num_right)
+        self.complete_step(seq_id, position)
+        return position
 
     def complete_step(self, seq_id: str, num_computed_tokens: int) -> None:
         """After the step: publish full blocks and the step's saves, advance src := dst, unpin the resumed checkpoint.

@@ -133,6 +133,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
     LabelValues(
+        ("spec_decode_num_accepted_tokens_per_pos_total",),
+        "position",
+        {"<N>": "behind N tokens of the draft; 0 to `num_speculative_tokens` - 1"},
+    ),
+    LabelValues(
         ("grammar_checks_total",),
         "result",
         {"good": "it can be used", "refused": "the request got a 400 that says why"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from common.engine.speculation import Speculation
 from common.kv_cache.observe.stats import CacheStats
 from common.metrics.metrics import Samples
 
@@ -42,6 +43,19 @@ def cache_samples(
         "transfers_in_flight": {(): transfers_in_flight},
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
+    }
+
+
+def draft_samples(speculation: Speculation | None) -> Samples:
+    """Samples of what was drafted; of a node that drafts nothing the metrics have none."""
+    if speculation is None:
+        return {}
+    by_place = _labelled({str(place): value for place, value in enumerate(speculation.num_accepted_by_place)})
+    return {
+        "spec_decode_num_drafts_total": {(): speculation.num_drafts},
+        "spec_decode_num_draft_tokens_total": {(): speculation.num_draft_tokens},
+        "spec_decode_num_accepted_tokens_total": {(): speculation.num_accepted_tokens},
+        "spec_decode_num_accepted_tokens_per_pos_total": by_place,
     }
 
 

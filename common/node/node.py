@@ -28,7 +28,7 @@ from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.rendezvous import RendezvousTable
-from common.node.metrics import cache_samples
+from common.node.metrics import cache_samples, draft_samples
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ReadablePrefix
@@ -216,7 +216,7 @@ class Node:
 
     def _samples(self) -> Samples:
         core = self.core
-        return cache_samples(
+        cache = cache_samples(
             self._cache_stats,
             running=core.num_running,
             waiting=self.admission.num_waiting,
@@ -225,6 +225,7 @@ class Node:
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
             transfers_in_flight=self._puller.num_in_flight,
         )
+        return {**cache, **draft_samples(core.speculation)}
 
     async def refresh_stats(self) -> None:
         """Brings the cache's numbers up to date between two steps; keeps the last ones when a step takes too long, or

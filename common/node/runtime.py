@@ -19,15 +19,17 @@ import torch
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.engine.grammars import StepGrammars
+from common.engine.drafting.config import SpeculativeConfig
 from common.engine.model_runner import ModelRunner
 from common.engine.sampling.grammar import GrammarMasks
 from common.engine.sampling.grammar_compiler import GrammarCompiler
 from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.speculation import Speculation
+from common.engine.tokens.grammars import StepGrammars
 from common.errors import ConfigError
 from common.grammar.limits import GrammarLimits
-from common.kv_cache.layout import LAYOUT_VERSION
+from common.kv_cache.layout import LAYOUT_VERSION, make_layout
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import plan_cache
 from common.kv_cache.pools.generations import ENTRY_BYTES
@@ -66,6 +68,7 @@ class NodeModel:
 
 def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> NodeModel:
     """Steps 1 to 3; ``compact_weights`` as :func:`load_model`. Raises ConfigError naming what cannot work."""
+    has_drafts = SpeculativeConfig.from_json(config.speculative_config) is not None
     torch.set_num_threads(config.num_threads)
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
@@ -97,6 +100,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> Nod
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
         enable_events=True,
+        has_drafts=has_drafts,
     )
     for line in str(plan.report).splitlines():
         logger.info("%s", line)
@@ -168,7 +172,8 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
 
 
 def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
-    scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens), model.manager)
+    limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens)
+    scheduler = Scheduler(limits, model.manager, speculation=create_speculation(config, model))
     return EngineCore(
         scheduler,
         model.manager,
@@ -180,6 +185,26 @@ def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
         local_prefill_limit=config.local_prefill_limit,
         grammars=create_grammars(config, model.loaded),
     )
+
+
+def create_speculation(config: NodeConfig, model: NodeModel) -> Speculation | None:
+    """None: nothing is drafted."""
+    speculative = SpeculativeConfig.from_json(config.speculative_config)
+    if speculative is None:
+        return None
+    speculation = Speculation(
+        speculative.create_drafter(),
+        num_tokens=speculative.num_speculative_tokens,
+        max_model_len=model.max_model_len,
+        slot_bytes=make_layout(model.cache_config.geometry, model.cache_config.block_size).slot_bytes,
+    )
+    logger.info(
+        "speculative decoding method=%s num_speculative_tokens=%d states=%s",
+        speculative.method,
+        speculative.num_speculative_tokens,
+        "none" if not model.cache_config.has_state else "saved" if speculation.saves_each else "computed again",
+    )
+    return speculation
 
 
 def create_grammars(config: NodeConfig, loaded: LoadedModel) -> StepGrammars:

@@ -233,6 +233,8 @@ def trace_block(
     transferred_bytes: int = 0,
     transferred_blocks: int = 0,
     transferred_states: int = 0,
+    draft_tokens: int = 0,
+    accepted_tokens: int = 0,
     seconds: Mapping[str, float | None] | None = None,
 ) -> Json:
     """The ``tandem`` object of a traced response. ``seconds`` by phase; a phase that did not happen is null."""
@@ -248,6 +250,8 @@ def trace_block(
         "transferred_bytes": transferred_bytes,
         "transferred_blocks": transferred_blocks,
         "transferred_states": transferred_states,
+        "draft_tokens": draft_tokens,
+        "accepted_tokens": accepted_tokens,
         "seconds": {phase: given.get(phase) for phase in TRACE_PHASES},
     }
 

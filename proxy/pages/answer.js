@@ -133,6 +133,9 @@ function details(answer, total) {
       ["cached on the decode node", count(told.decode_cached_tokens, "token")],
       ["moved", count(told.transferred_blocks, "block") + ", " + count(told.transferred_states, "state")],
     );
+    if (told.draft_tokens) {
+      facts.push(["drafts", number(told.accepted_tokens) + " of " + count(told.draft_tokens, "token") + " were right"]);
+    }
     facts.push(["total, as the decode node saw it", seconds(told.seconds.total)]);
   } else {
     facts.unshift(["trace", "none came: it is in the last event of a stream"]);

@@ -71,6 +71,11 @@ function nodeParts(node) {
     facts.push(["pulled", bytes(rates.kv_bytes || 0) + "/s KV, " + bytes(rates.state_bytes || 0) + "/s states"]);
     facts.push(["tokens", number(rates.computed_tokens || 0) + "/s computed, " +
       number(rates.generated_tokens || 0) + "/s generated"]);
+    const drafted = figures.spec_decode_num_draft_tokens_total;
+    if (drafted) {
+      facts.push(["drafts", percent((figures.spec_decode_num_accepted_tokens_total || 0) / drafted) + " of " +
+        number(drafted) + " tokens were right"]);
+    }
     if (figures.preemptions_total) facts.push(["preemptions", number(figures.preemptions_total)]);
     const failed = Object.entries(figures.transfer_failures_total || {}).filter(([, value]) => value);
     if (failed.length) facts.push(["failed pulls", failed.map(([why, value]) => why + " " + number(value)).join(", ")]);

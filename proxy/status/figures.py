@@ -46,6 +46,8 @@ _WANTED: Mapping[str, str | None] = {
     "transfer_seconds_count": None,
     "transfer_failures_total": "reason",
     "preemptions_total": None,
+    "spec_decode_num_draft_tokens_total": None,
+    "spec_decode_num_accepted_tokens_total": None,
     "leases": "state",
 }
 _LINE = re.compile(r"^tandem_(\w+)(?:\{([^}]*)\})? (\S+)")

@@ -114,6 +114,7 @@ class Harness:
         self.has_state = config.has_state
         self.has_attention = config.has_attention
         self.sequences: dict[str, Running] = {}
+        self.only_decodes = False  # of the steps to come: their segments are drafts behind a token
 
     def take_blocks(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // BLOCK_SIZE) if self.has_attention else 0
@@ -171,7 +172,7 @@ class Harness:
         for group in self.groups if block_copies else ():
             g = group.group_id
             copies[g] = [(self.in_group(a, g), self.in_group(b, g)) for a, b in block_copies]
-        return self.runner.forward(StepPlan(segments, copies))
+        return self.runner.forward(StepPlan(segments, copies, self.only_decodes))
 
     def logits(self, *work: Work) -> list[Tensor]:
         """Run one step; logits per segment."""

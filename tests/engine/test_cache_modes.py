@@ -211,7 +211,7 @@ def test_generation_when_it_ends_early_then_is_resumed_at_boundaries_it_passed_o
             core.abort("a")
         else:
             with monkeypatch.context() as broken:
-                broken.setattr(core, "_sampler", None)  # what fails keeps nothing of the running state
+                broken.setattr(core._tokens, "_sampler", None)  # what fails keeps nothing of the running state
                 assert [output.finish_reason for output in core.step()] == [FinishReason.ERROR]
         assert used(model) == (0, 0, 0, 0)
         assert cached(ask(core, "b", prompt + generated + tokens(5, 9))) == resumed

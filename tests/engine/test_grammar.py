@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
+from common.engine.sampling.grammar import GrammarMasks, SequenceGrammar
 from common.engine.sampling.grammar_compiler import GrammarCompiler
 from common.engine.sequence import SequenceStatus
 from common.errors import DeadlineExceededError, GrammarError, InvalidRequestError, TandemError
@@ -20,6 +21,7 @@ from common.node.runtime import NodeModel
 from common.openai.constraint import read_constraint
 from common.request import FinishReason, Request, SamplingParams
 from tests.engine.cores import engine, tokens, used
+from tests.support.drafts import speculate
 
 SCHEMA = {
     "type": "object",
@@ -181,6 +183,70 @@ def test_preemption_when_constrained_then_the_answers_are_those_of_enough_memory
     assert short.token_ids == enough.token_ids
     assert not short.errors
     assert used(small_model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.full)])
+def test_answers_when_drafts_are_run_then_are_those_without_and_no_draft_is_of_another_grammar(
+    shared: tuple[EngineCore, NodeModel], share: float
+) -> None:
+    core, model = shared
+    requests = [request(name, tokens(index, 20), **fields) for index, (name, fields) in enumerate(VARIANTS.items())]
+    requests.append(request("n", tokens(50, 20), num_forks=3))
+    expected = Results(core, *requests)
+    prompts = {each.request_id: list(each.prompt_token_ids) for each in requests}
+    known = [prompts[name] + token_ids for (name, _), token_ids in expected.token_ids.items()]
+    speculation = speculate(core, model, known, share)
+    try:
+        found = Results(core, *requests)
+    finally:
+        core._scheduler.speculation = None
+    assert not found.errors
+    assert found.token_ids == expected.token_ids
+    assert found.reasons == expected.reasons
+    assert speculation.num_accepted_tokens > 50
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_draft_when_nothing_may_follow_it_then_the_request_goes_on_without_it(
+    shared: tuple[EngineCore, NodeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a grammar says behind a token that nobody has said is no error of the request."""
+    core, model = shared
+    asked = request("r", tokens(3, 20))
+    expected = Results(core, asked).token_ids
+    trim, failed = SequenceGrammar.trim, []
+
+    def failing(self: SequenceGrammar, mask: memoryview) -> None:
+        trim(self, mask)
+        if self.matcher is not None and len(failed) < 5 and behind[0]:
+            failed.append(self)
+            self.error = GrammarError("the grammar allows no token any more")
+
+    behind = [False]
+    consume = SequenceGrammar.consume
+
+    def consumed(self: SequenceGrammar, token_id: int) -> None:
+        consume(self, token_id)
+        behind[0] = core._is_filling  # type: ignore[attr-defined]
+
+    fill = GrammarMasks.fill
+
+    def filled(self: GrammarMasks, *args: Any) -> None:
+        core._is_filling, behind[0] = True, False  # type: ignore[attr-defined]
+        fill(self, *args)
+        core._is_filling, behind[0] = False, False  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(SequenceGrammar, "trim", failing)
+    monkeypatch.setattr(SequenceGrammar, "consume", consumed)
+    monkeypatch.setattr(GrammarMasks, "fill", filled)
+    speculate(core, model, [list(asked.prompt_token_ids) + expected["r", 0]], 1.0, always=True)
+    try:
+        found = Results(core, asked)
+    finally:
+        core._scheduler.speculation = None
+    assert len(failed) == 5
+    assert not found.errors
+    assert found.token_ids == expected
 
 
 @pytest.mark.parametrize("num_resumed", [1, 5, 17])

@@ -71,6 +71,37 @@ def test_decode_steps_when_replayed_then_have_the_bits_of_the_forward(family: st
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", tiered(REPLAYED, ("granitemoehybrid",)))
+def test_steps_with_drafts_when_cut_in_any_way_then_one_program_has_the_bits_of_each_forward(
+    family: str, dtype: str
+) -> None:
+    found: list[list[Tensor]] = []
+    for is_replayed in (False, True):
+        harness = Harness(family, "cpp", dtype=dtype)
+        for slot, (name, length) in enumerate((("a", 37), ("b", 21)), start=1):
+            harness.add(name, slot, 96)
+            harness.prefill(name, random_tokens(length, slot))
+        harness.only_decodes = is_replayed
+        rows = []
+        for step, (a, b) in enumerate(((4, 4), (1, 7), (8, 0), (7, 1), (3, 5))):
+            sequence = harness.sequences["a"]
+            work = [Work("a", random_tokens(a, step), {sequence.num_computed + 1: 5})]
+            if b:
+                work.append(Work("b", random_tokens(b, 50 + step), {harness.sequences["b"].num_computed + b: 6}))
+            rows += harness.hidden(*work)
+            if harness.has_state:  # the state after the first token, as after a wrong draft
+                sequence.src_slot, sequence.num_computed = 5, sequence.num_computed - a + 1
+                rows += [harness.storage.slot_arena[1:7].clone()]
+        found.append(rows)
+        assert harness.runner._replay is not None
+        programs = harness.runner._replay._programs
+        assert [(key[1], program is not None) for key, program in programs.items() if key[0] == "forward"] == (
+            [(8, True)] if is_replayed else []
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_decode_steps_when_rows_choose_experts_then_are_not_replayed() -> None:
     found, runner = decode("qwen3_next", "float32", is_replayed=True)
     expected, _ = decode("qwen3_next", "float32", is_replayed=False)

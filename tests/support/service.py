@@ -168,7 +168,7 @@ def wait_ready(node: Node, timeout_s: float = START_TIMEOUT_S) -> None:
 @dataclass
 class Service:
     """Context manager: everything is ready inside, and ended after it. ``is_faulty``: nodes take faults from marked
-    requests (``tests.support.faulty_node``)."""
+    requests (``tests.support.faulty_node``). ``program``: a module that runs in place of the nodes' own."""
 
     model: Path
     prefill_flags: Sequence[str] = ()
@@ -178,6 +178,7 @@ class Service:
     num_decode: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     is_faulty: bool = False
+    program: str = ""
     prefill: list[Node] = field(default_factory=list, init=False)
     decode: list[Node] = field(default_factory=list, init=False)
     proxy: Node = field(init=False)
@@ -235,7 +236,8 @@ class Service:
             wait_ready(node)
 
     def _start(self, role: str, folder: Path, *flags: str, port: int | None = None) -> Node:
-        program = ("tests.support.faulty_node", role) if self.is_faulty else ()
+        module = "tests.support.faulty_node" if self.is_faulty else self.program
+        program = (module, role) if module else ()
         return start_node(role, self.model, folder, *flags, port=port, program=program, **self.environment)
 
     def _stop(self) -> None:

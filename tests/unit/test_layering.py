@@ -79,20 +79,24 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.cli": ("bench", "log_sink", "supervisor", "flags", "up", "probe", "docs", "main", "__main__"),
     "common.engine": (
         "rates",
+        "drafting",
         "sampling",
         "plan",
         "sequence",
+        "speculation",
         "shared_prefixes",
         "scheduler",
         "model_runner",
         "outputs",
         "live_sequences",
-        "grammars",
+        "tokens",
         "remote_prefixes",
         "finished_prompts",
         "core",
     ),
+    "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "pay"),
     "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
+    "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
     "common.kv_cache": (
@@ -119,7 +123,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.observe": ("events", "stats"),
     "common.kv_cache.pools": ("generations", "unit_pool", "copy_queue", "storage"),
     "common.kv_cache.prefix": ("hits", "admitted_prefixes", "lookup"),
-    "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends"),
+    "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends", "rollback"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
     "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
@@ -245,6 +249,7 @@ MAX_FILES = 12
 # The parts that must run where torch, transformers and NIXL are not installed, and the modules in them that need not.
 LIGHT = (
     "proxy",
+    "common.engine.drafting",
     "common.kv_cache",
     "common.tiers",
     "common.geometry",
@@ -268,6 +273,7 @@ LIGHT_MODULES = (
     "common.engine.scheduler",
     "common.engine.sequence",
     "common.engine.shared_prefixes",
+    "common.engine.speculation",
     "common.request",
 )
 

@@ -8,6 +8,7 @@ what came from there before its first mask. Forks copy. Nothing here raises for 
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -64,6 +65,10 @@ class SequenceGrammar:
         if not self.matcher.consume_token(token_id):
             self.error = _failed(f"refuses token {token_id}: {self.matcher.get_error()}")
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after the other."""
+        return self.matcher.validate_tokens(list(token_ids))
+
     def trim(self, mask: memoryview) -> None:
         """Takes from a mask that was just filled the ends that may not be yet: an end token where the text could not
         end, and ``hidden_token_ids`` (of ``min_tokens``, ``ignore_eos``) as long as anything else may come. Sets
@@ -114,15 +119,22 @@ class GrammarMasks:
         self._words = array("I")
         self._rows: dict[int, int] = {}
 
-    def fill(self, grammars: Sequence[SequenceGrammar]) -> None:
-        """Fills a row for each of ``grammars``, none of them pending."""
-        self._rows = {id(grammar): row for row, grammar in enumerate(grammars)}
+    def fill(self, grammars: Sequence[SequenceGrammar], drafts: Sequence[list[int]] = ()) -> None:
+        """Fills a row for each of ``grammars``, none of them pending. ``drafts``: for each, tokens that may come next,
+        each of which it allows behind those before: there is a row for behind each of them too. They are cut where
+        behind one nothing may come."""
+        counts = [1 + len(each) for each in drafts] or [1] * len(grammars)
+        starts = [0, *itertools.accumulate(counts)]
+        self._rows = {id(grammar): row for grammar, row in zip(grammars, starts, strict=False)}
         if not grammars:
             return
-        if len(self._words) < len(grammars) * self.num_words:
-            self._words = array("I", bytes(len(grammars) * self.num_words * 4))
+        if len(self._words) < starts[-1] * self.num_words:
+            self._words = array("I", bytes(starts[-1] * self.num_words * 4))
         try:
-            self._fill(grammars)
+            if any(drafts):
+                self._fill_behind(grammars, drafts)
+            else:
+                self._fill(grammars)
         except Exception as exc:  # noqa: BLE001  # of a foreign library: these fail, the others go on
             for grammar in grammars:
                 grammar.error = grammar.error or _failed(f"has no mask: {exc}")
@@ -135,11 +147,33 @@ class GrammarMasks:
         """Whether the last :meth:`fill` was for it too."""
         return id(grammar) in self._rows
 
-    def row(self, grammar: SequenceGrammar) -> memoryview:
-        """[num_words] uint32; bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may come. Valid until the
-        next :meth:`fill`."""
-        start = self._rows[id(grammar)] * self.num_words
+    def row(self, grammar: SequenceGrammar, num_drafts: int = 0) -> memoryview:
+        """[num_words] uint32; bit ``i % 32`` of word ``i // 32`` says whether token ``i`` may come, behind the first
+        ``num_drafts`` drafts. Valid until the next :meth:`fill`."""
+        start = (self._rows[id(grammar)] + num_drafts) * self.num_words
         return memoryview(self._words)[start : start + self.num_words]
+
+    def _fill_behind(self, grammars: Sequence[SequenceGrammar], drafts: Sequence[list[int]]) -> None:
+        begin_s = time.perf_counter()
+        address, _ = self._words.buffer_info()
+        num_bytes = self.num_words * 4
+        for grammar, token_ids in zip(grammars, drafts, strict=True):
+            matcher, num_consumed = grammar.matcher, 0
+            for num_drafts in range(len(token_ids) + 1):
+                row = self._rows[id(grammar)] + num_drafts
+                matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
+                grammar.trim(self.row(grammar, num_drafts))
+                if num_drafts and grammar.error is not None and not matcher.is_error():
+                    # What cannot go on behind a draft is no error before somebody has said the draft.
+                    grammar.error = None
+                    del token_ids[num_drafts - 1 :]
+                if grammar.error is not None or num_drafts >= len(token_ids):
+                    break
+                grammar.consume(token_ids[num_drafts])
+                num_consumed += 1
+            if num_consumed and grammar.error is None and not matcher.rollback(num_consumed):
+                grammar.error = _failed(f"cannot go back: {matcher.get_error()}")
+        self.on_filled(time.perf_counter() - begin_s)
 
     def _fill(self, grammars: Sequence[SequenceGrammar]) -> None:
         begin_s = time.perf_counter()

@@ -28,6 +28,13 @@ class TokenCounts:
         self._places: dict[int, int] = {}
         self._num_counted = 0
 
+    def fork(self) -> TokenCounts:
+        """The same counts, to be counted on by itself."""
+        copy = TokenCounts()
+        copy.prompt, copy.added, copy.output, copy.times = self.prompt, self.added[:], self.output[:], self.times[:]
+        copy._places, copy._num_counted = self._places.copy(), self._num_counted
+        return copy
+
     def update(
         self,
         prompt: Sequence[int],

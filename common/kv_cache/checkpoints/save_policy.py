@@ -107,6 +107,13 @@ class SavePolicy:
         aligned = end // self._block_size * self._block_size
         return (aligned if aligned > start else end) - start
 
+    def max_drafts(self, num_known_tokens: int, num_drafts: int) -> int:
+        """How many of ``num_drafts`` may run behind ``num_known_tokens``. ``align``: none of them behind a boundary,
+        whose state is that at the end of a step."""
+        if self._mode != "align" or not self._saves_states:
+            return num_drafts
+        return min(num_drafts, -num_known_tokens % self._block_size)
+
     def window_positions(self, start: int, end: int, num_prompt_tokens: int) -> list[int] | None:
         """Positions in (start, end] at which a sliding window stays resumable, besides those of checkpoints; None:
         all."""

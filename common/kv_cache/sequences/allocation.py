@@ -1,7 +1,7 @@
 """The cache's record of one running sequence: what it holds and how far it has got.
 
-Every id in ``tables`` is held once, the running slot ``dst_slot`` once, each planned save slot once;
-``src_checkpoint`` and ``prompt_end`` are pinned once each.
+Every id in ``tables`` is held once, the running slot ``dst_slot`` once, each planned save slot once,
+and each slot of ``rollback`` too; ``src_checkpoint`` and ``prompt_end`` are pinned once each.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Allocation:
         src_checkpoint: what the next step reads its state from, until that step completed.
         prompt_end: kept end of the prompt, until the first step beyond it completed.
         saves: planned position -> slot and why.
+        rollback: of a step that runs drafted tokens: position -> slot of the state that it can go back to.
         pull: set while the sequence waits for a remote prefix.
         is_sealed: its running memory became the prompt's end; it runs no further step.
     """
@@ -53,6 +54,7 @@ class Allocation:
     src_checkpoint: Checkpoint | None = None
     prompt_end: Checkpoint | None = None
     saves: dict[int, Save] = field(default_factory=dict)
+    rollback: dict[int, int] = field(default_factory=dict)
     pull: Pull | None = None
     is_sealed: bool = False
 

@@ -30,7 +30,7 @@ class CheckpointSaver:
         positions = self._sequences.save_policy.step_positions(allocation.num_prompt_tokens, start, end, wanted)
         for position, origin in positions.items():
             if position not in allocation.saves:
-                if self._coordinator.caches_states and self._coordinator.state.get(allocation.keys.key_at(position)):
+                if self._exists(allocation, position):
                     self._skipped["exists"] += 1
                     continue
                 if not self._coordinator.can_allocate_slot():
@@ -39,6 +39,12 @@ class CheckpointSaver:
                 self._sequences.plan_save(allocation, position, origin)
             saves.append((position, allocation.saves[position].slot_id))
         return tuple(reversed(saves))
+
+    def _exists(self, allocation: Allocation, position: int) -> bool:
+        """Whether the state is cached. Of drafted tokens nobody knows: they have no keys before they are right."""
+        if not self._coordinator.caches_states or position > allocation.keys.num_tokens:
+            return False
+        return self._coordinator.state.get(allocation.keys.key_at(position)) is not None
 
     def publish(self, allocation: Allocation) -> None:
         """The step has completed: what it wrote can be found."""

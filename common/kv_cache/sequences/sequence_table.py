@@ -209,6 +209,7 @@ class SequenceTable:
         del self._by_id[allocation.seq_id]
         for position in list(allocation.saves):
             self.drop_save(allocation, position)
+        coordinator.slots.drop(allocation.rollback.values())
         for checkpoint in (allocation.src_checkpoint, allocation.prompt_end):
             if checkpoint is not None:
                 coordinator.unpin(checkpoint)

@@ -1,8 +1,9 @@
-"""Steps of decode rows alone, without the model's Python code: recorded once per number of rows, then replayed.
+"""Steps of decode rows and drafts, without the model's Python code: recorded once per number of rows, then replayed.
 
 In a small batch most of a small model's decode step is spent in module calls and tensor operations of a few
 microseconds each. The kernels that they call are the same in every step (:mod:`common.models.cpu.recorder`), and a
-replayed step gives the same bits as the forward that it was recorded from.
+replayed step gives the same bits as the forward that it was recorded from. How the rows are cut into segments is in the
+step's words alone, which kernels read and the program does not have.
 """
 
 from __future__ import annotations

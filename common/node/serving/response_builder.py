@@ -235,6 +235,8 @@ class ResponseBuilder:
                 delta = await asyncio.to_thread(choice.add, output) if is_long else choice.add(output)
                 if delta.finish_reason is not None:
                     unfinished -= 1
+                    if self._trace is not None:
+                        self._trace.add_drafts(output)
                     if output.finish_reason is None:
                         self._finish(job.request_id, output.index)
                 yield delta

@@ -47,6 +47,8 @@ class RequestTrace:
                 "transferred_bytes",
                 "transferred_blocks",
                 "transferred_states",
+                "draft_tokens",
+                "accepted_tokens",
             ),
             0,
         )
@@ -85,6 +87,11 @@ class RequestTrace:
             self._longest("decode_queue", seconds.queue)
             self._longest("transfer", seconds.transfer)
             self._longest("first_token", seconds.first_token)
+
+    def add_drafts(self, output: RequestOutput) -> None:
+        """The last output of a choice."""
+        self._sums["draft_tokens"] += output.num_draft_tokens
+        self._sums["accepted_tokens"] += output.num_accepted_tokens
 
     def block(self) -> dict[str, Any]:
         total = self._elapsed_s + time.monotonic() - self._start_s

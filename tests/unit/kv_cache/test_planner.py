@@ -9,7 +9,7 @@ import pytest
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout
-from common.kv_cache.planner import SLOT_SHARE, CachePlan, plan_cache
+from common.kv_cache.planner import SLOT_SHARE, CachePlan, CapacityReport, plan_cache
 from tests.unit.kv_cache.world import make_geometry
 
 BLOCK = 4 * 4 * 4 * 2  # tokens x head_size x float32 x (K, V)
@@ -48,6 +48,20 @@ def test_plan_when_memory_is_the_smallest_then_works_and_one_byte_less_is_refuse
     with pytest.raises(ConfigError, match=rf"--kv-cache-memory .*smallest value that works is {smallest}") as caught:
         plan(smallest - 1, state=state, attention=attention)
     assert caught.value.param == "--kv-cache-memory"
+
+
+def test_plan_when_drafts_are_run_then_each_sequence_has_a_second_slot_to_go_back_to() -> None:
+    def report(memory: int, has_drafts: bool) -> CapacityReport:
+        return plan_cache(
+            make_geometry(), kv_cache_memory_bytes=memory, max_num_seqs=3, max_model_len=10, block_size=4, root_key=b"",
+            has_drafts=has_drafts,
+        ).report  # fmt: skip
+
+    assert [report(1 << 20, each).num_running_slots for each in (False, True)] == [4, 7]
+    smallest = 5 * BLOCK + 8 * SLOT
+    assert report(smallest, True).num_slots == 7
+    with pytest.raises(ConfigError, match=f"3 sequences need 7 slots .* works is {smallest}"):
+        report(smallest - 1, True)
 
 
 def test_plan_when_memory_is_ample_then_both_pools_share_it_and_fit() -> None:

@@ -100,17 +100,19 @@ class StepGrammars:
             *(
                 sequence
                 for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True)
-                if sequence.grammar is not None and segment.start + segment.num_tokens == sequence.num_tokens
+                if sequence.grammar is not None
+                and segment.start + segment.num_tokens - len(sequence.drafts) == sequence.num_tokens
             ),
             *(sequence for sequence in schedule.row_only if sequence.grammar is not None),
         ]
-        grammars = []
+        grammars, drafts = [], []
         for sequence in due:
             grammar = sequence.grammar
             if grammar is not None and not grammar.is_pending and grammar.error is None:
                 grammar.hidden_token_ids = _hidden_token_ids(sequence)
                 grammars.append(grammar)
-        self._masks.fill(grammars)
+                drafts.append(sequence.drafts)
+        self._masks.fill(grammars, drafts)
 
     def take_ready(self, to_sample: Iterable[Sampled]) -> tuple[list[Sampled], list[tuple[Sequence, TandemError]]]:
         """Those of ``to_sample`` that can be sampled, and those that have failed. The others are held: they come again
@@ -148,12 +150,12 @@ class StepGrammars:
         else:
             self.begin(sequence)
 
-    def mask(self, sequence: Sequence) -> memoryview | None:
-        """Of a sequence that is ready; None without a grammar."""
+    def mask(self, sequence: Sequence, num_drafts: int = 0) -> memoryview | None:
+        """Of a sequence that is ready, behind the first ``num_drafts`` of its drafts; None without a grammar."""
         if sequence.grammar is None:
             return None
         assert self._masks is not None
-        return self._masks.row(sequence.grammar)
+        return self._masks.row(sequence.grammar, num_drafts)
 
     @staticmethod
     def consume(sequence: Sequence, token_id: int) -> TandemError | None:

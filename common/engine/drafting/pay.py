@@ -1,0 +1,91 @@
+"""How many drafted tokens pay: from how often a sequence's were right, and how long steps took with how many rows.
+
+With p of the drafts right, k of them bring (1 - p**(k + 1)) / (1 - p) tokens of a step that has k rows more. As many
+are run as bring most tokens a second beside the other sequences of the step: none, when a row more costs about what it
+can bring, as in a large batch. Then one is tried now and then, so that what changes is seen.
+"""
+
+from __future__ import annotations
+
+from common.engine.rates import LinearCost
+
+_FADE = 0.9
+"""What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
+_USUAL_FADE = 0.99
+"""The same of all sequences together."""
+_FIRST_RATE = 0.6
+"""Share of right ones before any draft was run."""
+_TRY_EVERY = 64
+"""Drafts that are not run, before one of them is tried again with one token."""
+_ROW_SHARE = 0.08
+"""Of a step's time with one row, what a row more takes, as long as it is not known: between what CPUs with and without
+bfloat16 need."""
+_OUTLIER = 2.5
+"""Times the expected time from which a step is not believed (a recorded step, a busy machine)."""
+_MAX_OUTLIERS = 8
+"""In a row; then it is not the steps that are wrong."""
+
+
+class Acceptance:
+    """Of one sequence, or (``usual``) of all: what a new one begins with."""
+
+    __slots__ = ("_fade", "_num_held_back", "_right", "_tried")
+
+    def __init__(self, rate: float = _FIRST_RATE, fade: float = _FADE) -> None:
+        self._right, self._tried, self._fade = rate, 1.0, fade
+        self._num_held_back = 0
+
+    @classmethod
+    def usual(cls) -> Acceptance:
+        return cls(fade=_USUAL_FADE)
+
+    @property
+    def rate(self) -> float:
+        """Estimated share of drafted tokens that are right, each after right ones."""
+        return self._right / self._tried
+
+    def observe(self, num_drafts: int, num_right: int) -> None:
+        """``num_right`` of ``num_drafts`` were right; the first wrong one ends what is known of them."""
+        self._right = self._right * self._fade + num_right
+        self._tried = self._tried * self._fade + min(num_drafts, num_right + 1)
+
+    def hold_back(self) -> int:
+        """A draft does not pay: how much of it to run nevertheless."""
+        self._num_held_back += 1
+        return int(self._num_held_back % _TRY_EVERY == 0)
+
+
+class RowCost:
+    """Of the steps that only generate: seconds by the number of rows."""
+
+    def __init__(self) -> None:
+        self._cost = LinearCost()
+        self._num_outliers = 0
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        line = self._cost.line
+        expected = line.fixed_s + line.unit_s * num_rows if line is not None else seconds
+        self._num_outliers = self._num_outliers + 1 if seconds > _OUTLIER * expected else 0
+        if 0 < self._num_outliers <= _MAX_OUTLIERS:
+            return
+        self._cost.observe(num_rows, seconds)
+
+    def of_rows(self) -> tuple[float, float]:
+        """(fixed, per row), in a unit of their own."""
+        line = self._cost.line
+        # A line through the origin is one through too few points.
+        return (1.0, _ROW_SHARE) if line is None or line.fixed_s == 0.0 else (line.fixed_s, line.unit_s)
+
+
+def num_paying(rate: float, max_drafts: int, num_sequences: int, cost: tuple[float, float]) -> int:
+    """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``."""
+    fixed, row = cost
+    time, tokens, gain = fixed + row * num_sequences, float(num_sequences), 1.0
+    best, best_speed = 0, tokens / time
+    for count in range(1, max_drafts + 1):
+        gain *= rate
+        tokens += gain
+        time += row
+        if tokens / time > best_speed:
+            best, best_speed = count, tokens / time
+    return best

@@ -1,0 +1,171 @@
+"""Samples what a step has computed: one token of each sequence; with drafts as many as were right, and one.
+
+A row behind drafts is sampled as if these were the sequence's own: with its penalties, its seed and its mask at that
+place. It counts only when each draft before it equals what was sampled in its place: so the tokens are those that come
+without drafts, one by one. 1 ``verify`` for each sequence with drafts, 2 ``sample``: draw all rows, append what is
+right, 3 publish of the step what the right tokens have written, and take the state back to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from common.engine.model_runner import ModelRunner
+from common.engine.outputs import OutputList
+from common.engine.plan import Segment
+from common.engine.sampling.sampler import Sampler, SampleTask
+from common.engine.scheduler import Scheduler
+from common.engine.sequence import Sequence
+from common.engine.tokens.grammars import Sampled, StepGrammars
+from common.kv_cache.manager import KVCacheManager
+from common.request import TokenLogprob
+
+
+@dataclass(slots=True)
+class _Item:
+    """A sequence to be sampled. ``rows``: [hidden] each, the last known token's and those of its ``drafts``. ``end``:
+    tokens that the step ran of it, drafts and all; 0: none of them were drafts."""
+
+    sequence: Sequence
+    rows: SequenceOf[torch.Tensor]
+    drafts: list[int] = field(default_factory=list)
+    end: int = 0
+
+
+class StepTokens:
+    """Owned by the engine thread. ``fail`` and ``end``: what becomes of a sequence that cannot be sampled, or is
+    complete."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        manager: KVCacheManager,
+        runner: ModelRunner,
+        sampler: Sampler,
+        grammars: StepGrammars,
+        outputs: OutputList,
+        *,
+        max_model_len: int,
+        clock: Callable[[], float],
+        fail: Callable[[Sequence, Exception], None],
+        end: Callable[[Sequence], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._runner = runner
+        self._sampler = sampler
+        self._grammars = grammars
+        self._outputs = outputs
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._fail = fail
+        self._end = end
+        self._to_verify: list[_Item] = []
+
+    def verify(self, sequence: Sequence, segment: Segment, hidden: torch.Tensor) -> None:
+        """The step has run ``segment`` with the sequence's drafts; ``hidden``: all its rows. They are sampled with the
+        next ``sample``."""
+        first = sequence.num_tokens - 1 - segment.start
+        drafts, sequence.drafts = sequence.drafts, []
+        rows = hidden[first : first + 1 + len(drafts)].unbind()
+        self._to_verify.append(_Item(sequence, rows, drafts, segment.start + segment.num_tokens))
+
+    def sample(self, to_sample: list[Sampled]) -> None:
+        to_sample, failed = self._grammars.take_ready(to_sample)
+        items = [_Item(sequence, (row,)) for sequence, row in to_sample]
+        if self._to_verify:
+            verified, self._to_verify = self._to_verify, []
+            for item in verified:
+                if item.sequence.grammar is not None and (error := item.sequence.grammar.error) is not None:
+                    failed.append((item.sequence, error))
+                else:
+                    items.append(item)
+        for sequence, refusal in failed:
+            self._fail(sequence, refusal)
+        self._sample(items)
+
+    def _sample(self, items: list[_Item]) -> None:
+        if not items:
+            return
+        try:
+            tokens = iter(self._draw(items))
+        except Exception as exc:  # noqa: BLE001  # whatever it is, one of the rows may have caused it
+            if len(items) == 1 and items[0].drafts:
+                # It may be a row behind a draft that nobody says.
+                self._sample([_Item(items[0].sequence, items[0].rows[:1], [], items[0].end)])
+            elif len(items) == 1:
+                self._fail(items[0].sequence, exc)
+            else:
+                for each in items:  # a row's draw does not depend on the others'
+                    self._sample([each])
+            return
+        now = self._clock()
+        for item in items:
+            own = [next(tokens) for _ in item.rows]
+            if item.sequence.first_token_s is None:
+                item.sequence.first_token_s = now
+            if item.end:
+                self._take_right_ones(item, own)
+            elif self._take(item.sequence, own[0]) and item.sequence.finish_reason is not None:
+                self._end(item.sequence)
+
+    def _take(self, sequence: Sequence, token: TokenLogprob) -> bool:
+        """Appends and reports a token. False: it failed the sequence."""
+        if (refused := self._grammars.consume(sequence, token.token_id)) is not None:
+            self._fail(sequence, refused)
+            return False
+        sequence.append(token.token_id)
+        sequence.check_stop(token.token_id, self._max_model_len)
+        self._outputs.add(sequence, token)
+        return True
+
+    def _take_right_ones(self, item: _Item, tokens: list[TokenLogprob]) -> None:
+        """Of the tokens behind drafts those that are the sequence's, the one in place of the first wrong draft
+        included; then the step is complete for the sequence."""
+        sequence, num_right = item.sequence, 0
+        num_known = sequence.num_tokens
+        for token, draft in zip(tokens, [*item.drafts, None], strict=True):
+            if not self._take(sequence, token):
+                return
+            if token.token_id != draft or sequence.finish_reason is not None:
+                break
+            num_right += 1
+        try:
+            done = self._manager.complete_drafts(sequence.seq_id, item.end, num_known + num_right)
+            sequence.num_computed_tokens = done
+            sequence.num_to_replay = num_known + num_right - done
+            assert self._scheduler.speculation is not None
+            if item.drafts:
+                self._scheduler.speculation.observe(sequence, len(item.drafts), num_right)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this sequence's
+            self._fail(sequence, exc)
+            return
+        if sequence.finish_reason is not None:
+            self._end(sequence)
+
+    def _draw(self, items: list[_Item]) -> list[TokenLogprob]:
+        """A token for each row, in order."""
+        logits = self._runner.logits([row for item in items for row in item.rows])
+        tasks = []
+        for item in items:
+            sequence, output = item.sequence, item.sequence.output_token_ids
+            assert sequence.sampling is not None
+            for num_drafts in range(len(item.rows)):
+                task = SampleTask(
+                    params=sequence.sampling,
+                    prompt_token_ids=sequence.given_token_ids,
+                    output_token_ids=output + item.drafts[:num_drafts] if num_drafts else output,
+                    eos_token_ids=sequence.request.eos_token_ids,
+                    index=sequence.index,
+                    counts=sequence.token_counts,
+                    mask=self._grammars.mask(sequence, num_drafts),
+                )
+                if num_drafts:
+                    counts = sequence.token_counts.fork() if task.has_penalties else None
+                    task = replace(task, counts=counts)
+                tasks.append(task)
+        return self._sampler.sample(logits, tasks)

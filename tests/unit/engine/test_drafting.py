@@ -1,0 +1,160 @@
+"""Drafters, what they are told by ``--speculative-config``, and how many of their tokens pay. No torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.config.node import NodeConfig
+from common.engine.drafting.config import SpeculativeConfig
+from common.engine.drafting.drafter import Drafter
+from common.engine.drafting.pay import Acceptance, RowCost, num_paying
+from common.engine.drafting.prompt_lookup import MAX_INDEXED, PromptLookup, TokenIndex
+from common.engine.drafting.suffix import SuffixLookup
+from common.errors import ConfigError
+
+DRAFTERS = [lambda: PromptLookup(2, 5), lambda: SuffixLookup(2)]
+
+
+def slow_lookup(token_ids: list[int], low: int, high: int, count: int) -> list[int]:
+    """The same by looking everywhere: the longest match of at most ``high``, the latest of those."""
+    for size in range(high, low - 1, -1):
+        for place in range(len(token_ids) - 1, size - 1, -1):
+            if token_ids[place - size : place] == token_ids[-size:]:
+                guess = token_ids[place:]
+                return [guess[index % len(guess)] for index in range(count)]
+    return []
+
+
+def test_prompt_lookup_when_tokens_grow_by_some_then_finds_what_looking_everywhere_finds() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        drafter, token_ids = PromptLookup(2, 5), []
+        while len(token_ids) < 120:
+            token_ids += [rng.randrange(4) for _ in range(rng.randint(1, 6))]
+            # Of a longer history only the latest places are compared.
+            if len(token_ids) < 40:
+                count = rng.randint(1, 7)
+                assert drafter.propose(token_ids, count) == slow_lookup(token_ids, 2, 5, count)
+
+
+@pytest.mark.parametrize("create", DRAFTERS, ids=["ngram", "suffix"])
+def test_drafter_when_a_text_repeats_then_drafts_what_followed(create: type[Drafter]) -> None:
+    text = list(range(100, 140))
+    drafter = create()
+    assert drafter.propose(text, 5) == []
+    assert drafter.propose([*text, 7, 8, *text[:6]], 5) == text[6:11]
+    assert drafter.propose([*text, 7, 8, *text[:6], 9], 5) == []
+
+
+@pytest.mark.parametrize("create", DRAFTERS, ids=["ngram", "suffix"])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_drafter_when_there_is_little_then_drafts_nothing_or_tokens_of_it(create: type[Drafter], count: int) -> None:
+    assert set(create().propose([5] * count, 4)) <= {5}
+    assert create().propose(list(range(count)), 4) == []
+
+
+@pytest.mark.parametrize("create", DRAFTERS, ids=["ngram", "suffix"])
+def test_drafter_when_one_token_repeats_for_long_then_takes_a_bounded_time(create: type[Drafter]) -> None:
+    drafter, token_ids = create(), [5] * 20_000
+    for _ in range(4):
+        assert drafter.propose(token_ids, 7) == [5] * 7
+        token_ids.append(5)
+
+
+def test_suffix_when_continuations_differ_then_follows_most_of_them_as_far_as_most_agree() -> None:
+    common, often, once = [1, 2, 3, 4], [50, 51, 60], [50, 70, 71]
+    text = [*common, *often, 9, *common, *often, 8, *common, *once, 7, *common]
+    assert SuffixLookup(2).propose(text, 7) == [*often, 8]
+    assert PromptLookup(2, 4).propose(text, 3) == once  # the latest
+    assert (
+        SuffixLookup(2).propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2], 7) == []
+    )  # no token has half of the votes
+
+
+def test_suffix_when_the_agreement_is_short_then_drafts_no_more_than_agree() -> None:
+    text = [*range(10, 30), 5, 10, 11]
+    assert SuffixLookup(2).propose(text, 7) == [12, 13]
+    assert SuffixLookup(2).propose([*range(10, 30), 5, *range(10, 16)], 7) == [16, 17, 18, 19, 20, 21]
+
+
+def test_index_when_a_prompt_is_long_then_takes_it_in_call_by_call() -> None:
+    token_ids = [*range(1000, 1000 + 2 * MAX_INDEXED), 1000 + MAX_INDEXED, 1001 + MAX_INDEXED]
+    index = TokenIndex(2)
+    assert list(index.places(token_ids)) == []
+    assert list(index.places(token_ids)) == [MAX_INDEXED + 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "needs a method: ngram or suffix"),
+        ('{"method": "mtp"}', "method mtp is not built; available: ngram, suffix"),
+        ('{"method": "eagle"}', "method eagle is not built"),
+        ('{"method": 3}', "method must be ngram or suffix, got 3"),
+        ('{"method": "ngram", "model": "x"}', "has no model, only method, num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be .* from 1 to 15, got 0"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens must be .* got True"),
+        ('{"method": "ngram", "prompt_lookup_max": 33}', "prompt_lookup_max must be .* from 1 to 32, got 33"),
+        ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}', "prompt_lookup_min 4 is above"),
+    ],
+)
+def test_speculative_config_when_wrong_then_says_which_key_and_bound(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"--speculative-config {problem}") as caught:
+        SpeculativeConfig.from_json(text)
+    assert caught.value.param == "--speculative-config"
+
+
+def test_speculative_config_when_given_then_makes_the_methods_drafter() -> None:
+    assert SpeculativeConfig.from_json(NodeConfig(model="m").speculative_config) is None
+    for method, kind in (("ngram", PromptLookup), ("suffix", SuffixLookup)):
+        config = SpeculativeConfig.from_json(f'{{"method": "{method}"}}')
+        assert config is not None
+        assert isinstance(config.create_drafter()(), kind)
+
+
+def test_acceptance_when_drafts_are_right_or_wrong_then_follows_them() -> None:
+    acceptance = Acceptance()
+    start = acceptance.rate
+    for _ in range(20):
+        acceptance.observe(7, 7)
+    assert acceptance.rate > 0.97 > start
+    for _ in range(40):
+        acceptance.observe(7, 0)
+    assert acceptance.rate < 0.1
+    held_back = [acceptance.hold_back() for _ in range(128)]
+    assert sum(held_back) == 2  # one token now and then, so that what changes is seen
+
+
+def test_row_cost_when_one_step_took_much_longer_then_believes_the_others() -> None:
+    cost = RowCost()
+    for rows in (1, 8) * 20:
+        cost.observe(rows, 0.010 + 0.001 * rows)
+    cost.observe(8, 0.5)
+    fixed, row = cost.of_rows()
+    assert fixed == pytest.approx(0.010)
+    assert row == pytest.approx(0.001)
+    for rows in (1, 8) * 300:  # a slower machine
+        cost.observe(rows, 5 * (0.010 + 0.001 * rows))
+    assert cost.of_rows()[0] == pytest.approx(0.050, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_sequences", "cost", "least", "most"),
+    [
+        (0.9, 1, (1.0, 0.05), 7, 7),
+        (0.5, 1, (1.0, 0.05), 3, 4),
+        (0.02, 1, (1.0, 0.05), 0, 0),
+        (0.5, 1, (1.0, 0.3), 1, 1),
+        (0.5, 16, (1.0, 0.05), 1, 1),
+        (0.3, 16, (1.0, 0.05), 0, 0),
+        (0.9, 64, (0.1, 1.0), 0, 0),  # rows cost what they bring
+    ],
+)
+def test_drafts_when_more_would_cost_more_than_they_bring_then_are_as_many_as_pay(
+    rate: float, num_sequences: int, cost: tuple[float, float], least: int, most: int
+) -> None:
+    assert least <= num_paying(rate, 7, num_sequences, cost) <= most
