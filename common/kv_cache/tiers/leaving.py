@@ -19,18 +19,21 @@ OVERHEAD_BYTES = 4096
 
 
 class LeavingPrefixes:
-    """``on_evict``: told of the key of each checkpoint that is evicted."""
+    """``on_evict``: told of each checkpoint that is evicted."""
 
-    def __init__(self, coordinator: Coordinator, on_evict: Callable[[bytes], None]) -> None:
+    def __init__(self, coordinator: Coordinator, on_evict: Callable[[Checkpoint], None]) -> None:
         self._coordinator = coordinator
         config = coordinator.config
         self._block_size = config.block_size
         layout = make_layout(config.geometry, config.block_size)
         self._group_block_bytes, self._slot_bytes = layout.group_block_bytes, layout.slot_bytes
-        coordinator.on_evict = lambda checkpoint: on_evict(checkpoint.key)
+        coordinator.on_evict = on_evict
 
-    def next(self, num_slots: int, num_blocks: int) -> Iterator[StoredPrefix]:
-        """What would be evicted if that many slots, and blocks of the first attention group, were wanted."""
+    def next(
+        self, num_slots: int, num_blocks: int, is_wanted: Callable[[Checkpoint], bool] = lambda checkpoint: True
+    ) -> Iterator[StoredPrefix]:
+        """What would be evicted if that many slots, and blocks of the first attention group, were wanted. The closure
+        of what is not wanted is not looked for."""
         coordinator = self._coordinator
         blocks = coordinator.groups[0].pool if coordinator.groups else None
         first = coordinator.policy.next_checkpoints(
@@ -38,13 +41,18 @@ class LeavingPrefixes:
         )
         if first is None:  # the policy goes by units: states are as old as the checkpoints
             first = list(islice(coordinator.state, num_slots))
-        return self._stored(first)
+        return self._stored(filter(is_wanted, first))
 
-    def fresh(self) -> Iterator[StoredPrefix]:
-        """What was published since the last call and is still here."""
+    @property
+    def first_needed(self) -> list[Callable[[int], int]]:
+        """Per attention group, the index of the first block that resuming at a position reads."""
+        return [group.first_needed for group in self._coordinator.groups]
+
+    def fresh(self, is_wanted: Callable[[Checkpoint], bool] = lambda checkpoint: True) -> Iterator[StoredPrefix]:
+        """What was published and is still here, each once, oldest first; what the caller does not take stays."""
         fresh = self._coordinator.fresh
-        published = [fresh.popleft() for _ in range(len(fresh))]
-        return self._stored(checkpoint for checkpoint in published if checkpoint.is_published)
+        published = (fresh.popleft() for _ in range(len(fresh)))
+        return self._stored(each for each in published if each.is_published and is_wanted(each))
 
     def read_bytes(self, prefix: StoredPrefix, num_local_tokens: int) -> int:
         """Bytes that are read to bring a prefix back when the blocks of its first tokens are here."""
