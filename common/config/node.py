@@ -142,8 +142,8 @@ class NodeConfig(ProcessConfig):
     )
     kv_tier: tuple[TierSpec, ...] = flag(
         (),
-        "where prefixes go that leave the cache, to be read back: a folder of this machine, disk:/path?size=500GiB, or one "
-        "that nodes share, shared:/path?size=2TiB; at most one of each",
+        "where prefixes go that leave the cache, to be read back: a folder of this machine, disk:/path?size=500GiB, or "
+        "one that nodes share, shared:/path?size=2TiB; at most one of each",
         parse=parse_tier,
         many=True,
         metavar="TIER",

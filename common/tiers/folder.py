@@ -137,8 +137,10 @@ class ObjectFolder:
         return header
 
     def has(self, header: ObjectHeader) -> bool:
-        """Whether there is a file of that name."""
-        return self._path(object_name(self._secret, header)).exists()
+        """Whether there is a plain file of that name. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return stat.S_ISREG(self._path(object_name(self._secret, header)).lstat().st_mode)
+        return False
 
     def touch(self, header: ObjectHeader) -> None:
         """It was used: the next scan hears of it. Raises OSError."""

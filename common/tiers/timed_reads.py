@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+
 from common.tiers.folder import ObjectReadError
 
 logger = logging.getLogger(__name__)

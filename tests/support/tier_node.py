@@ -1,5 +1,5 @@
-"""An engine with its tiers in this process: the node's own engine thread, bridge, writer, reader and scanner; no HTTP and
-no transfer."""
+"""An engine with its tiers in this process: the node's own engine thread, bridge, writer, reader and scanner; no HTTP
+and no transfer."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class TierNode:
 
         def evict() -> None:
             coordinator = self.manager._coordinator
-            for checkpoint in list(coordinator.state):
-                coordinator._evict_checkpoint(checkpoint, "capacity")
+            for each in list(coordinator.state):
+                coordinator._evict_checkpoint(each, "capacity")
             for group in coordinator.groups:
                 coordinator._evict_blocks(group, [block_id for _, block_id in list(group.items())])
 

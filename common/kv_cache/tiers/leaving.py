@@ -36,11 +36,11 @@ class LeavingPrefixes:
         of what is not wanted is not looked for."""
         coordinator = self._coordinator
         blocks = coordinator.groups[0].pool if coordinator.groups else None
-        first = coordinator.policy.next_checkpoints(
-            _num_evicted(coordinator.slots, num_slots), _num_evicted(blocks, num_blocks) if blocks is not None else 0
-        )
-        if first is None:  # the policy goes by units: states are as old as the checkpoints
-            first = list(islice(coordinator.state, num_slots))
+        num_evicted = _num_evicted(blocks, num_blocks) if blocks is not None else 0
+        first = coordinator.policy.next_checkpoints(_num_evicted(coordinator.slots, num_slots), num_evicted)
+        if first is None:  # the policy goes by units: states are as old as the checkpoints, and each has a block
+            has_state = coordinator.config.has_state
+            first = list(islice(coordinator.state, num_slots if has_state else num_evicted))
         return self._stored(filter(is_wanted, first))
 
     @property

@@ -1,10 +1,10 @@
 """All tiers of a node: what is written of what leaves the pools, what is found for a prompt that is admitted.
 
-On the engine thread, between steps: 1 a look at what the pools will evict (and, for tiers that nodes share, at what was
-published), 2 what the policy takes in is leased with its closure and given to the tier's writer, 3 written: the lease
-ends, and the prefix can be found; 4 ``find`` for a prompt that is admitted, 5 read as a pull, by the reader. An eviction
-that comes before 2 is counted and never waits. An idle node looks at all it has, a draining one too, and ends when that
-is written. On the event loop: who asks for looks, and what the reader tells.
+On the engine thread, between steps: 1 a look at what the pools will evict (and, for tiers that nodes share, at what
+was published), 2 what the policy takes in is leased with its closure and given to the tier's writer, 3 written: the
+lease ends, and the prefix can be found; 4 ``find`` for a prompt that is admitted, 5 read as a pull, by the reader. An
+eviction that comes before 2 is counted and never waits. An idle node looks at all it has, a draining one too, and ends
+when that is written. On the event loop: who asks for looks, and what the reader tells.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from common.engine.core import EngineCore
 from common.errors import NodeUnavailableError
@@ -145,9 +146,9 @@ class NodeTiers:
             now = time.monotonic()
             if self._core.num_running or self._core.num_waiting:
                 self._is_idle_since_s = now
-            is_idle = now - self._is_idle_since_s > IDLE_S
+            look = partial(self._look, is_whole=now - self._is_idle_since_s > IDLE_S)
             with contextlib.suppress(TimeoutError, NodeUnavailableError):
-                seconds = await self._engine.call(lambda: self._look(is_whole=is_idle), timeout_s=LOOK_TIMEOUT_S)
+                seconds = await self._engine.call(look, timeout_s=LOOK_TIMEOUT_S)
                 interval_s = max(LOOK_S, LOOK_SHARE * seconds)
 
     def _look(self, *, is_whole: bool) -> float:

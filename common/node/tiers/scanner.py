@@ -1,7 +1,7 @@
-"""Finds what a tier's folder holds: at the start, while the node serves already, and later what others write or delete.
+"""Finds what a tier's folder holds: at the start, while the node serves already; later what others write or delete.
 
-One thread for each folder: 1 it looks, 2 what has become whole, and what is whole no longer, is told, 3 at first and now
-and then what nothing needs is swept away, 4 it waits.
+One thread for each folder: 1 it looks, 2 what has become whole, and what is whole no longer, is told, 3 at first and
+now and then what nothing needs is swept away, 4 it waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads prefixes of tiers: a pull whose source is a folder of this node.
 
-1 the engine found memory for a prefix, 2 each object that is wanted of it is read on a thread into memory of its own and
-checked there, whole, 3 only then it is delivered into the pools, 4 one outcome when every object has one. So a read that
-hangs holds no memory of the pools, and nothing that is damaged was ever in them. What was bad is told before the
+1 the engine found memory for a prefix, 2 each object that is wanted of it is read on a thread into memory of its own
+and checked there, whole, 3 only then it is delivered into the pools, 4 one outcome when every object has one. So a read
+that hangs holds no memory of the pools, and nothing that is damaged was ever in them. What was bad is told before the
 outcome, so that the engine does not find it again.
 """
 
@@ -30,9 +30,9 @@ BadObjects = Sequence[tuple[ObjectHeader, str]]
 
 
 class TierPrefix:
-    """``common.node.pull.prefix_reader.PulledPrefix`` and ``common.engine.scheduler.TierPrefix``. ``chain``: keys of its
-    block boundaries, the root first. ``num_hit_tokens``: of the prompt, what memory had. ``on_begin`` is called on the
-    engine thread, ``on_close`` on the event loop, both once."""
+    """``common.node.pull.prefix_reader.PulledPrefix`` and ``common.engine.scheduler.TierPrefix``. ``chain``: keys of
+    its block boundaries, the root first. ``num_hit_tokens``: of the prompt, what memory had. ``on_begin`` is called on
+    the engine thread, ``on_close`` on the event loop, both once."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class TierPrefix:
 
 
 class TierReader:
-    """``common.node.pull.prefix_reader.PrefixReader`` of ``TierPrefix``. ``on_bad``: told, on the event loop, of objects
-    that could not be read, with the reason."""
+    """``common.node.pull.prefix_reader.PrefixReader`` of ``TierPrefix``. ``on_bad``: told, on the event loop, of
+    objects that could not be read, with the reason."""
 
     def __init__(
         self,
