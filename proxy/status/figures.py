@@ -47,6 +47,10 @@ _WANTED: Mapping[str, str | None] = {
     "transfer_failures_total": "reason",
     "preemptions_total": None,
     "leases": "state",
+    "tier_used_bytes": "tier",
+    "tier_hit_tokens_total": "tier",
+    "tier_read_errors_total": "reason",
+    "tier_write_errors_total": "reason",
 }
 _LINE = re.compile(r"^tandem_(\w+)(?:\{([^}]*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

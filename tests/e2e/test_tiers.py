@@ -1,5 +1,5 @@
-"""What was computed once is not computed again after a restart, nor by another pair on the same folder: real processes, a
-folder on a real disk."""
+"""What was computed once is not computed again after a restart, nor by another pair on the same folder: real processes,
+a folder on a real disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def tier_flags(folder: Path, *more: str) -> tuple[str, ...]:
     return (*NODE_FLAGS, "--kv-tier", f"disk:{folder}?size=1GiB", *more)
 
 
-def service(family: str, flags: Sequence[str], **settings: int) -> Service:
-    return Service(checkpoint(family), prefill_flags=flags, decode_flags=flags, **settings)
+def service(family: str, flags: Sequence[str]) -> Service:
+    return Service(checkpoint(family), prefill_flags=flags, decode_flags=flags)
 
 
 def wait_written(*nodes: Node) -> None:

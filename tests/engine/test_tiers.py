@@ -153,6 +153,7 @@ def test_object_when_it_is_damaged_then_the_prompt_is_computed_and_that_is_count
             await node.flush()
             secret = folder_secret(tmp_path / "tier")
             paths = {path: header_of(path, secret) for path in objects_in(tmp_path / "tier")}
+            assert node.tiers is not None
             tree = [prefix for tier in node.tiers._tiers.values() for prefix in tier.tier.index]
             whole = next(prefix for prefix in tree if prefix.position == len(PROMPT))
             wanted = {"EXTENT": whole.extents[0].key, "TAIL": whole.key, "STATE": whole.key}[kind.name]

@@ -167,7 +167,7 @@ class TierPull:
             if reason:
                 self._stop(reason)  # the others are not read any more
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(reason))
+                self._loop.call_soon_threadsafe(_arrive, arrived, reason)
 
         self._reads.submit(lambda: self._fetch(each), self._timeout_s, on_outcome)
         return arrived
@@ -189,3 +189,8 @@ class TierPull:
             self._num_bytes += each.header.payload_bytes
 
         return deliver
+
+
+def _arrive(future: asyncio.Future[str], reason: str) -> None:
+    if not future.done():
+        future.set_result(reason)
