@@ -24,7 +24,7 @@ from common.node.tiers.tier_reader import TierPrefix
 from common.request import Request, SamplingParams
 from tests.support.models import checkpoint
 
-PATIENCE_S = 60.0
+PATIENCE_S = 15.0
 _NUMBERS = itertools.count()
 
 
@@ -113,7 +113,8 @@ class TierNode:
         await self.engine.call(evict)
 
     async def check(self) -> None:
-        """Nothing is held, nothing is inconsistent."""
+        """Once what is being written is written: nothing is held, nothing is inconsistent."""
+        await self.until(lambda: not len(self.manager.leases))
 
         def look() -> tuple[list[str], Any]:
             return self.manager.check(), self.manager.stats()

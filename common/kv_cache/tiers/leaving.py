@@ -19,10 +19,11 @@ OVERHEAD_BYTES = 4096
 
 
 class LeavingPrefixes:
-    """``on_evict``: told of each checkpoint that is evicted."""
+    """``on_evict``: told of each checkpoint that is evicted. ``row_bytes``: of an output row."""
 
-    def __init__(self, coordinator: Coordinator, on_evict: Callable[[Checkpoint], None]) -> None:
+    def __init__(self, coordinator: Coordinator, on_evict: Callable[[Checkpoint], None], row_bytes: int = 0) -> None:
         self._coordinator = coordinator
+        self._row_bytes = row_bytes
         config = coordinator.config
         self._block_size = config.block_size
         layout = make_layout(config.geometry, config.block_size)
@@ -76,10 +77,12 @@ class LeavingPrefixes:
                 yield StoredPrefix(kept, has_row, tuple(extents), tuple(num_bytes), own_bytes)
 
     def _own_bytes(self, checkpoint: Checkpoint) -> int:
-        num_bytes = OVERHEAD_BYTES
-        if checkpoint.slot_id:
-            num_bytes += self._slot_bytes + OVERHEAD_BYTES
-        return num_bytes + (sum(self._group_block_bytes) if checkpoint.tail_tokens else 0)
+        num_bytes = OVERHEAD_BYTES + self._slot_bytes
+        if checkpoint.output_row is not None:
+            num_bytes += self._row_bytes
+        if checkpoint.tail_tokens and self._group_block_bytes:
+            num_bytes += OVERHEAD_BYTES + sum(self._group_block_bytes)
+        return num_bytes
 
     def _closure(self, checkpoint: Checkpoint) -> list[Extent] | None:
         """Its full blocks, from their names backwards; None when one of them is gone."""

@@ -80,7 +80,7 @@ class NodeTiers:
         self._objects = objects
         self._metrics = metrics
         self._step_tokens = step_tokens
-        self._leaving = manager.leaving_prefixes(self._on_evict)
+        self._leaving = manager.leaving_prefixes(self._on_evict, objects.row_bytes)
         self._stack = TierStack([each.tier for each in tiers], self._leaving.read_bytes)
         self._reads = TimedReads()
         self.reader = TierReader(objects, self._reads, read_timeout_s, self._on_bad, metrics)

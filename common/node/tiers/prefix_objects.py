@@ -42,7 +42,7 @@ class ReadableObject:
 
 
 class PrefixObjects:
-    """``row_dtype``: of output rows, [hidden_size]."""
+    """``row_dtype``: of output rows, [hidden_size]; ``row_bytes``: their length."""
 
     def __init__(
         self, storage: KVStorage, generations: GenerationTables, layout_fingerprint: str, row_dtype: torch.dtype
@@ -54,7 +54,7 @@ class PrefixObjects:
         self._block_bytes = storage.layout.group_block_bytes
         self._slot_bytes = storage.layout.slot_bytes
         self._row_dtype = row_dtype
-        self._row_bytes = storage.config.geometry.hidden_size * row_dtype.itemsize
+        self.row_bytes = storage.config.geometry.hidden_size * row_dtype.itemsize
 
     # --- headers
 
@@ -73,7 +73,7 @@ class PrefixObjects:
         )
 
     def state(self, checkpoint: Checkpoint, *, has_row: bool) -> ObjectHeader:
-        row_bytes = self._row_bytes if has_row else 0
+        row_bytes = self.row_bytes if has_row else 0
         return ObjectHeader(
             kind=ObjectKind.STATE,
             fingerprint=self.fingerprint,

@@ -27,6 +27,9 @@ breaker_opened_total{node}
 proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}
 prefix_index_entries{node} prefix_index_snapshots_total prompts_tokenised_total requests_dropped_total{reason}
 event_loop_lag_seconds{cause} unknown_fields_total{route}
+tier_objects{tier} tier_used_bytes{tier} tier_size_bytes{tier} tier_bytes_total{tier,op} tier_hit_tokens_total{tier}
+tier_skipped_total{tier,reason} tier_read_errors_total{tier,reason} tier_write_errors_total{tier,reason}
+tier_read_seconds{tier}
 grammar_checks_total{result} grammar_check_seconds grammars_waiting grammar_compile_seconds grammar_mask_seconds
 """
 
