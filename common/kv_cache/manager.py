@@ -302,10 +302,11 @@ class KVCacheManager:
         """The read into these destinations became terminal. False: nothing was quarantined under that id."""
         return self._remote.release(seq_id)
 
-    def leaving_prefixes(self, on_evict: Callable[[Checkpoint], None], row_bytes: int = 0) -> LeavingPrefixes:
-        """What tiers below the pools may take in. ``on_evict``: told of each checkpoint that is evicted.
-        ``row_bytes``: of an output row."""
-        return LeavingPrefixes(self._coordinator, on_evict, row_bytes)
+    def leaving_prefixes(
+        self, on_evict: Callable[[Checkpoint], None], own_bytes: Callable[[Checkpoint], int] | None = None
+    ) -> LeavingPrefixes:
+        """What tiers below the pools may take in; parameters as there."""
+        return LeavingPrefixes(self._coordinator, on_evict, own_bytes)
 
     def outlook(self, key: bytes) -> Outlook | None:
         """What is expected of a checkpoint that is here, or was. None: nothing is known."""

@@ -27,6 +27,9 @@ class Catalogue:
 
     def add(self, headers: Iterable[ObjectHeader]) -> list[StoredPrefix]:
         """Takes in what is new; returns the prefixes that are whole with it."""
+        headers = list(headers)
+        if not headers:
+            return []
         for header in headers:
             if header.kind is ObjectKind.EXTENT:
                 self._extents[Extent(header.group_id, header.start, header.num_blocks, header.key)] = header

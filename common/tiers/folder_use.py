@@ -34,4 +34,7 @@ class FolderUse:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

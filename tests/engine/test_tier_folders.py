@@ -119,11 +119,10 @@ def test_prefix_when_a_part_of_it_is_gone_at_the_start_then_it_is_not_found_and_
                         else objects.state(prefix.checkpoint, has_row=prefix.has_row)
                     )
                     tier.store.delete(header)
-        await asyncio.sleep(0.01)
         async with TierNode(disk(tmp_path)) as node:
             await node.until(lambda: node.tiers is not None and node.tiers.is_scanned)
-            # The first life's lock is still held in this process, so what is left is not known to be nobody's.
             assert node.metric("tier_objects") == 0
+            await node.until(lambda: objects_in(tmp_path / "tier") == [])
             assert await node.generate(PROMPT) == (expected, 0)
             await node.check()
 

@@ -16,10 +16,12 @@ import pytest
 from common.tiers.folder import ObjectFolder, ObjectWriteError
 from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind, decode_header
 from common.tiers.secrets import derived_secret, folder_secret
-from tests.support.models import VOCAB_SIZE
+from tests.support.models import SHORT_TIER, VOCAB_SIZE
 from tests.support.tier_node import TierNode, objects_in
 
-FAMILIES = ["granitemoehybrid", *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "llama"))]
+FAMILY = "granitemoehybrid"
+FAMILIES = [FAMILY, *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "llama"))]
+MIXERS = [FAMILY, *(pytest.param(each, marks=pytest.mark.full) for each in SHORT_TIER if each != FAMILY)]
 
 
 def tokens(seed: int, num_tokens: int) -> list[int]:
@@ -46,7 +48,7 @@ async def answer_cold(family: str, prompt: Sequence[int], **fields: Any) -> list
         return (await node.generate(prompt, **fields))[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXERS)
 def test_conversation_when_its_node_starts_again_then_it_goes_on_from_the_tier(tmp_path: Path, family: str) -> None:
     async def main() -> None:
         async with TierNode(disk(tmp_path), family=family) as node:
@@ -238,7 +240,7 @@ def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with TierNode(disk(tmp_path)) as node:
+        async with TierNode(disk(tmp_path), always_reads=False) as node:
             expected, _ = await node.generate(PROMPT)
             await node.flush()
             assert node.tiers is not None
@@ -248,6 +250,7 @@ def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
             assert await node.generate(PROMPT) == (expected, 0)
             assert node.pulls == []
             monkeypatch.setattr("common.node.tiers.node_tier.MEASURED_FOR_S", 0.0)  # long ago
+            monkeypatch.setattr("common.node.tiers.node_tier.ASSUMED_FIXED_S", 0.0)
             await node.forget_memory()
             assert await node.generate(PROMPT) == (expected, len(PROMPT))
             await node.check()

@@ -88,17 +88,19 @@ class TierIndex:
             victim = self._victim(density)
             if victim is None:
                 for other in reversed(dropped):
-                    self.add(other)
-                    self._prefixes.move_to_end(other.key, last=False)
+                    self.add(other, is_oldest=True)
                 return None
             self.drop(victim)
             dropped.append(victim)
         return dropped
 
-    def add(self, prefix: StoredPrefix) -> None:
+    def add(self, prefix: StoredPrefix, *, is_oldest: bool = False) -> None:
+        """``is_oldest``: it is the longest unused one from now on."""
         assert prefix.key not in self._prefixes
         self.used_bytes += self.missing(prefix)
         self._prefixes[prefix.key] = prefix
+        if is_oldest:
+            self._prefixes.move_to_end(prefix.key, last=False)
         bucket = self._by_boundary.setdefault(prefix.checkpoint.boundary_key, [])
         bucket.append(prefix)
         bucket.sort(key=lambda other: -other.position)

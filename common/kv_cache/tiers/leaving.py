@@ -19,11 +19,17 @@ OVERHEAD_BYTES = 4096
 
 
 class LeavingPrefixes:
-    """``on_evict``: told of each checkpoint that is evicted. ``row_bytes``: of an output row."""
+    """``on_evict``: told of each checkpoint that is evicted. ``own_bytes``: of a checkpoint's state, tail and row in a
+    tier; default: an estimate, for there is no row without a model."""
 
-    def __init__(self, coordinator: Coordinator, on_evict: Callable[[Checkpoint], None], row_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        on_evict: Callable[[Checkpoint], None],
+        own_bytes: Callable[[Checkpoint], int] | None = None,
+    ) -> None:
         self._coordinator = coordinator
-        self._row_bytes = row_bytes
+        self._own_bytes = own_bytes if own_bytes is not None else self._estimate
         config = coordinator.config
         self._block_size = config.block_size
         layout = make_layout(config.geometry, config.block_size)
@@ -76,13 +82,11 @@ class LeavingPrefixes:
                 kept = replace(checkpoint, slot_id=0, tail_block_ids=(), output_row=None, is_published=False)
                 yield StoredPrefix(kept, has_row, tuple(extents), tuple(num_bytes), own_bytes)
 
-    def _own_bytes(self, checkpoint: Checkpoint) -> int:
-        num_bytes = OVERHEAD_BYTES + self._slot_bytes
-        if checkpoint.output_row is not None:
-            num_bytes += self._row_bytes
-        if checkpoint.tail_tokens and self._group_block_bytes:
-            num_bytes += OVERHEAD_BYTES + sum(self._group_block_bytes)
-        return num_bytes
+    def _estimate(self, checkpoint: Checkpoint) -> int:
+        num_bytes = OVERHEAD_BYTES
+        if checkpoint.slot_id:
+            num_bytes += self._slot_bytes + OVERHEAD_BYTES
+        return num_bytes + (sum(self._group_block_bytes) if checkpoint.tail_tokens else 0)
 
     def _closure(self, checkpoint: Checkpoint) -> list[Extent] | None:
         """Its full blocks, from their names backwards; None when one of them is gone."""

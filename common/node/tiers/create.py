@@ -77,7 +77,7 @@ def _check(config: NodeConfig, model: NodeModel) -> None:
 def _node_tier(spec: TierSpec, config: NodeConfig, model: NodeModel, cluster_key: str | None) -> NodeTier:
     folder = open_folder(spec.path)
     try:
-        use = FolderUse(folder)  # as long as the process lives
+        use = FolderUse(folder)
         secret = derived_secret(cluster_key) if cluster_key is not None else folder_secret(folder)
     except OSError as exc:
         raise ConfigError(f"{OPTION} {spec}: {exc.strerror}", param=OPTION) from exc
@@ -90,4 +90,4 @@ def _node_tier(spec: TierSpec, config: NodeConfig, model: NodeModel, cluster_key
     )
     is_shared = spec.kind == "shared"
     store = ObjectFolder(folder, secret, is_shared=is_shared, alone_until=use.alone_until)
-    return NodeTier(settings, store, model.manager.outlook)
+    return NodeTier(settings, store, use, model.manager.outlook)

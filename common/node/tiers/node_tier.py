@@ -10,6 +10,7 @@ from common.kv_cache.eviction.base import Outlook
 from common.kv_cache.tiers.break_even import BreakEven
 from common.kv_cache.tiers.tier import Tier, TierSettings
 from common.tiers.folder import ObjectFolder
+from common.tiers.folder_use import FolderUse
 
 ASSUMED_FIXED_S = 0.005
 ASSUMED_S_PER_BYTE = 1 / 3e9
@@ -23,10 +24,18 @@ WRITE_REST_S = 10.0
 
 
 class NodeTier:
-    """``settings.break_even`` follows what is measured. ``outlook``: what the eviction policy expects of a key. Owned
-    by the engine thread; ``read_times`` (of bytes, in seconds) is the event loop's."""
+    """``settings.break_even`` follows what is measured. ``use``: of the folder, as long as the tier is. ``outlook``:
+    what the eviction policy expects of a key. Owned by the engine thread; ``read_times`` (of bytes, in seconds) is the
+    event loop's."""
 
-    def __init__(self, settings: TierSettings, store: ObjectFolder, outlook: Callable[[bytes], Outlook | None]) -> None:
+    def __init__(
+        self,
+        settings: TierSettings,
+        store: ObjectFolder,
+        use: FolderUse,
+        outlook: Callable[[bytes], Outlook | None],
+    ) -> None:
+        self.use = use
         self.tier = Tier(settings, outlook, time.monotonic)
         self.store = store
         self.read_times = LinearCost()

@@ -15,7 +15,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.leases import LeasedClosure
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix
-from common.tiers.object_header import KEY_BYTES, ObjectHeader, ObjectKind
+from common.tiers.object_header import HEADER_BYTES, KEY_BYTES, ObjectHeader, ObjectKind
 
 
 def tier_fingerprint(layout_fingerprint: str) -> bytes:
@@ -42,7 +42,7 @@ class ReadableObject:
 
 
 class PrefixObjects:
-    """``row_dtype``: of output rows, [hidden_size]; ``row_bytes``: their length."""
+    """``row_dtype``: of output rows, [hidden_size]."""
 
     def __init__(
         self, storage: KVStorage, generations: GenerationTables, layout_fingerprint: str, row_dtype: torch.dtype
@@ -54,7 +54,7 @@ class PrefixObjects:
         self._block_bytes = storage.layout.group_block_bytes
         self._slot_bytes = storage.layout.slot_bytes
         self._row_dtype = row_dtype
-        self.row_bytes = storage.config.geometry.hidden_size * row_dtype.itemsize
+        self._row_bytes = storage.config.geometry.hidden_size * row_dtype.itemsize
 
     # --- headers
 
@@ -73,7 +73,7 @@ class PrefixObjects:
         )
 
     def state(self, checkpoint: Checkpoint, *, has_row: bool) -> ObjectHeader:
-        row_bytes = self.row_bytes if has_row else 0
+        row_bytes = self._row_bytes if has_row else 0
         return ObjectHeader(
             kind=ObjectKind.STATE,
             fingerprint=self.fingerprint,
@@ -101,6 +101,11 @@ class PrefixObjects:
             position=checkpoint.position,
             payload_bytes=sum(self._block_bytes),
         )
+
+    def own_bytes(self, checkpoint: Checkpoint) -> int:
+        """Of its state, tail and row, as files."""
+        own = [self.state(checkpoint, has_row=checkpoint.output_row is not None), self.tail(checkpoint)]
+        return sum(HEADER_BYTES + header.payload_bytes for header in own if header is not None)
 
     def unshared(self, prefix: StoredPrefix, extents: Sequence[Extent]) -> list[ObjectHeader]:
         """The names of a prefix's own objects and of ``extents``, to delete them."""
