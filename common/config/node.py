@@ -12,12 +12,14 @@ from common.config.flag import (
     choice_flag,
     flag,
     int_flag,
+    number_flag,
     seconds_flag,
     share_flag,
     size_flag,
     urls_flag,
 )
 from common.config.process import ProcessConfig
+from common.config.tiers import TierSpec, parse_tier
 from common.config.values import GIB, parse_node_url
 from common.errors import ConfigError
 
@@ -144,6 +146,20 @@ class NodeConfig(ProcessConfig):
         "sample",
         "all",
     )
+    kv_tier: tuple[TierSpec, ...] = flag(
+        (),
+        "where prefixes go that leave the cache, to be read back: a folder of this machine, disk:/path?size=500GiB, or "
+        "one that nodes share, shared:/path?size=2TiB; at most one of each",
+        parse=parse_tier,
+        many=True,
+        metavar="TIER",
+    )
+    kv_tier_write_rate: int | None = size_flag(
+        None, "bytes a second that each tier may be written with on average (default: no bound)", 1
+    )
+    kv_tier_min_return: float = number_flag(
+        0.1, "least probability of being asked for again with which a prefix is written to a tier", 0.0, 1.0
+    )
     transfer_backend: str = choice_flag("nixl", "how blocks and states travel", "nixl")
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
     peers: tuple[str, ...] = urls_flag(
@@ -160,6 +176,7 @@ class NodeConfig(ProcessConfig):
         if interval is not None and interval % self.block_size:
             option = "--prefix-cache-retention-interval"
             raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
+        self._check_tiers()
         if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
             option = "--local-prefill-limit"
             raise ConfigError(
@@ -167,6 +184,23 @@ class NodeConfig(ProcessConfig):
                 f"{self.kv_load_failure_policy}",
                 param=option,
             )
+
+    def _check_tiers(self) -> None:
+        option = "--kv-tier"
+        for number, tier in enumerate(self.kv_tier):
+            reason = None
+            if tier.kind == "host":
+                reason = "nodes keep tiers in folders; host memory is for pools on a device, and is not built yet"
+            elif tier.kind == "shared" and self.cluster_key_file is None:
+                reason = "a shared folder needs --cluster-key-file: without it anybody who writes there is believed"
+            elif tier.kind in [other.kind for other in self.kv_tier[:number]]:
+                reason = f"there is another tier of kind {tier.kind}, at most one of each is possible"
+            elif tier.path in [other.path for other in self.kv_tier[:number]]:
+                reason = "another tier has that folder"
+            elif not self.enable_prefix_caching:
+                reason = "with --no-enable-prefix-caching nothing is kept that could be written"
+            if reason is not None:
+                raise ConfigError(f"{option} {tier}: {reason}", param=option)
 
 
 def parse_node_config(argv: Sequence[str], environ: Mapping[str, str], *, role: str, default_port: int) -> NodeConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from common.config.values import parse_size
+from common.config.values import format_size, parse_size
 
 TIER_KINDS = ("host", "disk", "shared")
 _WORD = re.compile(r"(?:host:(?P<host>[^?]+)|(?P<kind>disk|shared):(?P<path>/[^?]*)\?size=(?P<size>[^&]+))")
@@ -18,6 +18,11 @@ class TierSpec:
     kind: str
     path: str
     size_bytes: int
+
+    def __str__(self) -> str:
+        """The word that ``parse_tier`` reads back."""
+        size = format_size(self.size_bytes)
+        return f"{self.kind}:{self.path}?size={size}" if self.path else f"{self.kind}:{size}"
 
 
 def parse_tier(word: str) -> TierSpec:

@@ -27,7 +27,7 @@ from common.engine.plan import Segment
 from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler import Schedule, Scheduler
+from common.engine.scheduler import LowerTiers, Schedule, Scheduler
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import Sampled, StepGrammars
@@ -113,9 +113,10 @@ class EngineCore:
         self._num_failed_forwards = 0
         self.step_times = StepTimes()
 
-    def pull_with(self, source: PrefixSource) -> None:
-        """Sets who moves remote prefixes here. Called once, before the first request that has one."""
+    def pull_with(self, source: PrefixSource, tiers: LowerTiers | None = None) -> None:
+        """Sets who moves prefixes here, and what is below this node's memory. Called once, before the first request."""
         self._remote.source = source
+        self._scheduler.tiers = tiers
 
     # --- called between steps
 

@@ -1,4 +1,5 @@
-"""Prefixes that a peer holds for a request: begun, committed, given up, or replaced by computing.
+"""Prefixes that a peer holds for a request, or a tier of this node: begun, committed, given up, or replaced by
+computing.
 
 1 the scheduler found memory for the prefix (``start``), 2 the prefix source reads it, 3 ``finish`` takes the result.
 Leaves by: committed whole (the caller samples from its last row), committed in part (the sequence waits again and finds
@@ -112,7 +113,7 @@ class RemotePrefixes:
 
     def start(self, sequence: Sequence, plan: PullPlan) -> None:
         assert self.source is not None
-        self.source.start(sequence.seq_id, sequence.remote, plan)
+        self.source.start(sequence.seq_id, sequence.tier_prefix or sequence.remote, plan)
 
     def abort(self, sequence: Sequence) -> None:
         """The caller left while its prefix is read: the memory is a destination until ``finish`` frees it."""
@@ -136,6 +137,9 @@ class RemotePrefixes:
             self._live.forget(sequence)
             return None
         logger.warning("pull failed request_id=%s reason=%s", sequence.request.request_id, result.reason)
+        if sequence.tier_prefix is not None:  # another one is looked for, or it is computed as if there had been none
+            self._wait_again(sequence)
+            return None
         error = self._refuse_to_compute(sequence, result.reason)
         if error is not None:
             self._live.fail(sequence, error)
@@ -163,10 +167,11 @@ class RemotePrefixes:
                 sequence.remote = None
 
     def _commit(self, sequence: Sequence, result: PullResult) -> Any | None:
-        row, num_tokens = result.output_row, sequence.remote.num_tokens
-        sequence.transferred_bytes = result.num_bytes
-        sequence.transferred_blocks = result.num_blocks
-        sequence.transferred_states = result.num_states
+        row, num_tokens = result.output_row, (sequence.tier_prefix or sequence.remote).num_tokens
+        if sequence.tier_prefix is None:
+            sequence.transferred_bytes = result.num_bytes
+            sequence.transferred_blocks = result.num_blocks
+            sequence.transferred_states = result.num_states
         if num_tokens < sequence.num_prompt_tokens or row is None or sequence.sampling is None:
             # Into the cache, most recently used: the sequence is admitted like any that finds a prefix there.
             self._manager.commit_remote(sequence.seq_id, row, seal=True)
@@ -174,7 +179,9 @@ class RemotePrefixes:
             self._wait_again(sequence)
             return None
         self._manager.commit_remote(sequence.seq_id, row)
-        sequence.remote = None
+        if sequence.tier_prefix is not None:
+            sequence.num_local_hit = num_tokens
+        sequence.remote = sequence.tier_prefix = None
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         del self._scheduler.transferring[sequence.seq_id]
         self._scheduler.add_running(sequence)
@@ -182,7 +189,9 @@ class RemotePrefixes:
 
     def _wait_again(self, sequence: Sequence) -> None:
         """From transferring back to its old place in the queue."""
-        sequence.remote = None
+        if sequence.tier_prefix is None:
+            sequence.remote = None
+        sequence.tier_prefix = None
         del self._scheduler.transferring[sequence.seq_id]
         self._scheduler.add(sequence)
 

@@ -18,11 +18,13 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.speculation import Speculation
+from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sharing.remote_prefix import PullPlan
@@ -40,6 +42,29 @@ however many generate."""
 LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
 long: the fault may be one that only a step of one token shows."""
+
+
+MAX_TIER_READS = 2
+"""Prefixes that are read from tiers for one sequence: when one is bad, the next shallower one; then it is computed."""
+
+
+class TierPrefix(Protocol):
+    """A prefix in a tier. ``is_being_read``: another sequence has begun to; ``begin``: this one has."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def is_being_read(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+
+class LowerTiers(Protocol):
+    """What this node keeps below its memory. ``find``: of a prompt's first ``num_tokens`` tokens, what is sooner read
+    than computed beyond what memory has (``hit``)."""
+
+    def find(self, keys: PrefixKeys, num_tokens: int, hit: PrefixHit) -> TierPrefix | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.transferring: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
+        self.tiers: LowerTiers | None = None
         self.num_preemptions = 0
         self._num_steps = 0
         self._suspects: list[Sequence] = []
@@ -273,12 +299,15 @@ class Scheduler:
         want of the rest, start again and be preempted again, for as long as somebody's lease holds that memory.
         """
         if sequence.remote is not None:
-            return 0 if self._start_pull(schedule, sequence) else None
+            return 0 if self._start_pull(schedule, sequence, sequence.remote) else None
         hit = None
         if not sequence.request.skip_prefix_lookup:
             hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
             if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
                 return 0
+            below = self._find_below(sequence, hit)
+            if below is not None:
+                return self._read_below(schedule, sequence, below)
         num_computed = hit.num_tokens if hit is not None else 0
         num_tokens = self._chunk_size(sequence, num_computed, budget)
         if not self._manager.admit(
@@ -331,9 +360,26 @@ class Scheduler:
             return num_tokens
         return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
 
-    def _start_pull(self, schedule: Schedule, sequence: Sequence) -> bool:
-        """Takes the memory that a remote prefix will be read into. False: it does not fit now."""
-        plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, sequence.remote.num_tokens)
+    def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
+        if self.tiers is None or sequence.num_tier_reads == MAX_TIER_READS:
+            return None
+        # Of a prompt that was preempted while it generated, a part only: its last row was sampled from before.
+        return self.tiers.find(sequence.keys, sequence.num_prompt_tokens - sequence.is_prompt_done, hit)
+
+    def _read_below(self, schedule: Schedule, sequence: Sequence, below: TierPrefix) -> int | None:
+        """As ``_admit``."""
+        if below.is_being_read:
+            return 0
+        if not self._start_pull(schedule, sequence, below):
+            return None
+        below.begin()
+        sequence.tier_prefix = below
+        sequence.num_tier_reads += 1
+        return 0
+
+    def _start_pull(self, schedule: Schedule, sequence: Sequence, prefix: Any) -> bool:
+        """Takes the memory that a prefix will be read into. False: it does not fit now."""
+        plan = self._manager.accept_remote(sequence.seq_id, sequence.keys, prefix.num_tokens)
         if plan is None:
             return False
         self.waiting.remove(sequence)

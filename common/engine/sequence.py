@@ -34,6 +34,7 @@ class Sequence:
         given_token_ids: the prompt without what of it was generated on another node (``Request.num_resumed_tokens``);
             what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
+        tier_prefix: what is read now of a tier below this node's memory; ``num_tier_reads``: how many were begun.
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
             exact prefix hit, a prompt that was pulled whole, or a fork.
         save_positions: position -> why, for the states of the prompt that the save policy keeps.
@@ -62,6 +63,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.pending_row: Any = None
         self.remote = request.remote
+        self.tier_prefix: Any = None
+        self.num_tier_reads = 0
         self.num_reported_tokens = 0
         self.aborted = False
         self.num_failed_forwards = 0

@@ -111,7 +111,7 @@ def _check_lease(coordinator: Coordinator, lease: Lease) -> list[str]:
         for index, (block_id, generation) in enumerate(zip(table, generations, strict=True)):
             if not block_id:
                 continue
-            key = lease.keys.key_at(min((index + 1) * size, prefix.num_tokens))
+            key = lease.key_at(min((index + 1) * size, prefix.num_tokens))
             if (group.pool.generation(block_id), group.pool.tag(block_id)) != (generation, content_tag(key)):
                 problems.append(f"lease {lease.lease_id}: {group.pool.name} {block_id} is not what its reader was told")
     slots, slot_id = coordinator.slots, prefix.slot_id

@@ -31,7 +31,7 @@ from common.kv_cache.sequences.prompt_ends import PromptEnd, PromptEnds
 from common.kv_cache.sequences.rollback import Rollback
 from common.kv_cache.sequences.sequence_table import SequenceTable
 from common.kv_cache.sharing.lease_manager import LeaseManager
-from common.kv_cache.sharing.leases import LeasedPrefix, LeaseTable, PrefixProgress
+from common.kv_cache.sharing.leases import LeasedClosure, LeasedPrefix, LeaseTable, PrefixProgress
 from common.kv_cache.sharing.remote_prefix import PullPlan, RemotePrefixes
 from common.kv_cache.spec import KVCacheConfig
 from common.kv_cache.tiers.leaving import LeavingPrefixes
@@ -273,6 +273,10 @@ class KVCacheManager:
         hit = self._coordinator.lookup.local(keys, num_tokens)
         return self._lease_manager.lease_cached(keys, hit, lease_id, deadline_s, deeper_than)
 
+    def lease_closure(self, key: bytes, lease_id: str, deadline_s: float) -> LeasedClosure | None:
+        """Pin a checkpoint with every block that resuming there reads. None: it is not here whole."""
+        return self._lease_manager.lease_closure(key, lease_id, deadline_s)
+
     def release_lease(self, lease_id: str) -> bool:
         lease = self.leases.take(lease_id)
         if lease is None:
@@ -317,9 +321,11 @@ class KVCacheManager:
         """The read into these destinations became terminal. False: nothing was quarantined under that id."""
         return self._remote.release(seq_id)
 
-    def leaving_prefixes(self, on_evict: Callable[[bytes], None]) -> LeavingPrefixes:
-        """What tiers below the pools may take in. ``on_evict``: told of the key of each checkpoint that is evicted."""
-        return LeavingPrefixes(self._coordinator, on_evict)
+    def leaving_prefixes(
+        self, on_evict: Callable[[Checkpoint], None], own_bytes: Callable[[Checkpoint], int] | None = None
+    ) -> LeavingPrefixes:
+        """What tiers below the pools may take in; parameters as there."""
+        return LeavingPrefixes(self._coordinator, on_evict, own_bytes)
 
     def outlook(self, key: bytes) -> Outlook | None:
         """What is expected of a checkpoint that is here, or was. None: nothing is known."""

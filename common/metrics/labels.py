@@ -51,7 +51,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         {
             "queue": "waiting in this process",
             "prefill": "computing the prompt; at the proxy: the prefill leg",
-            "transfer": "from the prompt's last token computed to its last bytes here and checked",
+            "transfer": "from the prompt's last token computed to its last bytes here and checked; reading from a tier",
             "first_token": "sampling the first token",
         },
     ),
@@ -66,7 +66,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
     LabelValues(
         ("prompt_tokens_total",),
         "source",
-        {"computed": "here", "cached": "found here", "transferred": "pulled from another node"},
+        {"computed": "here", "cached": "found here, in memory or in a tier", "transferred": "pulled from another node"},
     ),
     LabelValues(
         ("prefix_cache_hit_tokens_total", "evictions_total"),
@@ -136,6 +136,55 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         ("spec_decode_num_accepted_tokens_per_pos_total",),
         "position",
         {"<N>": "behind N tokens of the draft; 0 to `num_speculative_tokens` - 1"},
+    ),
+    LabelValues(
+        (
+            "tier_objects",
+            "tier_used_bytes",
+            "tier_size_bytes",
+            "tier_bytes_total",
+            "tier_hit_tokens_total",
+            "tier_skipped_total",
+            "tier_read_errors_total",
+            "tier_write_errors_total",
+            "tier_read_seconds",
+        ),
+        "tier",
+        {"disk": "`--kv-tier disk:`", "shared": "`--kv-tier shared:`"},
+    ),
+    LabelValues(("tier_bytes_total",), "op", {"read": "read back", "write": "written"}),
+    LabelValues(
+        ("tier_skipped_total",),
+        "reason",
+        {
+            "late": "evicted before it was looked at",
+            "value": "less likely to return than `--kv-tier-min-return`",
+            "rate": "no budget (`--kv-tier-write-rate`)",
+            "full": "worth less than what would have had to go",
+        },
+    ),
+    LabelValues(
+        ("tier_read_errors_total",),
+        "reason",
+        {
+            "missing": "deleted by somebody else",
+            "unreadable": "the disk failed, or it is no plain file",
+            "short": "another length than its header says",
+            "header": "damaged, or made without the key",
+            "digest": "other bytes than were written",
+            "other": "a whole object of something else",
+            "deadline": "no answer in time; the tier is not read for 30 s",
+            "stuck": "not tried: all threads wait for reads beyond their deadline",
+        },
+    ),
+    LabelValues(
+        ("tier_write_errors_total",),
+        "reason",
+        {
+            "full": "no room on the disk; nothing is written for 10 s",
+            "io": "the disk failed; nothing is written for 10 s",
+            "stale": "the write took so long that the memory was given to others",
+        },
     ),
     LabelValues(
         ("grammar_checks_total",),

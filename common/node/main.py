@@ -19,6 +19,7 @@ from common.metrics.table import Role
 from common.server.serve import bind_socket, end_process, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
+from common.tiers.folder import open_folder
 
 
 def run_node(role: Role, *, default_port: int) -> NoReturn:
@@ -36,6 +37,8 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
             from common.transfer.nixl.agent import check_plugins
 
             check_plugins(config.nixl_backends)
+            for tier in config.kv_tier:
+                open_folder(tier.path)
             from common.node.app import create_node_app
             from common.node.runtime import load_node_model
 

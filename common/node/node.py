@@ -33,12 +33,14 @@ from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ReadablePrefix
 from common.node.pull.peer_reader import PeerReader
-from common.node.pull.prefix_reader import FinishedPull, PulledPrefix
+from common.node.pull.prefix_reader import FinishedPull, PrefixReader, PulledPrefix
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.quarantine import QuarantineKeeper
 from common.node.pull.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id
 from common.node.serving.admission import Admission
+from common.node.tiers.create import create_tiers
+from common.node.tiers.tier_reader import TierPrefix
 from common.server.drain import Drain
 from common.server.loop_lag import LoopLag
 from common.server.versions import build_labels, installed_versions
@@ -84,9 +86,7 @@ class Node:
             compiled=lambda seconds: self.metrics.observe("grammar_compile_seconds", seconds),
             filled=lambda seconds: self.metrics.observe("grammar_mask_seconds", seconds),
         )
-        self.drain = Drain(
-            self.name, config.drain_timeout_seconds, count_held=self._count_leases, cut_off=self._cut_off
-        )
+        self.drain = Drain(self.name, config.drain_timeout_seconds, count_held=self._count_held, cut_off=self._cut_off)
         self.admission = Admission(self.name, config.max_queue, self.core, self.drain)
         self.backend = create_backend(config, model, self.engine_id)
         self.manifests = ManifestBuilder(
@@ -111,8 +111,12 @@ class Node:
             metrics=self.metrics,
             slot_bytes=model.storage.layout.slot_bytes,
         )
-        self.bridge = EngineBridge(self, {RemotePrefix: self.peer_reader})
-        self.core.pull_with(self.bridge)
+        self.tiers = create_tiers(config, model, cluster_key, core=self.core, engine=self.engine, metrics=self.metrics)
+        readers: dict[type, PrefixReader] = {RemotePrefix: self.peer_reader}
+        if self.tiers is not None:
+            readers[TierPrefix] = self.tiers.reader
+        self.bridge = EngineBridge(self, readers)
+        self.core.pull_with(self.bridge, self.tiers)
         self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
         self._watching: asyncio.Task[None] | None = None
         self._lag = LoopLag(self.metrics.observe_lag)
@@ -126,6 +130,8 @@ class Node:
         self.remote_leases.start()
         self._quarantine_keeper.start()
         self.engine.start()
+        if self.tiers is not None:
+            self.tiers.start()
         self._watching = asyncio.create_task(self._watch(), name="watch")
         logger.info("node ready role=%s name=%s engine_id=%s", self.role.value, self.name, self.engine_id)
 
@@ -137,6 +143,8 @@ class Node:
         await asyncio.to_thread(self.engine.close)
         await asyncio.to_thread(self.grammars.close)
         await self.bridge.close()
+        if self.tiers is not None:
+            await self.tiers.close()
         await asyncio.to_thread(self._puller.close)
         await self.remote_leases.close()
         await self.peers.close()
@@ -169,8 +177,10 @@ class Node:
 
     # --- what draining needs
 
-    async def _count_leases(self) -> int:
-        """Prompts that are held for readers; none when the engine has ended."""
+    async def _count_held(self) -> int:
+        """Prompts that are held for readers, and prefixes that are being written; none when the engine has ended."""
+        if self.tiers is not None and self.drain.is_draining and (num_writes := await self.tiers.flush()):
+            return num_writes
         try:
             return (await self._read_stats()).leases_active
         except TimeoutError:  # in a long step: nothing says that the leases have ended
@@ -216,7 +226,7 @@ class Node:
 
     def _samples(self) -> Samples:
         core = self.core
-        cache = cache_samples(
+        samples = cache_samples(
             self._cache_stats,
             running=core.num_running,
             waiting=self.admission.num_waiting,
@@ -225,7 +235,8 @@ class Node:
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
             transfers_in_flight=self._puller.num_in_flight,
         )
-        return {**cache, **draft_samples(core.speculation)}
+        samples = {**samples, **draft_samples(core.speculation)}
+        return samples if self.tiers is None else {**samples, **self.tiers.samples()}
 
     async def refresh_stats(self) -> None:
         """Brings the cache's numbers up to date between two steps; keeps the last ones when a step takes too long, or

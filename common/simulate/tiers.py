@@ -64,7 +64,7 @@ class SimulatedTiers:
             self._stacks.append(stack)
 
     def _make_stack(self, manager: KVCacheManager, tiers: Sequence[Tier]) -> TierStack:
-        leaving = manager.leaving_prefixes(lambda key: stack.evicted(key))
+        leaving = manager.leaving_prefixes(lambda checkpoint: stack.evicted(checkpoint.key))
         stack = TierStack(tiers, leaving.read_bytes)
         self._leaving.append(leaving)
         return stack

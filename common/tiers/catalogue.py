@@ -1,82 +1,97 @@
 """From the headers of a folder to what can be resumed from it: checkpoints whose closure is whole.
 
 The last extent of a checkpoint ends with its boundary key; each names the key before it. A state whose tail or one of
-whose extents is missing is of no use, and an extent that no state needs neither: both are told, to be deleted.
+whose extents is missing is of no use (yet: its writer may be slower than whoever looks), and an extent that no state
+needs neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix, blocks_per_extent
 from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind
 
 
-@dataclass(frozen=True, slots=True)
 class Catalogue:
-    prefixes: tuple[StoredPrefix, ...]
-    useless: tuple[ObjectHeader, ...]
-
-
-def make_catalogue(
-    headers: Iterable[ObjectHeader], block_size: int, first_needed: Sequence[Callable[[int], int]]
-) -> Catalogue:
     """``first_needed``: per attention group, the index of the first block that resuming at a position reads."""
-    extents: dict[Extent, ObjectHeader] = {}
-    tails: dict[bytes, ObjectHeader] = {}
-    states: list[ObjectHeader] = []
-    for header in headers:
-        if header.kind is ObjectKind.EXTENT:
-            extents[Extent(header.group_id, header.start, header.num_blocks, header.key)] = header
-        elif header.kind is ObjectKind.TAIL:
-            tails[header.key] = header
-        else:
-            states.append(header)
-    prefixes: list[StoredPrefix] = []
-    used: set[ObjectHeader] = set()
-    for state in states:
-        closure = _closure(state, extents, block_size, first_needed)
-        tail = tails.get(state.key)
-        if closure is None or (state.tail_tokens and first_needed and tail is None):
-            continue
+
+    def __init__(self, block_size: int, first_needed: Sequence[Callable[[int], int]]) -> None:
+        self._block_size = block_size
+        self._first_needed = first_needed
+        self._extents: dict[Extent, ObjectHeader] = {}
+        self._tails: dict[bytes, ObjectHeader] = {}
+        self._states: dict[bytes, ObjectHeader] = {}
+        self._prefixes: dict[bytes, StoredPrefix] = {}
+
+    def add(self, headers: Iterable[ObjectHeader]) -> list[StoredPrefix]:
+        """Takes in what is new; returns the prefixes that are whole with it."""
+        headers = list(headers)
+        if not headers:
+            return []
+        for header in headers:
+            if header.kind is ObjectKind.EXTENT:
+                self._extents[Extent(header.group_id, header.start, header.num_blocks, header.key)] = header
+            else:
+                (self._tails if header.kind is ObjectKind.TAIL else self._states)[header.key] = header
+        waiting = [state for key, state in self._states.items() if key not in self._prefixes]
+        whole = [prefix for prefix in map(self._prefix, waiting) if prefix is not None]
+        self._prefixes.update((prefix.key, prefix) for prefix in whole)
+        return whole
+
+    def remove(self, headers: Iterable[ObjectHeader]) -> list[bytes]:
+        """Takes out what is gone; returns the keys of the prefixes that are whole no longer."""
+        keys: set[bytes] = set()
+        extents: set[Extent] = set()
+        for header in headers:
+            if header.kind is ObjectKind.EXTENT:
+                extent = Extent(header.group_id, header.start, header.num_blocks, header.key)
+                self._extents.pop(extent, None)
+                extents.add(extent)
+            else:
+                (self._tails if header.kind is ObjectKind.TAIL else self._states).pop(header.key, None)
+                keys.add(header.key)
+        if extents:
+            keys.update(prefix.key for prefix in self._prefixes.values() if not extents.isdisjoint(prefix.extents))
+        return [key for key in keys if self._prefixes.pop(key, None) is not None]
+
+    def useless(self) -> list[ObjectHeader]:
+        """What no prefix needs that is whole."""
+        used: set[Extent] = set()
+        for prefix in self._prefixes.values():
+            used.update(prefix.extents)
+        left = [header for extent, header in self._extents.items() if extent not in used]
+        for headers in (self._tails, self._states):
+            left += [header for key, header in headers.items() if key not in self._prefixes]
+        return left
+
+    def _prefix(self, state: ObjectHeader) -> StoredPrefix | None:
+        closure = self._closure(state)
+        tail = self._tails.get(state.key)
+        if closure is None or (state.tail_tokens and self._first_needed and tail is None):
+            return None
         own = [state, tail] if tail is not None else [state]
-        used.update(own, (extents[extent] for extent in closure))
-        prefixes.append(
-            StoredPrefix(
-                _checkpoint(state),
-                state.row_bytes > 0,
-                tuple(closure),
-                tuple(_file_bytes(extents[extent]) for extent in closure),
-                sum(map(_file_bytes, own)),
-            )
-        )
-    all_headers = (*states, *tails.values(), *extents.values())
-    return Catalogue(tuple(prefixes), tuple(header for header in all_headers if header not in used))
+        sizes = tuple(_file_bytes(self._extents[extent]) for extent in closure)
+        checkpoint, has_row = _checkpoint(state), state.row_bytes > 0
+        return StoredPrefix(checkpoint, has_row, tuple(closure), sizes, sum(map(_file_bytes, own)))
 
-
-def _closure(
-    state: ObjectHeader,
-    extents: dict[Extent, ObjectHeader],
-    block_size: int,
-    first_needed: Sequence[Callable[[int], int]],
-) -> list[Extent] | None:
-    per_extent = blocks_per_extent(block_size)
-    closure: list[Extent] = []
-    for group_id, first_of in enumerate(first_needed):
-        first, end = first_of(state.position), (state.position - len(state.tail_tokens)) // block_size
-        key, found = state.parent_key, []
-        while end > first:
-            start = max(first, (end - 1) // per_extent * per_extent)
-            extent = Extent(group_id, start, end - start, key)
-            header = extents.get(extent)
-            if header is None:
-                return None
-            found.append(extent)
-            key, end = header.parent_key, start
-        closure += reversed(found)
-    return closure
+    def _closure(self, state: ObjectHeader) -> list[Extent] | None:
+        per_extent = blocks_per_extent(self._block_size)
+        closure: list[Extent] = []
+        for group_id, first_of in enumerate(self._first_needed):
+            first, end = first_of(state.position), (state.position - len(state.tail_tokens)) // self._block_size
+            key, found = state.parent_key, []
+            while end > first:
+                start = max(first, (end - 1) // per_extent * per_extent)
+                extent = Extent(group_id, start, end - start, key)
+                header = self._extents.get(extent)
+                if header is None:
+                    return None
+                found.append(extent)
+                key, end = header.parent_key, start
+            closure += reversed(found)
+        return closure
 
 
 def _checkpoint(state: ObjectHeader) -> Checkpoint:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import math
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -36,8 +37,8 @@ SUFFIX = ".kv"
 MAX_BUFFERS = 512
 """Buffers of one ``preadv`` or ``pwritev``: below IOV_MAX, which is 1,024 on Linux."""
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OLD_TEMPORARY_S = 3600.0
-"""Age at which another process's temporary file is taken for a dead one's."""
+OLD_S = 3600.0
+"""Age at which a file that another process may have begun is taken for a dead one's."""
 
 
 class ObjectReadError(Exception):
@@ -50,7 +51,7 @@ class ObjectReadError(Exception):
 
 
 class ObjectWriteError(Exception):
-    """``reason``: full or io. Nothing of the object is left."""
+    """``reason``: full, io, or stale (the memory changed while it was read). Nothing of the object is left."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -58,16 +59,30 @@ class ObjectWriteError(Exception):
 
 
 class ObjectFolder:
-    """``is_shared``: other processes write here too; their temporary files are left alone for an hour."""
+    """``is_shared``: other clusters may write here too; what cannot be read with this secret may be theirs.
+    ``alone_until``: files that are older, in ``time.time``, are no other living process's; default: all, in a shared
+    folder none. Temporaries of others are left alone for an hour."""
 
-    def __init__(self, folder: Path, secret: bytes, *, is_shared: bool = False, syncs: bool = True) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        secret: bytes,
+        *,
+        is_shared: bool = False,
+        alone_until: float | None = None,
+        syncs: bool = True,
+    ) -> None:
+        self.folder = folder
+        self._alone_until = alone_until if alone_until is not None else 0.0 if is_shared else math.inf
         self._secret = secret
         self._is_shared = is_shared
         self._syncs = syncs
 
-    def put(self, header: ObjectHeader, buffers: Sequence[memoryview]) -> int:
-        """Write an object; returns the file's length. Raises ObjectWriteError."""
+    def put(
+        self, header: ObjectHeader, buffers: Sequence[memoryview], is_unchanged: Callable[[], bool] = lambda: True
+    ) -> int:
+        """Write an object; returns the file's length. ``is_unchanged`` is asked once the digest is made: whether the
+        buffers still held what they should. Raises ObjectWriteError."""
         assert sum(buffer.nbytes for buffer in buffers) == header.payload_bytes
         name = object_name(self._secret, header)
         path = self._path(name)
@@ -79,6 +94,8 @@ class ObjectFolder:
                 digest = hmac.new(self._secret, digestmod=sha256)
                 for buffer in buffers:
                     digest.update(buffer)
+                if not is_unchanged():
+                    raise ObjectWriteError("stale")
                 _write_all(descriptor, buffers, HEADER_BYTES)
                 _write_all(descriptor, [memoryview(header.encode(self._secret, digest.digest()))], 0)
                 if self._syncs:
@@ -88,9 +105,11 @@ class ObjectFolder:
             temporary.replace(path)
             if self._syncs:
                 _sync_folder(path.parent)
-        except OSError as exc:
+        except (OSError, ObjectWriteError) as exc:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            if isinstance(exc, ObjectWriteError):
+                raise
             raise ObjectWriteError("full" if exc.errno in FULL_ERRORS else "io") from exc
         return HEADER_BYTES + header.payload_bytes
 
@@ -117,27 +136,56 @@ class ObjectFolder:
             raise ObjectReadError("digest")
         return header
 
+    def has(self, header: ObjectHeader) -> bool:
+        """Whether there is a plain file of that name. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return stat.S_ISREG(self._path(object_name(self._secret, header)).lstat().st_mode)
+        return False
+
+    def touch(self, header: ObjectHeader) -> None:
+        """It was used: the next scan hears of it. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._path(object_name(self._secret, header)))
+
+    def age_s(self, header: ObjectHeader) -> float:
+        """Since it was written or touched; 0 when it is gone."""
+        with contextlib.suppress(OSError):
+            return time.time() - self._path(object_name(self._secret, header)).stat().st_mtime
+        return 0.0
+
     def delete(self, header: ObjectHeader) -> None:
         """It may be gone already. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self._path(object_name(self._secret, header)).unlink()
 
+    def sweep(self, header: ObjectHeader) -> bool:
+        """Deletes an object that nothing needs, unless another process may be about to write what does. Returns whether
+        it did. Raises OSError."""
+        path = self._path(object_name(self._secret, header))
+        with contextlib.suppress(FileNotFoundError):
+            if self._is_nobodys(path):
+                path.unlink()
+                return True
+        return False
+
     def scan(self, fingerprint: bytes) -> Iterator[ObjectHeader | str]:
-        """Headers of what is here of that model, in no order. What is damaged, cut short or a dead writer's is deleted,
-        and comes out as the reason why it is of no use; other models' objects are skipped. Raises OSError."""
-        for folder in sorted(self._folder.iterdir()):
-            if not folder.is_dir() or folder.is_symlink():
-                continue
+        """Headers of what is here of that model, in no order; of the rest the reasons why it is of no use
+        (``look``). Raises OSError."""
+        for folder in self.folders():
             for path in sorted(folder.iterdir()):
-                result = self._look(path)
+                result = self.look(path)
                 if isinstance(result, str) or result.fingerprint == fingerprint:
                     yield result
 
-    def _look(self, path: Path) -> ObjectHeader | str:
+    def folders(self) -> list[Path]:
+        """Where objects are. Raises OSError."""
+        return sorted(path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+    def look(self, path: Path) -> ObjectHeader | str:
+        """What a file says of itself. What is damaged, cut short or a dead writer's is deleted: then why."""
         try:
             if path.suffix != SUFFIX:
-                age_s = time.time() - path.lstat().st_mtime
-                if not self._is_shared or age_s > OLD_TEMPORARY_S:
+                if self._is_nobodys(path):
                     path.unlink()
                 return "temporary"
             descriptor = self._open(path)
@@ -162,6 +210,10 @@ class ObjectFolder:
                 path.unlink()
         return reason
 
+    def _is_nobodys(self, path: Path) -> bool:
+        written_s = path.lstat().st_mtime
+        return written_s < self._alone_until or time.time() - written_s > OLD_S
+
     def _open(self, path: Path) -> int:
         try:
             # NONBLOCK: a pipe under that name must not hang the reader.
@@ -184,7 +236,7 @@ class ObjectFolder:
         return header, digest, status.st_size
 
     def _path(self, name: str) -> Path:
-        return self._folder / name[:2] / (name + SUFFIX)
+        return self.folder / name[:2] / (name + SUFFIX)
 
 
 def open_folder(path: str) -> Path:

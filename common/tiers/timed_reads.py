@@ -1,40 +1,31 @@
 """Blocking reads on threads, each with a deadline: a disk that hangs costs the reads on it, and nobody else.
 
-1 ``submit``, 2 a thread runs it, 3 the outcome, exactly once: its result, its error, or "deadline". After a deadline
-the thread may still write the destinations, so the outcome says that it is not terminal, and ``on_terminal`` follows
-once the thread is back. While every thread is stuck, new reads are refused at once.
+1 ``submit``, 2 a thread reads into memory of its own, 3 in time: it delivers what it read, 4 the outcome, exactly once:
+empty when all is well, the reason why not, or "deadline". After a deadline nothing is delivered, so a read that hangs
+for ever holds nothing but its thread. While every thread is stuck, new reads are refused at once.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.tiers.folder import ObjectReadError
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOutcome:
-    """``reason``: empty when all was read and is right, else one word. ``is_terminal``: nothing writes any more."""
-
-    reason: str
-    is_terminal: bool
-
-
 class _TimedRead:
-    def __init__(
-        self, read: Callable[[], object], on_outcome: Callable[[ReadOutcome], None], on_terminal: Callable[[], None]
-    ) -> None:
+    def __init__(self, read: Callable[[], Callable[[], None]], on_outcome: Callable[[str], None]) -> None:
         self.read = read
         self.on_outcome = on_outcome
-        self.on_terminal = on_terminal
         self.is_started = False
         self.is_over = False
 
@@ -62,20 +53,20 @@ class TimedReads:
 
     def submit(
         self,
-        read: Callable[[], object],
+        read: Callable[[], Callable[[], None]],
         timeout_s: float,
-        on_outcome: Callable[[ReadOutcome], None],
-        on_terminal: Callable[[], None],
+        on_outcome: Callable[[str], None],
     ) -> None:
-        """``read`` raises ObjectReadError. Both callbacks come on threads of this pool, or on the caller's."""
-        job = _TimedRead(read, on_outcome, on_terminal)
+        """``read`` returns what delivers what it read; that must not block, and is called only in time. It raises
+        ObjectReadError. ``on_outcome`` comes on a thread of this pool, or on the caller's."""
+        job = _TimedRead(read, on_outcome)
         with self._lock:
             is_refused = self._is_closed or self.is_stuck
             if not is_refused:
                 heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, next(self._numbers), job))
                 self._lock.notify()
         if is_refused:
-            on_outcome(ReadOutcome("stuck", is_terminal=True))
+            on_outcome("stuck")
         else:
             self._waiting.put(job)
 
@@ -92,20 +83,23 @@ class TimedReads:
                 if job.is_over:
                     continue  # its deadline passed in the queue
                 job.is_started = True
-            reason = ""
+            reason, deliver = "", None
             try:
-                job.read()
+                deliver = job.read()
             except ObjectReadError as exc:
                 reason = exc.reason
-            except Exception:  # noqa: BLE001 - whatever went wrong: the reader must hear of it, and the thread go on
+            except Exception:
+                # Whatever went wrong: the reader must hear of it, and the thread go on.
+                logger.exception("a read raised")
                 reason = "unreadable"
             with self._lock:
                 was_over, job.is_over = job.is_over, True
                 self._num_stuck -= was_over
             if was_over:
-                job.on_terminal()
-            else:
-                job.on_outcome(ReadOutcome(reason, is_terminal=True))
+                continue
+            if deliver is not None:
+                deliver()
+            job.on_outcome(reason)
 
     def _watch(self) -> None:
         while True:
@@ -124,4 +118,4 @@ class TimedReads:
                 job.is_over = True
                 is_started = job.is_started
                 self._num_stuck += is_started
-            job.on_outcome(ReadOutcome("deadline", is_terminal=not is_started))
+            job.on_outcome("deadline")

@@ -79,6 +79,13 @@ function nodeParts(node) {
     if (figures.preemptions_total) facts.push(["preemptions", number(figures.preemptions_total)]);
     const failed = Object.entries(figures.transfer_failures_total || {}).filter(([, value]) => value);
     if (failed.length) facts.push(["failed pulls", failed.map(([why, value]) => why + " " + number(value)).join(", ")]);
+    for (const [tier, used] of Object.entries(figures.tier_used_bytes || {})) {
+      const hits = (figures.tier_hit_tokens_total || {})[tier] || 0;
+      facts.push(["tier " + tier, bytes(used) + ", " + number(hits) + " tokens read back"]);
+    }
+    const bad = [["read", figures.tier_read_errors_total], ["write", figures.tier_write_errors_total]]
+      .flatMap(([op, counts]) => Object.entries(counts || {}).map(([why, value]) => op + " " + why + " " + number(value)));
+    if (bad.length) facts.push(["tier errors", bad.join(", ")]);
     if (node.age_seconds > 3) facts.push(["figures are", seconds(node.age_seconds) + " old"]);
   } else {
     facts.push(["requests", node.in_flight + " of this proxy; no figures of the node"]);

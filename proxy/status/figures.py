@@ -49,6 +49,10 @@ _WANTED: Mapping[str, str | None] = {
     "spec_decode_num_draft_tokens_total": None,
     "spec_decode_num_accepted_tokens_total": None,
     "leases": "state",
+    "tier_used_bytes": "tier",
+    "tier_hit_tokens_total": "tier",
+    "tier_read_errors_total": "reason",
+    "tier_write_errors_total": "reason",
 }
 _LINE = re.compile(r"^tandem_(\w+)(?:\{([^}]*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

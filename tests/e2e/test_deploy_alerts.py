@@ -431,6 +431,34 @@ def test_engine_that_fails_beside_clients_that_do_wrong(fault_drill: Drill) -> N
     drill.expect_gone("TandemErrorRate")
 
 
+def test_disk_that_damages_what_is_on_it(tmp_path: Path) -> None:
+    """TandemTierErrors."""
+    folder = tmp_path / "tier"
+    flags = (*TIGHT_FLAGS, "--kv-cache-memory", "2MiB", "--kv-tier", f"disk:{folder}?size=256MiB")
+    with (
+        Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags) as service,
+        watched(service, tmp_path) as drill,
+    ):
+
+        def ask(seed: int) -> None:
+            drill.complete(600, 2, seed=seed // 100 % 12)  # more prompts than the pools hold
+            for path in folder.rglob("*.kv"):
+                with contextlib.suppress(OSError), path.open("r+b") as file:
+                    file.seek(-1, os.SEEK_END)
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_END)
+                    file.write(bytes([byte[0] ^ 1]))
+
+        with drill.load(1, ask):
+            drill.expect("TandemTierErrors")
+            errors = [metric(node, "tier_read_errors_total", reason="digest") for node in drill.service.nodes]
+            print("damaged objects", errors)
+            assert sum(errors)
+        for path in folder.rglob("*.kv"):  # what the runbook says: it can be emptied
+            path.unlink()
+        drill.expect_gone("TandemTierErrors")
+
+
 def test_alerts_when_counted_then_each_was_provoked_here() -> None:
     groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
     alerts = {rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule}

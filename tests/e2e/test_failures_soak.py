@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +38,7 @@ OPEN_FILES_SLACK = 24
 MEMORY_SLACK_MIB = 64.0
 
 
-def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) -> None:
+def soak(reference: Reference, duration_s: float, interval_s: float, seed: int, node_flags: Sequence[str] = ()) -> None:
     """A node is struck every ``interval_s``, from one start to the next."""
     started_s = time.monotonic()
     pool = ThreadPoolExecutor(1)  # stock transformers answers while the nodes start
@@ -45,7 +47,7 @@ def soak(reference: Reference, duration_s: float, interval_s: float, seed: int) 
     draw = random.Random(seed)
     tally = Tally()
     # A killed decode node's leases end by themselves: soon, so that the end of the test need not wait for them.
-    flags = (*NODE_FLAGS, "--kv-lease-seconds", "3")
+    flags = (*NODE_FLAGS, "--kv-lease-seconds", "3", *node_flags)
     with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags, num_prefill=2, num_decode=2) as service:
         nodes = (*service.prefill, *service.decode)
         questions = coming.result()
@@ -110,6 +112,22 @@ def test_service_when_nodes_are_killed_three_times_then_no_answer_is_wrong_and_n
     reference: Reference,
 ) -> None:
     soak(reference, 10.0, 3.3, seed=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("duration_s", "interval_s"), [(10.0, 3.3), pytest.param(600.0, 20.0, marks=pytest.mark.timeout(1200))]
+)
+def test_service_with_a_tier_when_nodes_are_killed_then_no_answer_is_wrong_and_its_folder_is_sound(
+    reference: Reference, tmp_path: Path, duration_s: float, interval_s: float
+) -> None:
+    """All nodes in one folder, with pools that hold a part of what is asked."""
+    folder, size = tmp_path / "tier", 3 << 20
+    tier = ("--kv-cache-memory", "3600KiB", "--kv-tier", f"disk:{folder}?size={size}")
+    soak(reference, duration_s, interval_s, seed=3, node_flags=tier)
+    # Each of four nodes keeps to the size by what it saw of the others a second ago.
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*.kv"))
+    assert size // 8 < num_bytes < 2 * size
 
 
 @pytest.mark.full

@@ -49,6 +49,10 @@ class SingleTypeManager(ABC):
     def key_of(self, block_id: int) -> bytes | None:
         return self._key_of[block_id]
 
+    def parent_key(self, block_id: int) -> bytes:
+        """Key of the boundary before a published block."""
+        return self._parent_key[block_id]
+
     def chain_to(self, key: bytes, num_blocks: int) -> list[bytes] | None:
         """Keys of the ``num_blocks`` consecutive blocks of which the last has that key; None: one is not published."""
         keys: list[bytes] = []

@@ -96,6 +96,15 @@ class KVStorage:
         """16 hex digits that say what a slot holds."""
         return _digest([_content(self.slot_arena, slot_id)])
 
+    def copy_rows(self, block_id: int, num_valid: int, group_id: int = 0) -> Tensor:
+        """A copy of a block, uint8 [block_bytes], with zeros behind its first ``num_valid`` rows of every layer."""
+        block = self.block_arenas[group_id][block_id]
+        copy = torch.zeros_like(block)
+        for place, row_bytes in self._attention_rows[group_id]:
+            rows = slice(place.offset_bytes, place.offset_bytes + num_valid * row_bytes)
+            copy[rows] = block[rows]
+        return copy
+
     def zero_block(self, block_id: int, group_id: int = 0) -> None:
         self.block_arenas[group_id][block_id].zero_()
 

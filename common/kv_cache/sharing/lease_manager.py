@@ -8,6 +8,7 @@ sequence alone: the reader's check of the generations says whether it was still 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.sequences.allocation import Allocation
 from common.kv_cache.sequences.sequence_table import SequenceTable
-from common.kv_cache.sharing.leases import Lease, LeasedPrefix, LeaseTable, PrefixProgress, Tables
+from common.kv_cache.sharing.leases import Lease, LeasedClosure, LeasedPrefix, LeaseTable, PrefixProgress, Tables
 
 
 class LeaseManager:
@@ -41,7 +42,7 @@ class LeaseManager:
             for group, block_id in zip(self._coordinator.groups, own_tails, strict=True):
                 group.pool.set_tags((block_id,), (end.key,))
         return self._add(
-            lease_id, deadline_s, allocation.keys, end.position, full, tails, own_tails, end, end.output_row
+            lease_id, deadline_s, allocation.keys.key_at, end.position, full, tails, own_tails, end, end.output_row
         )
 
     def lease_cached(
@@ -62,7 +63,7 @@ class LeaseManager:
         tails = checkpoint.tail_block_ids if checkpoint is not None else ()
         lease: LeasedPrefix | None
         if checkpoint is None or self._are_tagged(tails, checkpoint.key):
-            lease = self._add(lease_id, deadline_s, keys, position, full, tails, (), checkpoint, hit.output_row)
+            lease = self._add(lease_id, deadline_s, keys.key_at, position, full, tails, (), checkpoint, hit.output_row)
         else:
             lease = self._lease_copied_tails(lease_id, deadline_s, keys, full, checkpoint, hit.output_row)
         if lease is not None and checkpoint is not None:
@@ -91,13 +92,44 @@ class LeaseManager:
                 self._sequences.copies[group_id].push(source, tails[-1])
                 group.pool.set_tags(tails[-1:], (checkpoint.key,))
             own = tuple(tails)
-            lease = self._add(lease_id, deadline_s, keys, checkpoint.position, full, own, own, checkpoint, output_row)
+            lease = self._add(
+                lease_id, deadline_s, keys.key_at, checkpoint.position, full, own, own, checkpoint, output_row
+            )
             for group, block_id in zip(coordinator.groups, own, strict=True):
                 group.pool.drop((block_id,))
         for group, table in zip(coordinator.groups, full, strict=True):
             group.pool.drop(filter(None, reversed(table)))
         coordinator.unpin(checkpoint)
         return lease
+
+    def lease_closure(self, key: bytes, lease_id: str, deadline_s: float) -> LeasedClosure | None:
+        """A checkpoint with what resuming there reads; None: it is not here whole. Copies nothing: of the tail blocks
+        only the rows are final that are the tail's."""
+        checkpoint = self._coordinator.state.get(key)
+        if checkpoint is None:
+            return None
+        num_blocks = (checkpoint.position - len(checkpoint.tail_tokens)) // self._block_size
+        tables: list[tuple[int, ...]] = []
+        chains: list[tuple[bytes, ...]] = []
+        keys: dict[int, bytes] = {}
+        for group in self._coordinator.groups:
+            first = min(group.first_needed(checkpoint.position), num_blocks)
+            chain = group.chain_to(checkpoint.boundary_key, num_blocks - first)
+            if chain is None:
+                return None
+            block_ids = tuple(map(group.get, chain))
+            before = group.parent_key(block_ids[0]) if block_ids else checkpoint.boundary_key
+            tables.append((0,) * first + block_ids)
+            chains.append((before, *chain))
+            keys.update(((first + index) * self._block_size, each) for index, each in enumerate(chain, start=1))
+        prefix = self._add(
+            lease_id, deadline_s, keys.__getitem__, num_blocks * self._block_size, tuple(tables), (), (), checkpoint,
+            checkpoint.output_row,
+        )  # fmt: skip
+        tails = zip(self._coordinator.groups, checkpoint.tail_block_ids, strict=False)
+        return LeasedClosure(
+            prefix, checkpoint, tuple(chains), tuple(group.pool.generation(block_id) for group, block_id in tails)
+        )
 
     def _are_tagged(self, block_ids: tuple[int, ...], key: bytes) -> bool:
         tag = content_tag(key)
@@ -110,7 +142,7 @@ class LeaseManager:
         self,
         lease_id: str,
         deadline_s: float,
-        keys: PrefixKeys,
+        key_at: Callable[[int], bytes],
         num_tokens: int,
         full: Tables,
         tails: tuple[int, ...],
@@ -133,10 +165,10 @@ class LeaseManager:
             generations=self._generations(tables),
             slot_id=slot_id,
             slot_generation=coordinator.slots.generation(slot_id) if slot_id else 0,
-            key=keys.key_at(num_tokens),
+            key=checkpoint.key if checkpoint is not None else key_at(num_tokens),
             output_row=output_row,
         )
-        self._leases.add(Lease(lease_id, prefix, keys, pinned, checkpoint), deadline_s)
+        self._leases.add(Lease(lease_id, prefix, key_at, pinned, checkpoint), deadline_s)
         return prefix
 
     def _generations(self, tables: Tables) -> Tables:

@@ -7,11 +7,11 @@ steps when its deadline has passed. Only deadlines are shared between threads; w
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
-from common.kv_cache.keys import PrefixKeys
 
 Tables = tuple[tuple[int, ...], ...]
 """Per attention group, one entry per block."""
@@ -36,6 +36,21 @@ class LeasedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class LeasedClosure:
+    """A checkpoint and every block that resuming there reads, pinned for whoever writes them to a tier.
+
+    ``prefix``: the full blocks (null before a window) and the state. ``chains``: per attention group the keys of its
+    blocks that are not null, left to right, after the key of the boundary before them. ``tail_generations``: of the
+    checkpoint's tail blocks.
+    """
+
+    prefix: LeasedPrefix
+    checkpoint: Checkpoint
+    chains: tuple[tuple[bytes, ...], ...]
+    tail_generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixProgress:
     """The full blocks of a prompt that are computed while the rest still is: ``num_tokens`` tokens from the start, a
     whole number of blocks. Not leased: valid as long as the generations stay."""
@@ -50,7 +65,7 @@ class Lease:
     """
     Attributes:
         prefix: what the reader was told.
-        keys: of the leased prefix, and maybe more.
+        key_at: key of the first so many tokens of the leased prefix, at the ends of its blocks.
         tables: per attention group the pinned blocks in table order (null where none was needed): the full blocks,
             and the tail block when it is not the checkpoint's.
         checkpoint: pins the state and its own tail blocks; None for a dense model's block boundary.
@@ -58,7 +73,7 @@ class Lease:
 
     lease_id: str
     prefix: LeasedPrefix
-    keys: PrefixKeys
+    key_at: Callable[[int], bytes]
     tables: Tables
     checkpoint: Checkpoint | None
 

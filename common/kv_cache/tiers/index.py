@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -29,6 +29,10 @@ class TierIndex:
     def __init__(self, size_bytes: int, worth: Callable[[bytes], float | None]) -> None:
         self.size_bytes = size_bytes
         self.used_bytes = 0
+        self.pinned: Counter[bytes] = Counter()
+        """Keys of prefixes that are being written or read: they stay."""
+        self.unwritten: set[bytes] = set()
+        """Keys of those that are being written: not to be read yet."""
         self._worth = worth
         self._prefixes: OrderedDict[bytes, StoredPrefix] = OrderedDict()  # longest unused first
         self._by_boundary: dict[bytes, list[StoredPrefix]] = {}
@@ -46,6 +50,10 @@ class TierIndex:
 
     def get(self, key: bytes) -> StoredPrefix | None:
         return self._prefixes.get(key)
+
+    @property
+    def num_extents(self) -> int:
+        return len(self._users)
 
     def has_extent(self, extent: Extent) -> bool:
         return extent in self._users
@@ -80,17 +88,19 @@ class TierIndex:
             victim = self._victim(density)
             if victim is None:
                 for other in reversed(dropped):
-                    self.add(other)
-                    self._prefixes.move_to_end(other.key, last=False)
+                    self.add(other, is_oldest=True)
                 return None
             self.drop(victim)
             dropped.append(victim)
         return dropped
 
-    def add(self, prefix: StoredPrefix) -> None:
+    def add(self, prefix: StoredPrefix, *, is_oldest: bool = False) -> None:
+        """``is_oldest``: it is the longest unused one from now on."""
         assert prefix.key not in self._prefixes
         self.used_bytes += self.missing(prefix)
         self._prefixes[prefix.key] = prefix
+        if is_oldest:
+            self._prefixes.move_to_end(prefix.key, last=False)
         bucket = self._by_boundary.setdefault(prefix.checkpoint.boundary_key, [])
         bucket.append(prefix)
         bucket.sort(key=lambda other: -other.position)
@@ -99,6 +109,18 @@ class TierIndex:
 
     def touch(self, prefix: StoredPrefix) -> None:
         self._prefixes.move_to_end(prefix.key)
+
+    def pin(self, key: bytes) -> None:
+        self.pinned[key] += 1
+
+    def unpin(self, key: bytes) -> None:
+        self.pinned[key] -= 1
+        if not self.pinned[key]:
+            del self.pinned[key]
+
+    def users_of(self, extent: Extent) -> list[StoredPrefix]:
+        """O(prefixes)."""
+        return [prefix for prefix in self._prefixes.values() if extent in prefix.extents]
 
     def drop(self, prefix: StoredPrefix) -> list[Extent]:
         """Returns the extents that no other prefix needs."""
@@ -122,7 +144,8 @@ class TierIndex:
         """Of the longest unused ones, the one that is worth least per byte that its going sets free, if that is below
         ``limit``."""
         best, least = None, math.inf if limit is None else limit
-        for prefix in islice(self._prefixes.values(), SAMPLE):
+        unpinned = (prefix for prefix in self._prefixes.values() if prefix.key not in self.pinned)
+        for prefix in islice(unpinned, SAMPLE):
             worth = self._worth(prefix.key)
             if worth is None:
                 return prefix

@@ -19,32 +19,47 @@ OVERHEAD_BYTES = 4096
 
 
 class LeavingPrefixes:
-    """``on_evict``: told of the key of each checkpoint that is evicted."""
+    """``on_evict``: told of each checkpoint that is evicted. ``own_bytes``: of a checkpoint's state, tail and row in a
+    tier; default: an estimate, for there is no row without a model."""
 
-    def __init__(self, coordinator: Coordinator, on_evict: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        on_evict: Callable[[Checkpoint], None],
+        own_bytes: Callable[[Checkpoint], int] | None = None,
+    ) -> None:
         self._coordinator = coordinator
+        self._own_bytes = own_bytes if own_bytes is not None else self._estimate
         config = coordinator.config
         self._block_size = config.block_size
         layout = make_layout(config.geometry, config.block_size)
         self._group_block_bytes, self._slot_bytes = layout.group_block_bytes, layout.slot_bytes
-        coordinator.on_evict = lambda checkpoint: on_evict(checkpoint.key)
+        coordinator.on_evict = on_evict
 
-    def next(self, num_slots: int, num_blocks: int) -> Iterator[StoredPrefix]:
-        """What would be evicted if that many slots, and blocks of the first attention group, were wanted."""
+    def next(
+        self, num_slots: int, num_blocks: int, is_wanted: Callable[[Checkpoint], bool] = lambda checkpoint: True
+    ) -> Iterator[StoredPrefix]:
+        """What would be evicted if that many slots, and blocks of the first attention group, were wanted. The closure
+        of what is not wanted is not looked for."""
         coordinator = self._coordinator
         blocks = coordinator.groups[0].pool if coordinator.groups else None
-        first = coordinator.policy.next_checkpoints(
-            _num_evicted(coordinator.slots, num_slots), _num_evicted(blocks, num_blocks) if blocks is not None else 0
-        )
-        if first is None:  # the policy goes by units: states are as old as the checkpoints
-            first = list(islice(coordinator.state, num_slots))
-        return self._stored(first)
+        num_evicted = _num_evicted(blocks, num_blocks) if blocks is not None else 0
+        first = coordinator.policy.next_checkpoints(_num_evicted(coordinator.slots, num_slots), num_evicted)
+        if first is None:  # the policy goes by units: states are as old as the checkpoints, and each has a block
+            has_state = coordinator.config.has_state
+            first = list(islice(coordinator.state, num_slots if has_state else num_evicted))
+        return self._stored(filter(is_wanted, first))
 
-    def fresh(self) -> Iterator[StoredPrefix]:
-        """What was published since the last call and is still here."""
+    @property
+    def first_needed(self) -> list[Callable[[int], int]]:
+        """Per attention group, the index of the first block that resuming at a position reads."""
+        return [group.first_needed for group in self._coordinator.groups]
+
+    def fresh(self, is_wanted: Callable[[Checkpoint], bool] = lambda checkpoint: True) -> Iterator[StoredPrefix]:
+        """What was published and is still here, each once, oldest first; what the caller does not take stays."""
         fresh = self._coordinator.fresh
-        published = [fresh.popleft() for _ in range(len(fresh))]
-        return self._stored(checkpoint for checkpoint in published if checkpoint.is_published)
+        published = (fresh.popleft() for _ in range(len(fresh)))
+        return self._stored(each for each in published if each.is_published and is_wanted(each))
 
     def read_bytes(self, prefix: StoredPrefix, num_local_tokens: int) -> int:
         """Bytes that are read to bring a prefix back when the blocks of its first tokens are here."""
@@ -67,7 +82,7 @@ class LeavingPrefixes:
                 kept = replace(checkpoint, slot_id=0, tail_block_ids=(), output_row=None, is_published=False)
                 yield StoredPrefix(kept, has_row, tuple(extents), tuple(num_bytes), own_bytes)
 
-    def _own_bytes(self, checkpoint: Checkpoint) -> int:
+    def _estimate(self, checkpoint: Checkpoint) -> int:
         num_bytes = OVERHEAD_BYTES
         if checkpoint.slot_id:
             num_bytes += self._slot_bytes + OVERHEAD_BYTES

@@ -30,9 +30,12 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True)
 class Write:
+    """``prefix`` is to be written to ``tier``, which let go what was ``dropped`` for it."""
+
     tier: Tier
     prefix: StoredPrefix
     num_bytes: int
+    dropped: tuple[StoredPrefix, ...] = ()
 
 
 class TierStack:
@@ -65,6 +68,20 @@ class TierStack:
             if prefix is not None:
                 tier.index.touch(prefix)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether a tier takes in what leaves memory."""
+        return bool(self._own)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether a tier takes in what is published."""
+        return bool(self._shared)
+
+    def wants(self, key: bytes) -> bool:
+        """Whether ``offer`` of that prefix may write anything. O(1)."""
+        return any(tier.wants(key) for tier in self._own[:1])
+
     def offer(self, prefix: StoredPrefix) -> list[Write]:
         """A prefix that leaves memory: what is to be written of it, and of what each own tier lets go for it."""
         return self._offer(prefix, 0)
@@ -72,7 +89,7 @@ class TierStack:
     def publish(self, prefix: StoredPrefix) -> list[Write]:
         """A prefix that is new: what a shared tier wants of it at once, so that other nodes find it."""
         taken = ((tier, tier.take(prefix)) for tier in self._shared)
-        return [Write(tier, prefix, result[0]) for tier, result in taken if result is not None]
+        return [Write(tier, prefix, result[0], tuple(result[1])) for tier, result in taken if result is not None]
 
     def _offer(self, prefix: StoredPrefix, number: int) -> list[Write]:
         if number == len(self._own):
@@ -82,7 +99,7 @@ class TierStack:
         if taken is None:
             return []
         num_bytes, dropped = taken
-        writes = [Write(tier, prefix, num_bytes)]
+        writes = [Write(tier, prefix, num_bytes, tuple(dropped))]
         for other in dropped:
             writes += self._offer(other, number + 1)
             if number + 1 < len(self._own):

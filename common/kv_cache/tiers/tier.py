@@ -68,13 +68,9 @@ class Tier:
     def take(self, prefix: StoredPrefix) -> tuple[int, list[StoredPrefix]] | None:
         """Takes ``prefix`` in. Returns the bytes to be written for it, and the prefixes that went for it; None: it is
         here, or is not to be written (yet)."""
-        if prefix.key in self.index:
+        if not self.wants(prefix.key):
             return None
-        outlook = self._outlook(prefix.key)
-        probability = 1.0 if outlook is None else outlook.probability
-        if probability < self.settings.min_return:
-            self._refused[prefix.key] = "value"
-            return None
+        probability = self._probability(prefix.key)
         num_bytes = self.index.missing(prefix)
         if self._refused.get(prefix.key) not in ("rate", "full"):
             self._budget.want(probability, num_bytes)
@@ -91,6 +87,15 @@ class Tier:
         self.index.add(prefix)
         return num_bytes, dropped
 
+    def wants(self, key: bytes) -> bool:
+        """Whether it lacks the prefix and would have it, if there were budget and room. O(1)."""
+        if key in self.index:
+            return False
+        if self._probability(key) < self.settings.min_return:
+            self._refused[key] = "value"
+            return False
+        return True
+
     def evicted(self, key: bytes) -> None:
         """The prefix left the memory above."""
         reason = self._refused.pop(key, "late")
@@ -101,8 +106,12 @@ class Tier:
         """What it has of a prompt of ``num_tokens`` beyond ``above`` tokens, deepest first. A state at the prompt's
         very end is of use only with the last row."""
         for prefix in self.index.matching(keys, num_tokens, above):
-            if prefix.position < num_tokens or prefix.has_row:
+            if prefix.key not in self.index.unwritten and (prefix.position < num_tokens or prefix.has_row):
                 yield prefix
+
+    def _probability(self, key: bytes) -> float:
+        outlook = self._outlook(key)
+        return 1.0 if outlook is None else outlook.probability
 
     def _worth(self, key: bytes) -> float | None:
         if self.settings.is_shared:

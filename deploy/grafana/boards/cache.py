@@ -76,4 +76,58 @@ ROWS = (
             ),
         ),
     ),
+    Row(
+        "Tiers",
+        (
+            Panel(
+                "Tokens read back",
+                "Prompt tokens that memory lacked and a tier had: what tiers add to the tokens found above.",
+                "short",
+                (("{{instance}} {{tier}}", "sum by (instance, tier) (rate(tandem_tier_hit_tokens_total[5m]))"),),
+            ),
+            Panel(
+                "Bytes",
+                "Read back and written. What is written wears a disk: hold it against the drive's rating.",
+                "Bps",
+                (("{{op}} {{tier}}", "sum by (op, tier) (rate(tandem_tier_bytes_total[5m]))"),),
+            ),
+            Panel(
+                "Used",
+                "Share of each tier's size.",
+                "percentunit",
+                (("{{instance}} {{tier}}", "tandem_tier_used_bytes / tandem_tier_size_bytes"),),
+            ),
+            Panel(
+                "Objects",
+                "Prefixes and extents that can be found: they grow when a node has scanned its folder.",
+                "short",
+                (("{{instance}} {{tier}}", "tandem_tier_objects"),),
+            ),
+            Panel(
+                "Time of a read",
+                "Of reading and checking one prefix.",
+                "s",
+                (
+                    (
+                        "p50 {{tier}}",
+                        "histogram_quantile(0.5, sum by (le, tier) (rate(tandem_tier_read_seconds_bucket[5m])))",
+                    ),
+                    (
+                        "p99 {{tier}}",
+                        "histogram_quantile(0.99, sum by (le, tier) (rate(tandem_tier_read_seconds_bucket[5m])))",
+                    ),
+                ),
+            ),
+            Panel(
+                "Not written, and errors",
+                "What was evicted and is not there, by reason; objects that were bad; writes that failed.",
+                "short",
+                (
+                    ("not written, {{reason}}", "sum by (reason) (rate(tandem_tier_skipped_total[5m]))"),
+                    ("read, {{reason}}", "sum by (reason) (rate(tandem_tier_read_errors_total[5m]))"),
+                    ("write, {{reason}}", "sum by (reason) (rate(tandem_tier_write_errors_total[5m]))"),
+                ),
+            ),
+        ),
+    ),
 )

@@ -143,7 +143,7 @@ def test_next_prefixes_when_memory_is_wanted_then_they_are_those_that_are_evicte
     rng = random.Random(11)
     manager = KVCacheManager(make_config(num_blocks=120, num_slots=24, policy=policy))
     evicted: set[bytes] = set()
-    leaving = manager.leaving_prefixes(evicted.add)
+    leaving = manager.leaving_prefixes(lambda checkpoint: evicted.add(checkpoint.key))
     num_evicted = num_foreseen = 0
     for turn in range(300):
         start = rng.randrange(12) * 1000

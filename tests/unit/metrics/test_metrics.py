@@ -29,6 +29,9 @@ prefix_index_entries{node} prefix_index_snapshots_total prompts_tokenised_total 
 event_loop_lag_seconds{cause} unknown_fields_total{route}
 spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 spec_decode_num_accepted_tokens_per_pos_total{position}
+tier_objects{tier} tier_used_bytes{tier} tier_size_bytes{tier} tier_bytes_total{tier,op} tier_hit_tokens_total{tier}
+tier_skipped_total{tier,reason} tier_read_errors_total{tier,reason} tier_write_errors_total{tier,reason}
+tier_read_seconds{tier}
 grammar_checks_total{result} grammar_check_seconds grammars_waiting grammar_compile_seconds grammar_mask_seconds
 """
 

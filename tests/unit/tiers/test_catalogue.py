@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.tiers.catalogue import make_catalogue
+from common.tiers.catalogue import Catalogue
 from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind
 
 MODEL = b"m" * 32
@@ -40,13 +40,14 @@ SHALLOW = [extent(0, 16, 4), *state(20 * 16)]
 
 
 def found(headers: Sequence[ObjectHeader]) -> list[int]:
-    return sorted(prefix.position for prefix in make_catalogue(headers, 16, [FULL]).prefixes)
+    return sorted(prefix.position for prefix in Catalogue(16, [FULL]).add(headers))
 
 
 def test_headers_when_all_are_there_then_prefixes_share_extents() -> None:
-    catalogue = make_catalogue([*reversed(DEEP), *SHALLOW], 16, [FULL])
-    assert catalogue.useless == ()
-    deep, shallow = sorted(catalogue.prefixes, key=lambda prefix: -prefix.position)
+    catalogue = Catalogue(16, [FULL])
+    prefixes = catalogue.add([*reversed(DEEP), *SHALLOW])
+    assert catalogue.useless() == []
+    deep, shallow = sorted(prefixes, key=lambda prefix: -prefix.position)
     assert (deep.position, deep.has_row, deep.checkpoint.tail_tokens) == (595, True, (0, 1, 2))
     assert (shallow.position, shallow.has_row, shallow.checkpoint.history) == (320, False, (16, 1))
     assert deep.extents[0] == shallow.extents[0]
@@ -58,18 +59,25 @@ def test_headers_when_all_are_there_then_prefixes_share_extents() -> None:
 @pytest.mark.parametrize("missing", range(len(DEEP)))
 def test_closure_when_one_object_is_missing_then_the_state_is_of_no_use(missing: int) -> None:
     left = [header for number, header in enumerate(DEEP) if number != missing]
-    catalogue = make_catalogue([*left, *SHALLOW], 16, [FULL])
-    assert 595 not in {prefix.position for prefix in catalogue.prefixes}
+    catalogue = Catalogue(16, [FULL])
+    assert 595 not in {prefix.position for prefix in catalogue.add([*left, *SHALLOW])}
     needed = {id(header) for header in (*SHALLOW, DEEP[0])} if missing else set()
-    assert {id(header) for header in catalogue.useless} == {id(each) for each in (*left, *SHALLOW)} - needed
+    assert {id(header) for header in catalogue.useless()} == {id(each) for each in (*left, *SHALLOW)} - needed
     assert found([*DEEP, *SHALLOW]) == [320, 595]
+    # It comes later, as from another writer; then it is deleted.
+    gone = {595} | ({320} if missing == 0 else set())
+    assert {prefix.position for prefix in catalogue.add([DEEP[missing]])} == gone
+    assert catalogue.useless() == []
+    positions = {prefix.key: prefix.position for prefix in Catalogue(16, [FULL]).add([*DEEP, *SHALLOW])}
+    assert {positions[key] for key in catalogue.remove([DEEP[missing]])} == gone
+    assert catalogue.remove([DEEP[missing]]) == []
 
 
 def test_window_when_it_covers_the_end_then_only_its_blocks_are_needed() -> None:
     headers = [extent(0, 0, 16), extent(0, 16, 4), extent(1, 16, 4), *state(20 * 16)]
-    assert len(make_catalogue(headers, 16, [FULL, WINDOW]).prefixes) == 1
-    assert make_catalogue(headers[:2] + headers[3:], 16, [FULL, WINDOW]).prefixes == ()
+    assert len(Catalogue(16, [FULL, WINDOW]).add(headers)) == 1
+    assert Catalogue(16, [FULL, WINDOW]).add(headers[:2] + headers[3:]) == []
 
 
 def test_model_when_it_has_no_attention_then_the_state_is_all() -> None:
-    assert [prefix.extents for prefix in make_catalogue(state(35)[:1], 16, []).prefixes] == [()]
+    assert [prefix.extents for prefix in Catalogue(16, []).add(state(35)[:1])] == [()]

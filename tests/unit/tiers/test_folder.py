@@ -23,7 +23,7 @@ from common.tiers import folder as folder_module
 from common.tiers.folder import ObjectFolder, ObjectReadError, ObjectWriteError, open_folder
 from common.tiers.object_header import HEADER_BYTES, MAX_TAIL_TOKENS, ObjectHeader, ObjectKind, object_name
 from common.tiers.secrets import SECRET_FILE, derived_secret, folder_secret
-from common.tiers.timed_reads import ReadOutcome, TimedReads
+from common.tiers.timed_reads import TimedReads
 
 SECRET = derived_secret("cluster key")
 MODEL = b"m" * 32
@@ -320,23 +320,26 @@ def test_header_when_its_tail_is_the_longest_then_it_fits() -> None:
 
 class Outcomes:
     def __init__(self) -> None:
-        self.outcomes: list[ReadOutcome] = []
-        self.num_terminal = 0
+        self.outcomes: list[str] = []
+        self.num_delivered = 0
         self.arrived = threading.Event()
-        self.ended = threading.Event()
 
-    def on_outcome(self, outcome: ReadOutcome) -> None:
-        self.outcomes.append(outcome)
+    def on_outcome(self, reason: str) -> None:
+        self.outcomes.append(reason)
         self.arrived.set()
 
-    def on_terminal(self) -> None:
-        self.num_terminal += 1
-        self.ended.set()
+    def deliver(self) -> None:
+        self.num_delivered += 1
 
 
 def submit(reads: TimedReads, read: Any, timeout_s: float = 30.0) -> Outcomes:
     outcomes = Outcomes()
-    reads.submit(read, timeout_s, outcomes.on_outcome, outcomes.on_terminal)
+
+    def fetch() -> Any:
+        read()
+        return outcomes.deliver
+
+    reads.submit(fetch, timeout_s, outcomes.on_outcome)
     return outcomes
 
 
@@ -349,30 +352,30 @@ def test_reads_when_they_end_in_time_then_one_outcome_each() -> None:
     good, bad, broken = submit(reads, lambda: None), submit(reads, fail), submit(reads, lambda: 1 / 0)
     for each, reason in ((good, ""), (bad, "digest"), (broken, "unreadable")):
         assert each.arrived.wait(30)
-        assert (each.outcomes, each.num_terminal) == ([ReadOutcome(reason, True)], 0)
+        assert (each.outcomes, each.num_delivered) == ([reason], reason == "")
     reads.close()
 
 
-def test_read_when_it_hangs_then_a_deadline_and_its_end_later_and_others_go_on() -> None:
+def test_read_when_it_hangs_then_a_deadline_and_nothing_is_delivered_and_others_go_on() -> None:
     reads, released = TimedReads(num_threads=2), threading.Event()
     hung = submit(reads, released.wait, 0.05)
     assert hung.arrived.wait(30)
-    assert hung.outcomes == [ReadOutcome("deadline", is_terminal=False)]
+    assert hung.outcomes == ["deadline"]
     beside = submit(reads, lambda: None)
     assert beside.arrived.wait(30)
-    assert beside.outcomes == [ReadOutcome("", True)]
+    assert beside.outcomes == [""]
     second = submit(reads, released.wait, 0.05)
     assert second.arrived.wait(30)
     assert reads.is_stuck
-    assert submit(reads, lambda: None).outcomes == [ReadOutcome("stuck", True)]  # at once, on this thread
-    assert hung.num_terminal == 0
+    assert submit(reads, lambda: None).outcomes == ["stuck"]  # at once, on this thread
     released.set()
-    for each in (hung, second):
-        assert each.ended.wait(30)
-        assert (len(each.outcomes), each.num_terminal) == (1, 1)
+    while reads.is_stuck:
+        time.sleep(0.001)
     after = submit(reads, lambda: None)
     assert after.arrived.wait(30)
-    assert after.outcomes == [ReadOutcome("", True)]
+    assert after.outcomes == [""]
+    for each in (hung, second):
+        assert (len(each.outcomes), each.num_delivered) == (1, 0)
     reads.close()
 
 
@@ -382,10 +385,10 @@ def test_read_when_its_deadline_passes_in_the_queue_then_it_never_begins() -> No
     began: list[int] = []
     queued = submit(reads, lambda: began.append(1), 0.05)
     assert queued.arrived.wait(30)
-    assert queued.outcomes == [ReadOutcome("deadline", is_terminal=True)]
+    assert queued.outcomes == ["deadline"]
     released.set()
     last = submit(reads, lambda: None)
     assert last.arrived.wait(30)
     assert began == []
     reads.close()
-    assert submit(reads, lambda: None).outcomes == [ReadOutcome("stuck", True)]
+    assert submit(reads, lambda: None).outcomes == ["stuck"]

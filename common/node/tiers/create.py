@@ -1,0 +1,93 @@
+"""A node's tiers as its flags name them: what cannot work is refused here, by flag, value and reason."""
+
+from __future__ import annotations
+
+import math
+
+from common.config.node import NodeConfig
+from common.config.tiers import TierSpec
+from common.engine.core import EngineCore
+from common.errors import ConfigError
+from common.kv_cache.tiers.break_even import BreakEven
+from common.kv_cache.tiers.tier import TierSettings
+from common.metrics.metrics import Metrics
+from common.node.engine_thread import EngineThread
+from common.node.runtime import NodeModel, layout_fingerprint
+from common.node.tiers.node_tier import NodeTier
+from common.node.tiers.node_tiers import NodeTiers
+from common.node.tiers.prefix_objects import PrefixObjects
+from common.tiers.folder import ObjectFolder, open_folder
+from common.tiers.folder_use import FolderUse
+from common.tiers.object_header import MAX_TAIL_TOKENS
+from common.tiers.secrets import derived_secret, folder_secret
+
+OPTION = "--kv-tier"
+READ_TIMEOUT_S = 10.0
+"""Longest time of reading a prefix, where --kv-transfer-timeout-seconds is longer: computing it is an alternative."""
+
+
+def create_tiers(
+    config: NodeConfig,
+    model: NodeModel,
+    cluster_key: str | None,
+    *,
+    core: EngineCore,
+    engine: EngineThread,
+    metrics: Metrics,
+) -> NodeTiers | None:
+    """None: no flag names one. Raises ConfigError."""
+    if not config.kv_tier:
+        return None
+    _check(config, model)
+    manager, storage = model.manager, model.storage
+    tiers = [_node_tier(spec, config, model, cluster_key) for spec in config.kv_tier]
+    objects = PrefixObjects(storage, manager.generations, layout_fingerprint(model.cache_config), model.loaded.dtype)
+    return NodeTiers(
+        tiers,
+        manager=manager,
+        core=core,
+        engine=engine,
+        objects=objects,
+        read_timeout_s=min(READ_TIMEOUT_S, config.kv_transfer_timeout_seconds),
+        step_tokens=config.max_num_batched_tokens,
+        metrics=metrics,
+    )
+
+
+def _check(config: NodeConfig, model: NodeModel) -> None:
+    cache = model.cache_config
+    if model.storage.device.type != "cpu":
+        raise ConfigError(
+            f"{OPTION} {config.kv_tier[0]}: tiers read and write pools in host memory; this node's are on "
+            f"{model.storage.device}",
+            param=OPTION,
+        )
+    if not cache.caches_states:
+        raise ConfigError(
+            f"{OPTION} {config.kv_tier[0]}: --mamba-cache-mode none keeps no states, so there is nothing to write",
+            param=OPTION,
+        )
+    if cache.block_size > MAX_TAIL_TOKENS + 1:
+        raise ConfigError(
+            f"--block-size {cache.block_size} is above the maximum of {MAX_TAIL_TOKENS + 1} that {OPTION} can keep",
+            param="--block-size",
+        )
+
+
+def _node_tier(spec: TierSpec, config: NodeConfig, model: NodeModel, cluster_key: str | None) -> NodeTier:
+    folder = open_folder(spec.path)
+    try:
+        use = FolderUse(folder)
+        secret = derived_secret(cluster_key) if cluster_key is not None else folder_secret(folder)
+    except OSError as exc:
+        raise ConfigError(f"{OPTION} {spec}: {exc.strerror}", param=OPTION) from exc
+    settings = TierSettings(
+        kind=spec.kind,
+        size_bytes=spec.size_bytes,
+        break_even=BreakEven(0.0, 0.0, math.inf),
+        min_return=config.kv_tier_min_return,
+        write_rate=config.kv_tier_write_rate,
+    )
+    is_shared = spec.kind == "shared"
+    store = ObjectFolder(folder, secret, is_shared=is_shared, alone_until=use.alone_until)
+    return NodeTier(settings, store, use, model.manager.outlook)

@@ -1,0 +1,68 @@
+"""One tier of a node: what it decides, where its objects are, how fast it is read, and when it is left alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from common.engine.rates import LinearCost
+from common.kv_cache.eviction.base import Outlook
+from common.kv_cache.tiers.break_even import BreakEven
+from common.kv_cache.tiers.tier import Tier, TierSettings
+from common.tiers.folder import ObjectFolder
+from common.tiers.folder_use import FolderUse
+
+ASSUMED_FIXED_S = 0.005
+ASSUMED_S_PER_BYTE = 1 / 3e9
+"""Of a disk or a shared folder that was not read yet, or not lately: slow ones are found out by reading."""
+MEASURED_FOR_S = 60.0
+"""After so long without a read it is tried again: what was measured may be of a disk that was busy then."""
+READ_REST_S = 30.0
+"""For so long nothing is read from a tier that let a read wait until its deadline."""
+WRITE_REST_S = 10.0
+"""For so long nothing is written to a tier that refused a write."""
+
+
+class NodeTier:
+    """``settings.break_even`` follows what is measured. ``use``: of the folder, as long as the tier is. ``outlook``:
+    what the eviction policy expects of a key. Owned by the engine thread; ``read_times`` (of bytes, in seconds) is the
+    event loop's."""
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        store: ObjectFolder,
+        use: FolderUse,
+        outlook: Callable[[bytes], Outlook | None],
+    ) -> None:
+        self.use = use
+        self.tier = Tier(settings, outlook, time.monotonic)
+        self.store = store
+        self.read_times = LinearCost()
+        self._no_reads_until = self._no_writes_until = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.tier.settings.kind
+
+    @property
+    def may_write(self) -> bool:
+        return time.monotonic() >= self._no_writes_until
+
+    def rest_from_reads(self) -> None:
+        self._no_reads_until = time.monotonic() + READ_REST_S
+
+    def rest_from_writes(self) -> None:
+        self._no_writes_until = time.monotonic() + WRITE_REST_S
+
+    def measure(self, s_per_token: float) -> None:
+        """Brings the break-even up to date. ``s_per_token``: of computing a prompt here."""
+        rates: BreakEven = self.tier.settings.break_even
+        line = self.read_times.line
+        if line is not None and self.read_times.age_s < MEASURED_FOR_S:
+            rates.fixed_s, rates.s_per_byte = line.fixed_s, line.unit_s
+        else:
+            rates.fixed_s, rates.s_per_byte = ASSUMED_FIXED_S, ASSUMED_S_PER_BYTE
+        if time.monotonic() < self._no_reads_until:
+            rates.fixed_s = float("inf")
+        rates.s_per_token = s_per_token

@@ -1,0 +1,81 @@
+"""What appears in a folder of objects and what goes, look by look: by this process or by others.
+
+A file that is new is looked into once; a sub-folder whose time of change is as it was is not even listed. So a look at
+a folder in which nothing happened costs a ``stat`` for each of its 256 sub-folders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.tiers.folder import ObjectFolder
+from common.tiers.object_header import ObjectHeader
+
+SETTLED_S = 2.0
+"""A sub-folder that changed this short before it was listed is listed again: times of change are that coarse on some
+filesystems."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """``useless``: files that are no objects of this model's and this secret's, by reason."""
+
+    added: list[ObjectHeader] = field(default_factory=list)
+    removed: list[ObjectHeader] = field(default_factory=list)
+    useless: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Listing:
+    changed_ns: int = 0
+    is_settled: bool = False
+    headers: dict[str, ObjectHeader | None] = field(default_factory=dict)  # by file name; None: no object of ours
+
+
+class FolderWatch:
+    """Used by one thread. ``fingerprint``: of the model whose objects are told."""
+
+    def __init__(self, store: ObjectFolder, fingerprint: bytes) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._listings: dict[Path, _Listing] = {}
+
+    def look(self) -> Changes:
+        """Since the last look. Raises OSError."""
+        changes = Changes()
+        folders = self._store.folders()
+        for folder in self._listings.keys() - set(folders):
+            changes.removed += filter(None, self._listings.pop(folder).headers.values())
+        for folder in folders:
+            self._look_into(folder, changes)
+        return changes
+
+    def _look_into(self, folder: Path, changes: Changes) -> None:
+        listing = self._listings.setdefault(folder, _Listing())
+        try:
+            now_s, changed_ns = time.time(), folder.stat().st_mtime_ns
+            if listing.is_settled and changed_ns == listing.changed_ns:
+                return
+            paths = {path.name: path for path in folder.iterdir()}
+        except FileNotFoundError:
+            return  # gone meanwhile: the next look tells
+        listing.changed_ns, listing.is_settled = changed_ns, now_s - changed_ns / 1e9 > SETTLED_S
+        for name in listing.headers.keys() - paths.keys():
+            header = listing.headers.pop(name)
+            if header is not None:
+                changes.removed.append(header)
+        for name, path in paths.items():
+            if name in listing.headers:
+                continue
+            found = self._store.look(path)
+            if isinstance(found, str):
+                changes.useless[found] += 1
+                listing.is_settled = False  # a temporary file becomes an object
+            elif found.fingerprint == self._fingerprint:
+                listing.headers[name] = found
+                changes.added.append(found)
+            else:
+                listing.headers[name] = None

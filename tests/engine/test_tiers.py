@@ -1,0 +1,362 @@
+"""Prefixes that come back from a tier, through the node's own threads: equal answers, nothing held, damage found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.tiers.folder import ObjectFolder, ObjectWriteError
+from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind, decode_header
+from common.tiers.secrets import derived_secret, folder_secret
+from tests.support.models import SHORT_TIER, VOCAB_SIZE
+from tests.support.tier_node import TierNode, objects_in
+
+FAMILY = "granitemoehybrid"
+FAMILIES = [FAMILY, *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "llama"))]
+MIXERS = [FAMILY, *(pytest.param(each, marks=pytest.mark.full) for each in SHORT_TIER if each != FAMILY)]
+
+
+def tokens(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+def disk(folder: Path, size: str = "1GiB") -> str:
+    return f"disk:{folder / 'tier'}?size={size}"
+
+
+def run(coroutine: Awaitable[Any]) -> Any:
+    async def main() -> Any:
+        return await coroutine
+
+    return asyncio.run(main())
+
+
+PROMPT = tokens(1, 600)
+
+
+async def answer_cold(family: str, prompt: Sequence[int], **fields: Any) -> list[int]:
+    async with TierNode(family=family) as node:
+        return (await node.generate(prompt, **fields))[0]
+
+
+@pytest.mark.parametrize("family", MIXERS)
+def test_conversation_when_its_node_starts_again_then_it_goes_on_from_the_tier(tmp_path: Path, family: str) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), family=family) as node:
+            answer, _ = await node.generate(PROMPT)
+            await node.flush()
+            await node.check()
+        turn = [*PROMPT, *answer, *tokens(2, 30)]
+        expected = await answer_cold(family, turn)
+        async with TierNode(disk(tmp_path), family=family) as node:
+            await node.flush()
+            second, num_cached = await node.generate(turn)
+            assert second == expected
+            assert num_cached >= len(PROMPT) + len(answer) - 1
+            assert node.metric("tier_hit_tokens_total") == num_cached
+            assert node.metric("tier_read_errors_total") == 0
+            # The first prompt once more: its last row was kept, so nothing is computed.
+            assert await node.generate(PROMPT) == (answer, len(PROMPT))
+            await node.check()
+
+    run(main())
+
+
+# --- damage
+
+
+def flip(place: int) -> Callable[[Path], None]:
+    """A byte, from the end when it is negative."""
+
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 4
+        path.write_bytes(data)
+
+    return damage
+
+
+def cut(num_bytes: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, path.stat().st_size - num_bytes)
+
+
+def zero(path: Path) -> None:
+    """Its header and its length, as a disk may leave it that lost the rest."""
+    data = path.read_bytes()
+    path.write_bytes(data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES))
+
+
+def forge(path: Path) -> None:
+    """The same object, of somebody who has not the key."""
+    data, secret = path.read_bytes(), folder_secret(path.parents[1])
+    header, _ = decode_header(data[:HEADER_BYTES], secret)
+    scratch = path.parents[2] / "forger"
+    scratch.mkdir()
+    ObjectFolder(scratch, derived_secret("another")).put(header, [memoryview(bytes(header.payload_bytes))])
+    shutil.copy(objects_in(scratch)[0], path)
+
+
+def swap(path: Path) -> None:
+    """A valid object of the same kind, of another prefix, under this one's name."""
+    secret = folder_secret(path.parents[1])
+    header = header_of(path, secret)
+    others = [each for each in objects_in(path.parents[1]) if each != path]
+    other = next(each for each in others if header_of(each, secret).kind is header.kind)
+    shutil.copy(other, path)
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def header_of(path: Path, secret: bytes) -> ObjectHeader:
+    return decode_header(path.read_bytes()[:HEADER_BYTES], secret)[0]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "header": (flip(20), "header"),
+    "payload": (flip(HEADER_BYTES + 50), "digest"),
+    "end": (flip(-1), "digest"),
+    "cut": (cut(1), "short"),
+    "empty": (lambda path: os.truncate(path, 0), "short"),
+    "zeros": (zero, "digest"),
+    "swapped": (swap, "other"),
+    "forged": (forge, "header"),
+    "deleted": (lambda path: path.unlink(), "missing"),
+    "unreadable": (unreadable, "unreadable"),
+}
+FAST = ("payload",)
+
+
+@pytest.mark.parametrize("kind", [ObjectKind.EXTENT, ObjectKind.TAIL, ObjectKind.STATE])
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.full) for each in DAMAGES]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_object_when_it_is_damaged_then_the_prompt_is_computed_and_that_is_counted(
+    tmp_path: Path, kind: ObjectKind, name: str, family: str
+) -> None:
+    damage, reason = DAMAGES[name]
+
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), family=family) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.generate(tokens(9, 299))
+            await node.flush()
+            secret = folder_secret(tmp_path / "tier")
+            paths = {path: header_of(path, secret) for path in objects_in(tmp_path / "tier")}
+            assert node.tiers is not None
+            tree = [prefix for tier in node.tiers._tiers.values() for prefix in tier.tier.index]
+            whole = next(prefix for prefix in tree if prefix.position == len(PROMPT))
+            wanted = {"EXTENT": whole.extents[0].key, "TAIL": whole.key, "STATE": whole.key}[kind.name]
+            [path] = [path for path, header in paths.items() if (header.kind, header.key) == (kind, wanted)]
+            damage(path)
+            await node.forget_memory()
+            answer, num_cached = await node.generate(PROMPT)
+            assert answer == expected
+            assert num_cached < len(PROMPT)
+            assert node.metric("tier_read_errors_total", reason=reason) == 1
+            await node.until(lambda: not path.exists())
+            await node.check()
+            # It is written again, and found then.
+            await node.flush()
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, len(PROMPT))
+            assert node.metric("tier_read_errors_total") == 1
+            await node.check()
+
+    run(main())
+
+
+def test_damage_when_the_check_of_objects_is_left_out_then_the_answer_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what the table damages is what the answer depends on."""
+
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            get = ObjectFolder.get
+
+            def get_other(self: ObjectFolder, wanted: ObjectHeader, buffers: Sequence[memoryview]) -> ObjectHeader:
+                found = get(self, wanted, buffers)
+                for buffer in buffers:
+                    buffer[:] = bytes(len(buffer))
+                return found
+
+            monkeypatch.setattr(ObjectFolder, "get", get_other)
+            await node.forget_memory()
+            answer, num_cached = await node.generate([*PROMPT, *expected, 5])
+            assert num_cached >= len(PROMPT)
+            monkeypatch.undo()
+            assert answer != await answer_cold("granitemoehybrid", [*PROMPT, *expected, 5])
+
+    run(main())
+
+
+# --- disks that hang, are slow, full
+
+
+def test_read_when_it_hangs_then_the_prompt_is_computed_and_the_next_reads_are_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), kv_transfer_timeout_seconds=0.2) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            await node.forget_memory()
+            get, released = ObjectFolder.get, threading.Event()
+
+            def hang(self: ObjectFolder, wanted: ObjectHeader, buffers: Sequence[memoryview]) -> ObjectHeader:
+                if wanted.kind is ObjectKind.STATE:
+                    released.wait()
+                return get(self, wanted, buffers)
+
+            monkeypatch.setattr(ObjectFolder, "get", hang)
+            assert await node.generate(PROMPT) == (expected, 0)
+            assert node.metric("tier_read_errors_total", reason="deadline") == 1
+            await node.check()  # what hangs holds nothing
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, 0)
+            assert len(node.pulls) == 1  # the tier rests
+            released.set()
+            await node.check()
+
+    run(main())
+
+
+def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), always_reads=False) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            assert node.tiers is not None
+            [tier] = node.tiers._tiers.values()
+            tier.read_times.observe(1000, 1000.0)  # a second a byte
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, 0)
+            assert node.pulls == []
+            monkeypatch.setattr("common.node.tiers.node_tier.MEASURED_FOR_S", 0.0)  # long ago
+            monkeypatch.setattr("common.node.tiers.node_tier.ASSUMED_FIXED_S", 0.0)
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, len(PROMPT))
+            await node.check()
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", ["full", "io"])
+def test_disk_when_it_takes_nothing_then_requests_go_on_and_it_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            put = ObjectFolder.put
+
+            def refuse(self: ObjectFolder, header: ObjectHeader, *args: Any) -> int:
+                if header.kind is ObjectKind.STATE:
+                    raise ObjectWriteError(reason)
+                return put(self, header, *args)
+
+            monkeypatch.setattr(ObjectFolder, "put", refuse)
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            assert node.metric("tier_write_errors_total", reason=reason) >= 1
+            assert node.metric("tier_objects") == 0
+            await node.until(lambda: objects_in(tmp_path / "tier") == [])  # what was written of it is gone
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, 0)
+            monkeypatch.undo()
+            monkeypatch.setattr("common.node.tiers.node_tier.WRITE_REST_S", 0.0)
+            assert node.tiers is not None
+            for tier in node.tiers._tiers.values():
+                tier.rest_from_writes()
+            await node.flush()
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, len(PROMPT))
+            await node.check()
+
+    run(main())
+
+
+def test_memory_when_it_changes_while_it_is_written_then_the_object_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that outlives its lease: what it reads may be another prefix by then."""
+
+    async def main() -> None:
+        monkeypatch.setattr("common.node.tiers.node_tiers.WRITE_LEASE_S", 0.0)
+        async with TierNode(disk(tmp_path)) as node:
+            put, released, began = ObjectFolder.put, threading.Event(), threading.Event()
+
+            def wait(self: ObjectFolder, header: ObjectHeader, *args: Any) -> int:
+                began.set()
+                released.wait()
+                return put(self, header, *args)
+
+            monkeypatch.setattr(ObjectFolder, "put", wait)
+            await node.generate(PROMPT)
+            await node.until(began.is_set)
+            await node.forget_memory()
+            for seed in range(3, 9):  # other prompts get that memory
+                await node.generate(tokens(seed, 900))
+            released.set()
+            await node.until(lambda: node.metric("tier_write_errors_total", reason="stale") >= 1)
+            await node.check()
+
+    run(main())
+
+
+# --- small pools
+
+NUM_CONVERSATIONS = 40
+SMALL = {
+    "block_size": 16,
+    "kv_cache_memory": 400 << 10,
+    "state_memory_share": 0.5,
+    "max_num_seqs": 2,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+}
+
+
+def small_node(folder: Path, size: str = "1GiB", **flags: Any) -> TierNode:
+    """With 24 blocks."""
+    node = TierNode(disk(folder, size), **{**SMALL, **flags})
+    assert node.model.cache_config.num_blocks[0] == 25, node.model.cache_config.num_blocks
+    return node
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.full)])
+def test_conversations_when_the_pools_hold_few_then_each_turn_hits_its_history_from_the_tier(
+    tmp_path: Path, count: int
+) -> None:
+    async def main() -> None:
+        async with TierNode() as reference, small_node(tmp_path) as node:
+            lines = [(tokens(100 + line, 40 + line % 7), 0) for line in range(count)]
+            for turn in range(3):
+                for line, (prompt, history) in enumerate(lines):
+                    answer, num_cached = await node.generate(prompt, 9)
+                    assert answer == (await reference.generate(prompt, 9))[0]
+                    assert num_cached >= history, (line, turn)
+                    following = [*prompt, *answer, *tokens(1000 * line + turn, 11)]
+                    lines[line] = (following, len(prompt) + len(answer) - 1)
+                    await node.flush()
+            await node.check()
+            assert node.metric("tier_hit_tokens_total") > 0
+            assert node.metric("tier_read_errors_total") == node.metric("tier_skipped_total") == 0
+
+    run(main())
