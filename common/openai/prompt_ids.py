@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.images.span import ImageSpan
 from common.wire.fields import MAX_TOKEN_ID, Fields, invalid
+from common.wire.image_spans import read_spans, spans_to_json
 
 PROMPT_IDS_KEY = "tandem_prompt"
 MAX_BOUNDARIES = 6
@@ -32,16 +34,20 @@ _TEMPLATE_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """Token ids, and the positions in them at which later prompts are likely to part from this one, the most reusable
-    first (``common.text.boundaries`` finds them)."""
+    """Token ids, the positions in them at which later prompts are likely to part from this one, the most reusable first
+    (``common.text.boundaries`` finds them), and the images among them."""
 
     token_ids: Sequence[int]
     boundaries: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def put_into(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat body that says the same to a node without being rendered."""
         rest = {key: value for key, value in body.items() if key not in _TEMPLATE_FIELDS}
-        return {**rest, PROMPT_IDS_KEY: {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}}
+        prompt = {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}
+        if self.images:
+            prompt["images"] = spans_to_json(self.images)
+        return {**rest, PROMPT_IDS_KEY: prompt}
 
 
 def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:
@@ -58,4 +64,4 @@ def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:
     boundaries = fields.int_list("boundaries", ge=1, le=len(token_ids)) or ()
     if len(boundaries) > MAX_BOUNDARIES:
         invalid(f"{PROMPT_IDS_KEY}.boundaries", boundaries, f"at most {MAX_BOUNDARIES} positions")
-    return PromptIds(token_ids, boundaries)
+    return PromptIds(token_ids, boundaries, read_spans(fields, "images", len(token_ids)))
