@@ -98,7 +98,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
-    "common.images": ("span",),
+    "common.images": ("span", "header", "rules", "source"),
     "common.kv_cache": (
         "keys",
         "spec",
@@ -126,7 +126,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
-    "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
+    "common.models": ("adapter", "cpu", "vision", "loading", "synthetic", "prebuild"),
     "common.node": (
         "cache_warnings",
         "generation_config",

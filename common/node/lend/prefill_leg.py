@@ -97,5 +97,6 @@ class PrefillLeg:
             lease_id=request.request_id,
             # Whoever follows a rendezvous has the prompt.
             prompt_token_ids=() if request.wants_progress else request.prompt_token_ids,
+            images=() if request.wants_progress else request.images,
             report=report,
         )

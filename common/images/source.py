@@ -1,0 +1,80 @@
+"""An image as a request brings it: where in the body, and the bytes behind its URL.
+
+Only ``data:`` URLs have bytes here. What others name is fetched by the proxy, if at all, and no other scheme is ever
+opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+
+from common.errors import InvalidRequestError
+from common.images.header import ImageHeader, read_header
+from common.images.rules import ImageLimits
+
+_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]{1,32};base64,")
+_MAX_PREFIX = 64
+"""Characters of a URL that are looked at for its scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """``name``: the field that it came in, for errors."""
+
+    name: str
+    url: str
+
+    @property
+    def scheme(self) -> str:
+        return self.url[:_MAX_PREFIX].partition(":")[0].lower()
+
+    def read(self, limits: ImageLimits) -> EncodedImage:
+        """Takes as long as the image has bytes: 1 ms for each 500 kB.
+
+        Raises:
+            InvalidRequestError: no data URL of base64, too many bytes or pixels, or no image.
+        """
+        prefix = _DATA_URL.match(self.url, 0, _MAX_PREFIX)
+        if prefix is None:
+            raise InvalidRequestError(
+                f"{self.name} must be a data URL of base64 (data:image/png;base64,...), got {self.url[:40]!r}",
+                param=self.name,
+            )
+        text = self.url[prefix.end() :]
+        if len(text) > limits.max_bytes * 4 // 3 + 4:
+            raise too_long(self.name, limits)
+        try:
+            data = base64.b64decode(text.encode("ascii"), validate=True)
+        except (binascii.Error, UnicodeEncodeError) as exc:
+            raise InvalidRequestError(f"{self.name}: the data URL is no base64: {exc}", param=self.name) from exc
+        return EncodedImage.of(data, self.name, limits)
+
+
+def too_long(name: str, limits: ImageLimits) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name}: an image must have at most --max-image-bytes {limits.max_bytes} bytes", param=name
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    name: str
+    data: bytes
+    header: ImageHeader
+
+    @classmethod
+    def of(cls, data: bytes, name: str, limits: ImageLimits) -> EncodedImage:
+        """Raises InvalidRequestError as ``ImageSource.read``."""
+        if len(data) > limits.max_bytes:
+            raise too_long(name, limits)
+        header = read_header(data, name)
+        if header.width * header.height > limits.max_pixels:
+            raise InvalidRequestError(
+                f"{name}: an image must have at most --max-image-pixels {limits.max_pixels} pixels, got "
+                f"{header.width} x {header.height}",
+                param=name,
+            )
+        return cls(name, data, header)
