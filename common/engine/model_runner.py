@@ -2,8 +2,9 @@
 
 1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
 which reads and writes blocks and slots in place; of decode rows alone, a recorded one is replayed; rows of an image are
-the vision tower's, put where the image is in its prompt. 4 hand back the wanted rows. ``launch`` may return before the device has done any of it: blocks, slots and rows are the device's until
-``Forward.wait`` has returned. Owns nothing but views of the storage.
+the vision tower's, put where the image is in its prompt. 4 hand back the wanted rows. ``launch`` may return before the
+device has done any of it: blocks, slots and rows are the device's until ``Forward.wait`` has returned.
+Owns nothing but views of the storage.
 """
 
 from __future__ import annotations

@@ -355,6 +355,5 @@ def _check_images(sequence: Sequence, num_computed: int) -> None:
     num_tokens = end_of_images(request.images)
     if num_computed < num_tokens and not request.image_inputs:
         raise TransferError(
-            f"{num_computed} of the {num_tokens} tokens up to the last image are here, and only a prefill node computes "
-            "images"
+            f"only a prefill node computes images; {num_computed} of {num_tokens} tokens up to the last one are here"
         )

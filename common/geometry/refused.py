@@ -34,7 +34,7 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
 
 WITHOUT_IMAGES: Mapping[str, str] = MappingProxyType(
     {
-        "gemma3": "the tokens of an image see each other in both directions there, which the paged attention does not do",
+        "gemma3": "tokens of an image see each other in both directions there, which paged attention does not do",
         "lfm2_vl": "its image processor needs torchvision, and cuts images into tiles",
     }
 )

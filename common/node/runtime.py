@@ -66,7 +66,11 @@ class NodeModel:
 
 
 def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_images: bool = False) -> NodeModel:
-    """Steps 1 to 3; ``compact_weights``, ``with_images`` as :func:`load_model`. Raises ConfigError naming what cannot work."""
+    """Steps 1 to 3; ``compact_weights`` and ``with_images`` as :func:`load_model`.
+
+    Raises:
+        ConfigError: naming what cannot work.
+    """
     torch.set_num_threads(config.num_threads)
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:

@@ -26,7 +26,7 @@ from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
-from common.openai.prompt_ids import PROMPT_IDS_KEY
+from common.openai.prompt_ids import IMAGES_KEY, PROMPT_IDS_KEY
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
@@ -147,6 +147,7 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
+            body.pop(IMAGES_KEY, None)
             given_id = request_id_of(request)
             if self._pool.is_foreign():
                 parse = parse_foreign_completion if route == COMPLETIONS_ROUTE else parse_foreign_chat

@@ -1,5 +1,5 @@
-"""Images in prompts: the engine's greedy answers against transformers' own ``generate``, which sees the whole prompt and
-all of its images at once."""
+"""Images in prompts: the engine's greedy answers against transformers' own ``generate``, which sees the whole prompt
+and all of its images at once."""
 
 from __future__ import annotations
 

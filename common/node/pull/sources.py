@@ -85,6 +85,10 @@ class PrefixSources:
             if found is not None:
                 found.close()
 
+    def keys(self, token_ids: Sequence[int], cache_salt: str | None, images: Sequence[ImageSpan]) -> PrefixKeys:
+        """A prompt's, as this node's cache has them."""
+        return self._manager.prefix_keys(token_ids, cache_salt, images=images)
+
     async def _find(
         self,
         token_ids: Sequence[int],
@@ -96,7 +100,7 @@ class PrefixSources:
         min_missing = MIN_MISSING_BLOCKS * cache.block_size
         if not (sources and cache.caches_states and len(token_ids) > min_missing):
             return None
-        keys = self._manager.prefix_keys(token_ids, cache_salt, images=images)
+        keys = self.keys(token_ids, cache_salt, images)
         await asyncio.to_thread(keys.key_at, keys.num_tokens)
         try:
             # The request would wait for the running step anyway.

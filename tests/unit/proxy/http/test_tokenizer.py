@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common.images.rules import ImageLimits
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import ChatRequest, parse_chat, parse_completion
@@ -222,7 +223,7 @@ def site(document: TokenizerDocument) -> Site:
     info = SimpleNamespace(pull=True, fingerprint="f00d", epoch="1")
     node = SimpleNamespace(url="http://a", name="a", is_up=True, info=info, client=answers)
     made = Site(answers, node, None)  # type: ignore[arg-type]
-    made.tokenizer = PromptTokenizer(SimpleNamespace(nodes=[node]), made, {})  # type: ignore[arg-type]
+    made.tokenizer = PromptTokenizer(SimpleNamespace(nodes=[node]), made, {}, ImageLimits())  # type: ignore[arg-type]
     return made
 
 
