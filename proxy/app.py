@@ -58,6 +58,7 @@ from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
 from proxy.http.front import Front, ProxyApp
 from proxy.http.generate import GenerateService, forwarded_headers
+from proxy.http.image_fetcher import ImageFetcher
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.orchestrator import Orchestrator
@@ -146,7 +147,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         metrics.set_source(lambda: read_gauges(pool, index, admission, grammars))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
-        tokenizer = PromptTokenizer(pool, metrics, node_headers, image_limits)
+        fetcher = ImageFetcher(config.allowed_media_domains, image_limits, config.image_fetch_seconds)
+        tokenizer = PromptTokenizer(pool, metrics, node_headers, image_limits, fetcher)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)
         pool.subscribe(placer)

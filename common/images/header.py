@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.errors import InvalidRequestError
+from common.errors import ImageRefusedError
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 
@@ -34,19 +34,24 @@ class ImageHeader:
 
 
 def read_header(data: bytes, name: str) -> ImageHeader:
-    """Raises InvalidRequestError, naming ``name``, for what is none of ``FORMATS`` or ends before its size."""
+    """Raises ImageRefusedError, naming ``name``, for what is none of ``FORMATS`` or ends before its size."""
     try:
         header = _read(data)
     except (struct.error, IndexError, ValueError) as exc:
-        raise InvalidRequestError(f"{name}: the image's header cannot be read: it is cut short", param=name) from exc
+        raise ImageRefusedError(
+            f"{name}: the image's header cannot be read: it is cut short", reason="content", param=name
+        ) from exc
     if header is None:
-        raise InvalidRequestError(
+        raise ImageRefusedError(
             f"{name} must be a PNG, JPEG, GIF or WebP image, got {len(data)} bytes that begin with {data[:8]!r}",
+            reason="format",
             param=name,
         )
     if not (header.width and header.height):
-        raise InvalidRequestError(
-            f"{name}: the image's size must be at least 1 x 1 pixels, got {header.width} x {header.height}", param=name
+        raise ImageRefusedError(
+            f"{name}: the image's size must be at least 1 x 1 pixels, got {header.width} x {header.height}",
+            reason="content",
+            param=name,
         )
     return header
 

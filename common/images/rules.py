@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from common.errors import ConfigError, InvalidRequestError
+from common.errors import ConfigError, ImageRefusedError
 from common.images.header import ImageHeader
 from common.images.span import DIGEST_BYTES
 
@@ -67,12 +67,13 @@ class ImageRules:
     processor: str
 
     def grid(self, header: ImageHeader, name: str) -> tuple[int, int]:
-        """Rows and columns of an image's tokens. Raises InvalidRequestError for an image that the processor refuses."""
+        """Rows and columns of an image's tokens. Raises ImageRefusedError for an image that the processor refuses."""
         height, width = header.height, header.width
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise InvalidRequestError(
+            raise ImageRefusedError(
                 f"{name}: an image's longer side must be at most {MAX_ASPECT_RATIO} times the other, got {width} x "
                 f"{height} pixels",
+                reason="limit",
                 param=name,
             )
         factor = self.patch_size * self.merge_size

@@ -11,11 +11,13 @@ import binascii
 import re
 from dataclasses import dataclass
 
-from common.errors import InvalidRequestError
+from common.errors import ImageRefusedError
 from common.images.header import ImageHeader, read_header
 from common.images.rules import ImageLimits
 
 _DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]{1,32};base64,")
+_DATA_PREFIX = "data:image/x;base64,"
+"""Of an image that was fetched: its own bytes say what it is."""
 _MAX_PREFIX = 64
 """Characters of a URL that are looked at for its scheme."""
 
@@ -28,19 +30,31 @@ class ImageSource:
     url: str
 
     @property
-    def scheme(self) -> str:
-        return self.url[:_MAX_PREFIX].partition(":")[0].lower()
+    def is_remote(self) -> bool:
+        """Whether the image has to be fetched."""
+        return self.url[:_MAX_PREFIX].partition(":")[0].lower() in ("http", "https")
+
+    def with_data(self, data: bytes) -> ImageSource:
+        """The same image as a data URL."""
+        return ImageSource(self.name, _DATA_PREFIX + base64.b64encode(data).decode("ascii"))
 
     def read(self, limits: ImageLimits) -> EncodedImage:
         """Takes as long as the image has bytes: 1 ms for each 500 kB.
 
         Raises:
-            InvalidRequestError: no data URL of base64, too many bytes or pixels, or no image.
+            ImageRefusedError: no data URL of base64, too many bytes or pixels, or no image.
         """
         prefix = _DATA_URL.match(self.url, 0, _MAX_PREFIX)
+        if prefix is None and self.is_remote:
+            raise ImageRefusedError(
+                f"{self.name}: only a proxy with --allowed-media-domains fetches http and https URLs; send a data URL",
+                reason="url",
+                param=self.name,
+            )
         if prefix is None:
-            raise InvalidRequestError(
+            raise ImageRefusedError(
                 f"{self.name} must be a data URL of base64 (data:image/png;base64,...), got {self.url[:40]!r}",
+                reason="url",
                 param=self.name,
             )
         text = self.url[prefix.end() :]
@@ -49,13 +63,15 @@ class ImageSource:
         try:
             data = base64.b64decode(text.encode("ascii"), validate=True)
         except (binascii.Error, UnicodeEncodeError) as exc:
-            raise InvalidRequestError(f"{self.name}: the data URL is no base64: {exc}", param=self.name) from exc
+            raise ImageRefusedError(
+                f"{self.name}: the data URL is no base64: {exc}", reason="url", param=self.name
+            ) from exc
         return EncodedImage.of(data, self.name, limits)
 
 
-def too_long(name: str, limits: ImageLimits) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name}: an image must have at most --max-image-bytes {limits.max_bytes} bytes", param=name
+def too_long(name: str, limits: ImageLimits) -> ImageRefusedError:
+    return ImageRefusedError(
+        f"{name}: an image must have at most --max-image-bytes {limits.max_bytes} bytes", reason="limit", param=name
     )
 
 
@@ -67,14 +83,15 @@ class EncodedImage:
 
     @classmethod
     def of(cls, data: bytes, name: str, limits: ImageLimits) -> EncodedImage:
-        """Raises InvalidRequestError as ``ImageSource.read``."""
+        """Raises ImageRefusedError as ``ImageSource.read``."""
         if len(data) > limits.max_bytes:
             raise too_long(name, limits)
         header = read_header(data, name)
         if header.width * header.height > limits.max_pixels:
-            raise InvalidRequestError(
+            raise ImageRefusedError(
                 f"{name}: an image must have at most --max-image-pixels {limits.max_pixels} pixels, got "
                 f"{header.width} x {header.height}",
+                reason="limit",
                 param=name,
             )
         return cls(name, data, header)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import InvalidRequestError
+from common.errors import ImageRefusedError, InvalidRequestError
 from common.images.rules import ImageLimits, ImageRules
 from common.images.source import EncodedImage
 from common.images.span import ImageSpan
@@ -56,8 +56,9 @@ def read_images(request: ChatRequest, limits: ImageLimits) -> tuple[EncodedImage
     """Raises InvalidRequestError for too many images, or for one of them."""
     sources = request.images
     if len(sources) > limits.max_images:
-        raise InvalidRequestError(
+        raise ImageRefusedError(
             f"a request must bring at most --limit-mm-per-prompt {limits.max_images} images, got {len(sources)}",
+            reason="limit",
             param="messages",
         )
     if sources and request.truncate_prompt_tokens is not None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import InvalidRequestError
+from common.errors import ImageRefusedError, InvalidRequestError
 from common.images.rules import ImageRules
 from common.openai.logprobs import TokenPiece
 from common.openai.protocol import (
@@ -261,8 +261,8 @@ class TextCodec:
             )
         if request.images and isinstance(self.image_rules, str):
             name = request.images[0].name
-            raise InvalidRequestError(
-                f"{name}: this model takes no images: {self.image_rules}", param=name, code="unsupported_parameter"
+            raise ImageRefusedError(
+                f"{name}: this model takes no images: {self.image_rules}", reason="model", param=name
             )
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:

@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.errors import RequestDeadlineError, TandemError
+from common.errors import ImageRefusedError, RequestDeadlineError, TandemError
 from common.grammar.checker import GrammarChecker
 from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
@@ -246,6 +246,8 @@ class GenerateService:
             logger.info("request failed after its answer request_id=%s: %s", job.request_id, error)
             return
         client.record.outcome = outcome_of(error)
+        if isinstance(error, ImageRefusedError):
+            self._metrics.inc("images_refused_total", reason=error.reason)
         if not isinstance(error, TandemError):
             logger.error("unexpected error request_id=%s", job.request_id, exc_info=error)
         status = error.status if isinstance(error, TandemError) else TandemError.status

@@ -30,6 +30,7 @@ from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument, UnusableTokenizerError, create_codec
 from common.wire.json_text import LONG_BYTES
 from common.wire.routes import TOKENIZER_ROUTE
+from proxy.http.image_fetcher import ImageFetcher
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
@@ -79,9 +80,15 @@ class PromptTokenizer:
     """Runs from ``start`` to ``close``."""
 
     def __init__(
-        self, pool: NodePool, metrics: ProxyMetrics, headers: Mapping[str, str], image_limits: ImageLimits
+        self,
+        pool: NodePool,
+        metrics: ProxyMetrics,
+        headers: Mapping[str, str],
+        image_limits: ImageLimits,
+        fetcher: ImageFetcher,
     ) -> None:
         self._image_limits = image_limits
+        self._fetcher = fetcher
         self._pool = pool
         self._metrics = metrics
         self._headers = dict(headers)
@@ -100,6 +107,7 @@ class PromptTokenizer:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- the tokenizer
@@ -167,6 +175,9 @@ class PromptTokenizer:
             InvalidRequestError: because of an image. Other requests go on as they are, for the nodes to refuse them.
             NodeUnavailableError: images have to be found their place in the prompt here, and that cannot be done now.
         """
+        has_images = isinstance(request, ChatRequest) and bool(request.images)
+        if isinstance(request, ChatRequest) and request.images:
+            request = await self._fetcher.fetch(request)
         document, codec = self._document, self._codec
         if document is not None and not self._serves(document):
             document = None
@@ -192,7 +203,6 @@ class PromptTokenizer:
                     raise
                 return given
 
-        has_images = isinstance(request, ChatRequest) and bool(request.images)
         has_text = document is not None and (
             isinstance(request, ChatRequest) or any(isinstance(prompt, str) for prompt in request.prompts)
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, InvalidRequestError
+from common.errors import ConfigError, ImageRefusedError
 from common.images.rules import ImageRules
 from common.images.source import EncodedImage
 
@@ -45,7 +45,7 @@ class ImageProcessor:
         """[num_patches, patch_values] float32, in the order in which the tower merges them.
 
         Raises:
-            InvalidRequestError: it cannot be decoded, or its content is not what its header says.
+            ImageRefusedError: it cannot be decoded, or its content is not what its header says.
         """
         from PIL import Image, ImageOps
 
@@ -57,16 +57,19 @@ class ImageProcessor:
                 if header.is_turned:
                     picture = ImageOps.exif_transpose(picture)
                 if picture.size != (header.width, header.height):
-                    raise InvalidRequestError(
+                    raise ImageRefusedError(
                         f"{image.name}: the image is {picture.size[0]} x {picture.size[1]} pixels, its header says "
                         f"{header.width} x {header.height}",
+                        reason="content",
                         param=image.name,
                     )
                 output = self._processor(images=[picture.convert("RGB")], return_tensors="pt")
         # A decoder of files that anybody may send: whatever it raises, it is because of this one.
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError) as exc:
             reason = str(exc) or type(exc).__name__
-            raise InvalidRequestError(f"{image.name}: the image cannot be decoded: {reason}", param=image.name) from exc
+            raise ImageRefusedError(
+                f"{image.name}: the image cannot be decoded: {reason}", reason="content", param=image.name
+            ) from exc
         rows, columns = self.rules.grid(header, image.name)
         merge = self.rules.merge_size
         grid = [1, rows * merge, columns * merge]

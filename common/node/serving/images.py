@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from common.errors import DeadlineExceededError, InvalidRequestError
+from common.errors import DeadlineExceededError, ImageRefusedError, InvalidRequestError
 from common.images.rules import ImageLimits, ImageRules
 from common.images.source import EncodedImage, ImageSource
 from common.images.span import ImageSpan
@@ -54,7 +54,7 @@ class PromptImages:
         """
         if self._processor is None or not images:
             if isinstance(self._rules, str) and sources:
-                raise InvalidRequestError(f"this node takes no images: {self._rules}", code="unsupported_parameter")
+                raise ImageRefusedError(f"this node takes no images: {self._rules}", reason="model")
             return ()
         assert isinstance(self._rules, ImageRules)
         if len(sources) != len(images):

@@ -19,7 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from common.engine.outputs import RequestOutput
-from common.errors import InvalidRequestError, TandemError
+from common.errors import ImageRefusedError, InvalidRequestError, TandemError
 from common.grammar.checker import GrammarChecker
 from common.metrics.metrics import Metrics
 from common.metrics.outcomes import outcome_of
@@ -116,6 +116,8 @@ class Serving:
         try:
             yield
         except TandemError as exc:
+            if isinstance(exc, ImageRefusedError):
+                self._metrics.inc("images_refused_total", reason=exc.reason)
             rendezvous_id = refused_rendezvous(body)
             if rendezvous_id is not None:
                 self._rendezvous.refuse(rendezvous_id, exc)
