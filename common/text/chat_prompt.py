@@ -35,6 +35,7 @@ def make_chat_prompt(
     Raises:
         InvalidRequestError: as ``TextCodec.encode_chat``, or because of an image.
     """
+    codec.check_images(request)
     encoded = read_images(request, limits)
     token_ids = codec.encode_chat(request)
     boundaries: tuple[int, ...] = ()

@@ -259,11 +259,7 @@ class TextCodec:
                 param="chat_template",
                 code="unsupported_parameter",
             )
-        if request.images and isinstance(self.image_rules, str):
-            name = request.images[0].name
-            raise ImageRefusedError(
-                f"{name}: this model takes no images: {self.image_rules}", reason="model", param=name
-            )
+        self.check_images(request)
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:
             raise InvalidRequestError(
@@ -287,6 +283,14 @@ class TextCodec:
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
         return self._cut(request, token_ids)
+
+    def check_images(self, request: ChatRequest) -> None:
+        """Raises ImageRefusedError for images and a model that takes none."""
+        if request.images and isinstance(self.image_rules, str):
+            name = request.images[0].name
+            raise ImageRefusedError(
+                f"{name}: this model takes no images: {self.image_rules}", reason="model", param=name
+            )
 
     def _cut(self, request: GenerationRequest, token_ids: list[int]) -> list[int]:
         return token_ids if self._max_model_len is None else request.truncated(token_ids, self._max_model_len)

@@ -212,7 +212,9 @@ class GenerateService:
         num_bytes = body_bytes_of(asked.http)
         done = await self._tokenizer.tokenise(parsed, job.body, job.prompts, num_bytes=num_bytes)
         job.body, job.prompts, job.prompt_keys = done.body, done.prompts, done.prompt_keys
-        if num_bytes > LONG_BYTES:
+        if IMAGES_KEY in job.body:  # some may have been fetched, whatever the length of the client's own body
+            await asyncio.to_thread(job.encoder.encode, job.body)
+        elif num_bytes > LONG_BYTES:
             # What the legs' bodies have in common is remembered: putting them together takes no time then.
             await run_for_body(asked.http, lambda: job.encoder.encode(job.body))
         return _num_prompt_tokens(done, estimate=asked.admission.num_prompt_tokens)

@@ -175,10 +175,12 @@ class PromptTokenizer:
             InvalidRequestError: because of an image. Other requests go on as they are, for the nodes to refuse them.
             NodeUnavailableError: images have to be found their place in the prompt here, and that cannot be done now.
         """
+        document, codec = self._document, self._codec
         has_images = isinstance(request, ChatRequest) and bool(request.images)
         if isinstance(request, ChatRequest) and request.images:
+            if codec is not None:
+                codec.check_images(request)
             request = await self._fetcher.fetch(request)
-        document, codec = self._document, self._codec
         if document is not None and not self._serves(document):
             document = None
 
