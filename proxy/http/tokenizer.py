@@ -51,6 +51,8 @@ INLINE_BYTES = 1500
 """Bytes of a whole body, of which any field may cost a template time. The texts of shorter ones are tokenised on the
 event loop, because handing them to a thread takes as long. Tokens cost little more than reading them did: up to
 ``LONG_BYTES`` they stay there too."""
+WAIT_S = 5.0
+"""Seconds for which a request with images waits for a tokenizer. Text goes on without: nodes tokenise it."""
 
 NUM_THREADS = 2
 """Threads that tokenise long prompts and rebuild tokenizers, beside the event loop."""
@@ -175,12 +177,13 @@ class PromptTokenizer:
             InvalidRequestError: because of an image. Other requests go on as they are, for the nodes to refuse them.
             NodeUnavailableError: images have to be found their place in the prompt here, and that cannot be done now.
         """
-        document, codec = self._document, self._codec
         has_images = isinstance(request, ChatRequest) and bool(request.images)
         if isinstance(request, ChatRequest) and request.images:
-            if codec is not None:
-                codec.check_images(request)
+            await self._wait()
+            if self._codec is not None:
+                self._codec.check_images(request)
             request = await self._fetcher.fetch(request)
+        document, codec = self._document, self._codec
         if document is not None and not self._serves(document):
             document = None
 
@@ -211,6 +214,15 @@ class PromptTokenizer:
         if not has_images and num_bytes <= (INLINE_BYTES if has_text else LONG_BYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _wait(self) -> None:
+        """Until there is a tokenizer, for ``WAIT_S`` at most: a proxy that has just begun to serve may be fetching
+        it."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self._document is None or not self._serves(self._document):
+            if time.monotonic() >= deadline_s:
+                return
+            await asyncio.sleep(WATCH_S)
 
     def _serves(self, document: TokenizerDocument) -> bool:
         """Whether all nodes that may get the prompt have this document's model, and take ids."""
