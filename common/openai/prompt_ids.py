@@ -48,7 +48,7 @@ class PromptIds:
     def put_into(self, body: Mapping[str, Any], sources: Sequence[ImageSource] = ()) -> dict[str, Any]:
         """A chat body that says the same to a node without being rendered. ``sources``: the images."""
         rest = {key: value for key, value in body.items() if key not in _TEMPLATE_FIELDS}
-        prompt = {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}
+        prompt: dict[str, Any] = {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}
         if self.images:
             prompt["images"] = spans_to_json(self.images)
         return {**rest, PROMPT_IDS_KEY: prompt, **({IMAGES_KEY: images_to_json(sources)} if sources else {})}

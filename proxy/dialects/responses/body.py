@@ -137,7 +137,7 @@ class Part(NamedTuple):
 def read_parts(name: str, value: object, *, may_have_images: bool = False) -> list[Part]:
     if isinstance(value, str):
         return [Part(value)]
-    kinds = _PARTS if not may_have_images else {**_PARTS, "input_image": ImagePart}
+    kinds: Mapping[str, type[Body]] = {**_PARTS, "input_image": ImagePart} if may_have_images else _PARTS
     why = "only text and input_image are" if may_have_images else _ONLY_TEXT
     read: list[Part] = []
     for index, part in enumerate(objects(name, value)):
