@@ -27,6 +27,7 @@ breaker_opened_total{node}
 proxy_predicted_ttft_seconds{placement} proxy_ttft_ratio{placement}
 prefix_index_entries{node} prefix_index_snapshots_total prompts_tokenised_total requests_dropped_total{reason}
 event_loop_lag_seconds{cause} unknown_fields_total{route}
+images_encoded_total{source} image_encode_seconds_total mm_encoder_cache_bytes images_refused_total{reason}
 grammar_checks_total{result} grammar_check_seconds grammars_waiting grammar_compile_seconds grammar_mask_seconds
 """
 
