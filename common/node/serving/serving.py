@@ -172,7 +172,10 @@ class Serving:
         [prompt] = prompts
         token_ids = prompt.token_ids
         self._prompts.sampling(request, token_ids)
-        image_inputs = await self._image_inputs(request, prompt)
+
+        async def prepare() -> None:
+            engine_request.image_inputs = await self._image_inputs(request, prompt)
+
         async with self._sources.prefix(token_ids, request.cache_salt, request.sources, prompt.images) as remote:
             rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
             engine_request = Request(
@@ -187,9 +190,8 @@ class Serving:
                 semantic_boundaries=prompt.semantic_boundaries,
                 wants_progress=rendezvous_id is not None,
                 images=prompt.images,
-                image_inputs=image_inputs,
             )
-            manifest, output = await self._prefill_leg.run(engine_request)
+            manifest, output = await self._prefill_leg.run(engine_request, prepare if prompt.images else None)
         record.prompt_done(len(token_ids), output)
         record.close_finished([output.finish_reason])
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)

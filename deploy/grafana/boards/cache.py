@@ -64,7 +64,7 @@ ROWS = (
         (
             Panel(
                 "Images needed",
-                "Computed by the vision tower, or kept from an earlier prompt. Those in a cached prefix are not needed.",
+                "Computed by the vision tower, or kept from an earlier prompt. A cached prefix needs none.",
                 "short",
                 (("{{source}}", "sum by (source) (rate(tandem_images_encoded_total[5m]))"),),
             ),
