@@ -66,6 +66,11 @@ class ImageRules:
     max_pixels: int
     processor: str
 
+    def with_at_most(self, num_tokens: int) -> ImageRules:
+        """The rules that make images smaller which would take more tokens."""
+        most = num_tokens * (self.patch_size * self.merge_size) ** 2
+        return dataclasses.replace(self, max_pixels=min(self.max_pixels, most), min_pixels=min(self.min_pixels, most))
+
     def grid(self, header: ImageHeader, name: str) -> tuple[int, int]:
         """Rows and columns of an image's tokens. Raises ImageRefusedError for an image that the processor refuses."""
         height, width = header.height, header.width

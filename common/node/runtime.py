@@ -88,6 +88,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         prebuilt_ops=config.prebuilt_ops,
         compact_weights=compact_weights,
         with_images=with_images,
+        max_image_tokens=config.max_image_tokens,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
     plan = plan_cache(

@@ -114,6 +114,9 @@ def test_chat_when_it_has_images_then_answers_equal_transformers_cold_repeated_a
     site.check(second, [A, B, C])
     assert second.cached_tokens >= len(cold.prompt_token_ids)
     assert site.num_encoded() == encoded + 1
+    # Without a proxy, by a node that has all it needs itself.
+    alone = ChatAnswer(post(site.service.prefill[0].url, CHAT_ROUTE, {**ASKED, "messages": [first]}))
+    assert alone.token_ids == cold.token_ids
     # The other image of the same size shares nothing from its start on, and is another image.
     other = site.ask(user("What is this?", SAME_SIZE, "And this?", B))
     site.check(other, [SAME_SIZE, B])
@@ -122,6 +125,7 @@ def test_chat_when_it_has_images_then_answers_equal_transformers_cold_repeated_a
     wait_settled(*site.service.prefill, *site.service.decode)
 
 
+@pytest.mark.full
 def test_text_turn_after_images_when_placed_on_the_decode_node_then_it_goes_on_there(site: Site) -> None:
     first = user("Look:", A, "and:", C)
     cold = site.ask(first, cache_salt="local turn")

@@ -13,6 +13,7 @@ from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
 from common.errors import TransferError
+from common.images.rules import ImageRules
 from common.images.span import ImageSpan
 from common.models.vision.image_input import ImageInput
 from common.node.runtime import NodeModel, create_core, load_node_model
@@ -115,6 +116,7 @@ def test_answer_when_an_image_is_another_of_its_size_then_nothing_from_its_start
     assert pictured.cached([70, 71], A, [99]) == spans[0].end + 1
 
 
+@pytest.mark.full
 def test_answer_when_images_change_places_or_come_twice_then_equals_transformers(pictured: Pictured) -> None:
     assert pictured.cached([80], A, [81], SAME_SIZE, TEXT) == 0
     num_encoded = pictured.num_encoded
@@ -144,6 +146,7 @@ def test_fifth_image_when_four_were_computed_then_resumes_at_the_end_of_the_four
     assert pictured.num_encoded == num_encoded + 1
 
 
+@pytest.mark.full
 def test_image_when_its_prefix_and_its_vectors_are_gone_then_it_is_encoded_again() -> None:
     pictured = Pictured(enable_prefix_caching=False, mm_encoder_cache_memory=0)
     for expected in (1, 2):
@@ -151,6 +154,7 @@ def test_image_when_its_prefix_and_its_vectors_are_gone_then_it_is_encoded_again
         assert pictured.num_encoded == expected
 
 
+@pytest.mark.full
 def test_batch_when_images_and_texts_run_together_then_each_answer_is_its_own(pictured: Pictured) -> None:
     prompts = [([60], A, TEXT[:9]), ([61, 62],), ([63], B, [64], C, TEXT[:5]), (TEXT,), ([65], SAME_SIZE)]
     requests = [pictured.request(*parts) for parts in prompts]
@@ -195,6 +199,18 @@ def test_control_when_something_is_damaged_then_the_answer_is_seen_to_be_wrong(
         monkeypatch.setattr("common.kv_cache.keys.row_id", lambda image, position: 1)
         pictured.outputs(pictured.request([10, 11, 12], SAME_SIZE, [20, 21], B, TEXT))
     assert pictured.mismatch(pictured.outputs(pictured.request(*parts)), *parts) is not None
+
+
+@pytest.mark.full
+def test_image_when_it_would_take_more_tokens_than_are_allowed_then_it_is_made_smaller() -> None:
+    pictured = Pictured(max_image_tokens=6)
+    rules = pictured.model.loaded.image_rules
+    assert isinstance(rules, ImageRules)
+    image = encoded(picture(7, 200, 150))
+    rows, columns = rules.grid(image.header, "image")
+    assert (rows, columns) == (2, 2)
+    assert pictured.model.loaded.image_processor is not None
+    assert pictured.model.loaded.image_processor.pixels(image).shape[0] == rows * columns * 4
 
 
 @pytest.mark.full

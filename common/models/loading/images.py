@@ -26,15 +26,18 @@ def load_images(
     folder: Path,
     raw_config: Mapping[str, Any],
     family: Family,
+    max_tokens: int | None,
     *,
     dtype: torch.dtype,
     device: torch.device,
     with_tower: bool,
 ) -> tuple[ImageRules | str, VisionTower | None, ImageProcessor | None]:
     """The rules, or why the model takes no images here; and, ``with_tower``, what computes them. A checkpoint whose
-    images cannot be used is served with text alone."""
+    images cannot be used is served with text alone. ``max_tokens``: of one image."""
     try:
         rules = _read_rules(folder, raw_config, family)
+        if max_tokens is not None:
+            rules = rules.with_at_most(max_tokens)
         if not with_tower:
             return rules, None, None
         processor = ImageProcessor(folder, rules)

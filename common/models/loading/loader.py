@@ -97,6 +97,7 @@ def load_model(
     enforce_eager: bool = False,
     compact_weights: bool = False,
     with_images: bool = False,
+    max_image_tokens: int | None = None,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
@@ -104,7 +105,8 @@ def load_model(
     ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
     ``enforce_eager``: decode steps are not replayed (:mod:`common.models.cpu.replay`). ``compact_weights``: packed for
     decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision
-    tower too, if the model has one that can be used.
+    tower too, if the model has one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the
+    checkpoint says.
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -150,7 +152,13 @@ def load_model(
             not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
         )
         image_rules, tower, image_processor = load_images(
-            folder, raw_config, family, dtype=getattr(torch, dtype), device=target, with_tower=with_images
+            folder,
+            raw_config,
+            family,
+            max_image_tokens,
+            dtype=getattr(torch, dtype),
+            device=target,
+            with_tower=with_images,
         )
     logger.info(
         "model loaded folder=%s model_type=%s dtype=%s device=%s ops=%s parameters=%d seconds=%.1f",

@@ -63,7 +63,8 @@ class ImageProcessor:
                         reason="content",
                         param=image.name,
                     )
-                output = self._processor(images=[picture.convert("RGB")], return_tensors="pt")
+                size = {"shortest_edge": self.rules.min_pixels, "longest_edge": self.rules.max_pixels}
+                output = self._processor(images=[picture.convert("RGB")], size=size, return_tensors="pt")
         # A decoder of files that anybody may send: whatever it raises, it is because of this one.
         except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError) as exc:
             reason = str(exc) or type(exc).__name__

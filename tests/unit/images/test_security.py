@@ -122,6 +122,15 @@ def test_grid_when_an_image_is_small_or_large_then_as_the_processor_resizes_it(
     assert grid == (high // 16, wide // 16)
 
 
+def test_grid_when_the_operator_bounds_tokens_then_larger_images_are_made_smaller_and_others_stay() -> None:
+    bounded = RULES.with_at_most(20)
+    for width, height in ((3000, 2000), (64, 48), (20, 900)):
+        rows, columns = bounded.grid(ImageHeader("PNG", width, height), "x")
+        assert rows * columns <= 20 or min(rows, columns) == 1
+    assert bounded.grid(ImageHeader("PNG", 64, 48), "x") == RULES.grid(ImageHeader("PNG", 64, 48), "x")
+    assert RULES.with_at_most(10**6) == RULES
+
+
 def test_grid_when_an_image_is_a_thread_then_refused() -> None:
     with pytest.raises(ImageRefusedError, match="200 times"):
         RULES.grid(ImageHeader("PNG", 2010, 10), "x")
