@@ -50,6 +50,16 @@ class InvalidRequestError(TandemError):
     code = "invalid_value"
 
 
+class ImageRefusedError(InvalidRequestError):
+    """An image of a request is not taken. ``reason``: for metrics: limit, format, content, url, fetch or model."""
+
+    code = "invalid_image"
+
+    def __init__(self, message: str, *, reason: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.reason = reason
+
+
 class GrammarError(InvalidRequestError):
     """A request's grammar cannot be compiled, needs more than the limits allow, or allows no token any more."""
 

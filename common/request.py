@@ -1,4 +1,4 @@
-"""What travels with one request, and the words for its tokens and its end. Plain data that imports nothing of ours.
+"""What travels with one request, and the words for its tokens and its end. Plain data.
 
 A *request* is one prompt with one sampled continuation. ``n > 1`` is expressed by ``Request.num_forks``: the engine
 forks the finished prompt, so the prompt is computed once.
@@ -10,6 +10,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from common.images.span import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ class Request:
         arrival_s: monotonic seconds.
         semantic_boundaries: positions inside the prompt at which later prompts are likely to part from it, the most
             reusable first; states are best kept there.
+        images: where images are in the prompt, in order.
+        image_inputs: what the vision tower needs for each of them; opaque to all but the model runner. None at all
+            where there is no tower: then the cache or a peer must have the prompt as far as the last image.
     """
 
     request_id: str
@@ -101,6 +106,8 @@ class Request:
     wants_progress: bool = False
     arrival_s: float = 0.0
     semantic_boundaries: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+    image_inputs: Sequence[Any] = ()
 
     @property
     def skip_prefix_lookup(self) -> bool:

@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . deploy/venv.sh
-ensure_venv node
+ensure_venv node,images
 exec .venv/bin/tandem up "$@"

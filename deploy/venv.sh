@@ -1,6 +1,6 @@
 # Sourced by deploy/local.sh and tests/run.sh, from the repository's root.
 #
-# ensure_venv EXTRAS: make .venv and install this checkout with EXTRAS (node, or node,test) into it, as deploy/install.py
+# ensure_venv EXTRAS: make .venv and install this checkout with EXTRAS (node,images, or node,test) into it, as deploy/install.py
 # says. Does nothing when the last installation finished, had these extras, and neither that nor pyproject.toml has changed
 # since.
 

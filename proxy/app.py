@@ -20,6 +20,7 @@ from common.config.key_file import read_key_file
 from common.config.proxy import ProxyConfig
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
+from common.images.rules import ImageLimits
 from common.openai.errors import install_error_handlers
 from common.openai.openapi import ENDPOINTS, Endpoint
 from common.server import drain as draining
@@ -57,6 +58,7 @@ from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
 from proxy.http.front import Front, ProxyApp
 from proxy.http.generate import GenerateService, forwarded_headers
+from proxy.http.image_fetcher import ImageFetcher
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.orchestrator import Orchestrator
@@ -103,6 +105,9 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
     key_limits = read_key_limits(config.api_key_limits_file, api_keys) if config.api_key_limits_file else KeyLimits()
     limits = GrammarLimits.from_json(config.structured_outputs_config)
+    image_limits = ImageLimits.of(
+        config.limit_mm_per_prompt, max_pixels=config.max_image_pixels, max_bytes=config.max_image_bytes
+    )
     drain = draining.Drain(
         "the proxy",
         config.drain_timeout_seconds,
@@ -142,7 +147,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         metrics.set_source(lambda: read_gauges(pool, index, admission, grammars))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
-        tokenizer = PromptTokenizer(pool, metrics, node_headers)
+        fetcher = ImageFetcher(config.allowed_media_domains, image_limits, config.image_fetch_seconds)
+        tokenizer = PromptTokenizer(pool, metrics, node_headers, image_limits, fetcher)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)
         pool.subscribe(placer)

@@ -20,7 +20,7 @@ from common.config.flag import (
 )
 from common.config.process import ProcessConfig
 from common.config.tiers import TierSpec, parse_tier
-from common.config.values import GIB, parse_node_url
+from common.config.values import GIB, MIB, parse_node_url
 from common.errors import ConfigError
 
 # The names of vLLM where it has the format; the formats are in `common.text.answers.formats`.
@@ -109,6 +109,18 @@ class NodeConfig(ProcessConfig):
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
     kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
+    max_image_tokens: int = int_flag(
+        4096,
+        "most tokens of one image: a larger one is made smaller, as the model's own processor does with its bound; the "
+        "same on all nodes of a service",
+        1,
+        1 << 20,
+    )
+    mm_encoder_cache_memory: int = size_flag(
+        256 * MIB,
+        "memory for what the vision tower made of images, so that one that comes again is not computed again",
+        0,
+    )
     state_memory_share: float | None = share_flag(
         "part of --kv-cache-memory for recurrent states (default: the planner's)", 0.01, 0.99
     )

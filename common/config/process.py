@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from common.config.flag import bool_flag, check_fields, choice_flag, flag, seconds_flag, size_flag
+from common.config.flag import bool_flag, check_fields, choice_flag, flag, int_flag, seconds_flag, size_flag
 from common.config.values import GIB, MIB, is_loopback_host, parse_url
 from common.errors import ConfigError
 
@@ -19,6 +19,13 @@ class ProcessConfig:
 
     host: str = flag("127.0.0.1", "address to listen on", metavar="ADDR")
     max_body_bytes: int = size_flag(16 * MIB, "largest request body", 1024, GIB)
+    limit_mm_per_prompt: str = flag(
+        '{"image": 16}', 'images that one request may bring, as JSON: {"image": N}; 0: none', metavar="JSON"
+    )
+    max_image_pixels: int = int_flag(
+        36_000_000, "largest image, by the size that its header says; it is refused before it is decoded", 1, 10**9
+    )
+    max_image_bytes: int = size_flag(20 * MIB, "largest encoded image", 1, GIB)
     structured_outputs_config: str = flag(
         "{}",
         "limits of structured output as JSON: backend, max_chars, max_compile_seconds, wait_seconds",

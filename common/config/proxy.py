@@ -62,6 +62,14 @@ class ProxyConfig(ProcessConfig):
         "JSON file with limits per API key: requests at once, requests and tokens a minute, best priority",
         metavar="FILE",
     )
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts, HOST or HOST:PORT, from which the proxy fetches images that requests name by http or https URLs "
+        "(default: none; images come as data URLs)",
+        many=True,
+        metavar="HOST",
+    )
+    image_fetch_seconds: float = seconds_flag(10.0, "longest time to fetch an image, redirects included", 0.05, 300.0)
     body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)
     ssl_certfile: str | None = flag(None, "file with the certificate chain (PEM): serve HTTPS", metavar="FILE")
     ssl_keyfile: str | None = flag(

@@ -174,7 +174,8 @@ class EngineCore:
         self._check_collected()
         if self._live.of_request(request.request_id) or self._manager.is_quarantined(f"{request.request_id}#0"):
             raise InvalidRequestError(f"request id {request.request_id} is in use")
-        sequence = Sequence(request, 0, self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt))
+        keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt, images=request.images)
+        sequence = Sequence(request, 0, keys)
         error = self._remote.find_refusal(sequence)
         if error is None and request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
             error = InvalidRequestError(f"lease id {request.request_id} is in use")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from common.images.span import ImageSpan
 from common.kv_cache.sequences.allocation import BlockTable
 
 
@@ -36,6 +38,7 @@ class Segment:
         save_offsets, save_slots: additionally, the state after the first ``offset`` tokens (1 .. num_tokens) of this
             segment is written to the slot, inside the same forward.
         rows: which rows of the last hidden state to return.
+        images, image_inputs: as of the request.
     """
 
     request_id: str
@@ -47,6 +50,8 @@ class Segment:
     save_offsets: tuple[int, ...] = ()
     save_slots: tuple[int, ...] = ()
     rows: Rows = Rows.LAST
+    images: Sequence[ImageSpan] = ()
+    image_inputs: Sequence[Any] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,8 @@ from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.speculation import Speculation
+from common.errors import TransferError
+from common.images.span import end_of_images
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -309,6 +311,7 @@ class Scheduler:
             if below is not None:
                 return self._read_below(schedule, sequence, below)
         num_computed = hit.num_tokens if hit is not None else 0
+        _check_images(sequence, num_computed)
         num_tokens = self._chunk_size(sequence, num_computed, budget)
         if not self._manager.admit(
             sequence.seq_id,
@@ -418,6 +421,8 @@ class Scheduler:
                 save_offsets=tuple(position - start for position, _ in saves),
                 save_slots=tuple(slot for _, slot in saves),
                 rows=rows,
+                images=sequence.request.images,
+                image_inputs=sequence.request.image_inputs,
             )
         )
         schedule.sequences.append(sequence)
@@ -442,3 +447,14 @@ class Scheduler:
         if sequence.sampling is not None:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
+
+
+def _check_images(sequence: Sequence, num_computed: int) -> None:
+    """Raises TransferError when the rest of a prompt has an image and this node has no vision tower: it came without
+    what one needs, because another node was to compute it."""
+    request = sequence.request
+    num_tokens = end_of_images(request.images)
+    if num_computed < num_tokens and not request.image_inputs:
+        raise TransferError(
+            f"only a prefill node computes images; {num_computed} of {num_tokens} tokens up to the last one are here"
+        )

@@ -31,6 +31,7 @@ class Family:
         functions: globals of the mixer's module that are replaced by varlen ops; none: the mixer's forward is replaced.
         probe_tolerance: largest allowed float32 logit difference of the numeric probe, in standard deviations.
         is_wrapped: a vision-language checkpoint, whose text model's fields are in ``text_config``.
+        sees_images: its images are computed too, not only its text; of the others see ``WITHOUT_IMAGES``.
     """
 
     read_config: Callable[[str, RawConfig, str], ModelGeometry]
@@ -38,6 +39,7 @@ class Family:
     functions: tuple[str, ...] = ()
     probe_tolerance: float = 5e-3
     is_wrapped: bool = False
+    sees_images: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -63,9 +65,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "nemotron_h": Family(mamba.nemotron_h, "NemotronHMamba2Mixer", (CONV, MAMBA2)),
         "olmo_hybrid": Family(linear.olmo_hybrid, "OlmoHybridGatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
         "qwen3": Family(dense.qwen3),
-        "qwen3_5": Family(linear.qwen_gated_delta, "Qwen3_5GatedDeltaNet", (CONV, GATED_DELTA), 5e-2, is_wrapped=True),
+        "qwen3_5": Family(
+            linear.qwen_gated_delta,
+            "Qwen3_5GatedDeltaNet",
+            (CONV, GATED_DELTA),
+            5e-2,
+            is_wrapped=True,
+            sees_images=True,
+        ),
         "qwen3_5_moe": Family(
-            linear.qwen_gated_delta, "Qwen3_5MoeGatedDeltaNet", (CONV, GATED_DELTA), 5e-2, is_wrapped=True
+            linear.qwen_gated_delta,
+            "Qwen3_5MoeGatedDeltaNet",
+            (CONV, GATED_DELTA),
+            5e-2,
+            is_wrapped=True,
+            sees_images=True,
         ),
         "qwen3_5_moe_text": Family(linear.qwen_gated_delta, "Qwen3_5MoeGatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
         "qwen3_5_text": Family(linear.qwen_gated_delta, "Qwen3_5GatedDeltaNet", (CONV, GATED_DELTA), 5e-2),

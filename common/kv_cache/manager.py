@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from common.images.span import ImageSpan
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.checkpoints.save_policy import SavePolicy
 from common.kv_cache.coordinator import Coordinator
@@ -68,14 +69,15 @@ class KVCacheManager:
         token_ids: Sequence[int],
         cache_salt: str | None = None,
         extra_keys: Sequence[tuple[str, bytes]] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> PrefixKeys:
         """Key chain of a prompt, hashed lazily; extend it with generated tokens as they come.
 
-        Prompts share a prefix only when salt and ``extra_keys`` (tag, value) are equal too.
+        Prompts share a prefix only when salt and ``extra_keys`` (tag, value) are equal too, and the images in it.
         """
         if cache_salt is not None:
             extra_keys = (("cache_salt", cache_salt.encode()), *extra_keys)
-        return PrefixKeys(chain_root(self.config.root_key, extra_keys), self.config.block_size, token_ids)
+        return PrefixKeys(chain_root(self.config.root_key, extra_keys), self.config.block_size, token_ids, images)
 
     def lookup(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
         """Where a prompt of ``num_tokens`` can be resumed from local memory. No side effects."""

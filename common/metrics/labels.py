@@ -203,6 +203,23 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "mismatch": "another model or layout",
         },
     ),
+    LabelValues(
+        ("images_encoded_total",),
+        "source",
+        {"computed": "by the vision tower", "cache": "kept from an earlier prompt (`--mm-encoder-cache-memory`)"},
+    ),
+    LabelValues(
+        ("images_refused_total",),
+        "reason",
+        {
+            "limit": "too many, too large, or too long for its width",
+            "format": "none of PNG, JPEG, GIF and WebP",
+            "content": "cut short, damaged, or not of the size that its header says",
+            "url": "no data URL, and none that is fetched",
+            "fetch": "its host is not allowed, is not public, or did not give it in time",
+            "model": "the model takes none, or lacks what is needed for them here",
+        },
+    ),
     LabelValues(("leases",), "state", {"active": "held for a reader"}),
     LabelValues(("proxy_decisions_total", "proxy_predicted_ttft_seconds", "proxy_ttft_ratio"), "placement", PLACEMENTS),
     LabelValues(

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
+from common.images.rules import ImageLimits
 from common.metrics.table import Role
 from common.node.generation_config import read_sampling_defaults
 from common.node.lend.prefill_leg import PrefillLeg
@@ -28,6 +29,7 @@ from common.node.routes.test_hooks import add_test_hooks
 from common.node.routes.text_routes import add_text_routes
 from common.node.routes.tokenizer_route import add_tokenizer_route
 from common.node.runtime import NodeModel, has_test_hooks, read_cluster_key
+from common.node.serving.images import PromptImages
 from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.serving import Serving
 from common.openai.errors import install_error_handlers
@@ -61,6 +63,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             yield
         finally:
             await node.close()
+            images.close()
 
     app = FastAPI(
         title=f"Tandem {role.value} node",
@@ -83,13 +86,19 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             backend=plain_backend(loaded.tokenizer),
             trusts_templates=config.trust_request_chat_template,
             answers=Overrides(config.tool_call_parser, config.reasoning_parser),
+            image_rules=loaded.image_rules,
         )
         answers = codec.answer_format.describe()
         logger.info("answers tool_calls=%s reasoning=%s", answers["tool_calls"], answers["reasoning"])
     handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
+    limits = ImageLimits.of(
+        config.limit_mm_per_prompt, max_pixels=config.max_image_pixels, max_bytes=config.max_image_bytes
+    )
+    images = PromptImages(loaded, limits, node.engine, node.core.num_local_tokens)
     prompts = PromptReader(
         codec,
         handoffs,
+        images,
         cache_config=model.cache_config,
         max_model_len=model.max_model_len,
         metrics=node.metrics,

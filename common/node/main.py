@@ -44,7 +44,8 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
 
             # Decode waits for the weights to come from memory, so they are kept compact there; expanding them costs
             # time beside the matrix products of a prompt.
-            model = load_node_model(config, compact_weights=role is Role.DECODE)
+            # Images are a prefill node's business alone: no stream waits for one, and no memory is kept twice for it.
+            model = load_node_model(config, compact_weights=role is Role.DECODE, with_images=role is Role.PREFILL)
             app = create_node_app(config, model, role)
             gc.freeze()
         finally:

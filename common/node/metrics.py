@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from common.engine.speculation import Speculation
 from common.kv_cache.observe.stats import CacheStats
 from common.metrics.metrics import Samples
+from common.models.vision.encoder import EncoderStats
 
 
 def cache_samples(
@@ -18,6 +19,7 @@ def cache_samples(
     preemptions: int,
     grammars_waiting: int,
     transfers_in_flight: int,
+    images: EncoderStats | None,
 ) -> Samples:
     """Samples of the metrics that are counted where they happen, by the metric's name."""
     checkpoints: dict[tuple[str, ...], float] = {}
@@ -41,6 +43,7 @@ def cache_samples(
         "preemptions_total": {(): preemptions},
         "grammars_waiting": {(): grammars_waiting},
         "transfers_in_flight": {(): transfers_in_flight},
+        **_image_samples(images if images is not None else EncoderStats()),
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
     }
@@ -56,6 +59,14 @@ def draft_samples(speculation: Speculation | None) -> Samples:
         "spec_decode_num_draft_tokens_total": {(): speculation.num_draft_tokens},
         "spec_decode_num_accepted_tokens_total": {(): speculation.num_accepted_tokens},
         "spec_decode_num_accepted_tokens_per_pos_total": by_place,
+    }
+
+
+def _image_samples(stats: EncoderStats) -> Samples:
+    return {
+        "images_encoded_total": {("computed",): stats.num_encoded, ("cache",): stats.num_found},
+        "image_encode_seconds_total": {(): stats.seconds},
+        "mm_encoder_cache_bytes": {(): stats.num_bytes},
     }
 
 

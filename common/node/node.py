@@ -232,6 +232,7 @@ class Node:
             waiting=self.admission.num_waiting,
             waiting_for_peer=self.admission.num_waiting_for_peer,
             preemptions=core.num_preemptions,
+            images=self.model.runner.images.stats if self.model.runner.images is not None else None,
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
             transfers_in_flight=self._puller.num_in_flight,
         )

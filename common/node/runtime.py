@@ -36,6 +36,7 @@ from common.kv_cache.pools.generations import ENTRY_BYTES
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel, load_model
+from common.models.vision.encoder import ImageEncoder
 from common.node.cache_warnings import cache_warnings
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.text.tokenizer import TextCodec
@@ -66,8 +67,12 @@ class NodeModel:
     runner: ModelRunner
 
 
-def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> NodeModel:
-    """Steps 1 to 3; ``compact_weights`` as :func:`load_model`. Raises ConfigError naming what cannot work."""
+def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_images: bool = False) -> NodeModel:
+    """Steps 1 to 3; ``compact_weights`` and ``with_images`` as :func:`load_model`.
+
+    Raises:
+        ConfigError: naming what cannot work.
+    """
     has_drafts = SpeculativeConfig.from_json(config.speculative_config) is not None
     torch.set_num_threads(config.num_threads)
     has_cuda = torch.cuda.is_available()
@@ -85,6 +90,8 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> Nod
         enforce_eager=config.enforce_eager,
         prebuilt_ops=config.prebuilt_ops,
         compact_weights=compact_weights,
+        with_images=with_images,
+        max_image_tokens=config.max_image_tokens,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
     plan = plan_cache(
@@ -108,7 +115,8 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False) -> Nod
         logger.warning("%s", warning)
     manager = KVCacheManager(plan.config)
     storage = KVStorage(plan.config, loaded.device)
-    runner = ModelRunner(loaded, storage, plan.config)
+    images = ImageEncoder(loaded.tower, config.mm_encoder_cache_memory) if loaded.tower is not None else None
+    runner = ModelRunner(loaded, storage, plan.config, images)
     return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner)
 
 

@@ -1,7 +1,8 @@
 """Chat messages as templates expect them, checked before anything is rendered.
 
 Content is text: a string, or a list of text parts, which are joined with newlines because most templates know strings
-only. Images and audio are refused by name. Keys this module does not know stay in the message, for templates that read
+only. Content with images stays a list, in which templates find where each image is; what it is they never see. Audio
+and video are refused by name. Keys this module does not know stay in the message, for templates that read
 them (``name``, ``tool_call_id``, ``reasoning_content``).
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.images.source import ImageSource
 from common.wire.fields import shown
 from common.wire.json_text import JsonBounds, parse_json
 
@@ -20,6 +23,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 PART_SEPARATOR = "\n"
 """Between the text parts of one message."""
 CACHE_CONTROL = "cache_control"
+IMAGE_URL = "image_url"
+_IMAGE: Mapping[str, str] = MappingProxyType({"type": "image"})
+"""An image as templates know it."""
 MAX_MESSAGES = 10_000
 """Of one chat: a template visits each several times."""
 
@@ -63,6 +69,13 @@ def parse_messages(value: object) -> tuple[Message, ...]:
     return tuple(_parse_message(f"messages[{index}]", item, bounds) for index, item in enumerate(value))
 
 
+def text_of(content: object) -> str | None:
+    """Of a checked message's content, without its images."""
+    if isinstance(content, list):
+        return PART_SEPARATOR.join(part["text"] for part in content if "text" in part)
+    return content if isinstance(content, str) else None
+
+
 def parse_cache_marks(value: Sequence[Mapping[str, Any]]) -> tuple[CacheMark, ...]:
     """``cache_control`` objects of messages and content parts, in order, of checked messages."""
     return tuple(mark for index, message in enumerate(value) for mark in _message_marks(index, message))
@@ -71,12 +84,15 @@ def parse_cache_marks(value: Sequence[Mapping[str, Any]]) -> tuple[CacheMark, ..
 def _message_marks(index: int, message: Mapping[str, Any]) -> Iterator[CacheMark]:
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else ()
-    num_chars = 0
+    num_chars: int | None = 0
+    has_image = any(isinstance(part, Mapping) and part.get("type") == IMAGE_URL for part in parts)
     for number, part in enumerate(parts, start=1):
         is_marked = isinstance(part, Mapping) and isinstance(part.get(CACHE_CONTROL), Mapping)
-        num_chars += len(part if isinstance(part, str) else part["text"]) + len(PART_SEPARATOR)
+        text = part if isinstance(part, str) else part.get("text")
+        # Content with an image is no text that could be cut: its end is marked.
+        num_chars = None if text is None or num_chars is None else num_chars + len(text) + len(PART_SEPARATOR)
         if is_marked:
-            yield CacheMark(index, num_chars if number < len(parts) else None)
+            yield CacheMark(index, num_chars if number < len(parts) and not has_image else None)
     if isinstance(message.get(CACHE_CONTROL), Mapping):
         yield CacheMark(index)
 
@@ -105,29 +121,55 @@ def _parse_message(where: str, value: object, bounds: JsonBounds) -> Message:
     return message
 
 
-def _parse_content(where: str, value: object) -> str:
+def _parse_content(where: str, value: object) -> str | list[dict[str, str]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence):
-        raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {shown(value)}", param=where)
-    texts = []
-    for index, part in enumerate(value):
-        name = f"{where}[{index}]"
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, Mapping):
-            raise InvalidRequestError(f"{name} must be a text part, got {shown(part)}", param=name)
-        kind = part.get("type")
-        if kind != "text":
-            raise InvalidRequestError(
-                f"{name}.type {shown(kind)} is not supported: only text parts are", param=f"{name}.type"
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{name}.text must be a string, got {shown(text)}", param=f"{name}.text")
-        texts.append(text)
-    return PART_SEPARATOR.join(texts)
+        raise InvalidRequestError(f"{where} must be a string or a list of parts, got {shown(value)}", param=where)
+    found = [_parse_part(f"{where}[{index}]", part) for index, part in enumerate(value)]
+    if _IMAGE in found:
+        return [dict(part) for part in found]
+    return PART_SEPARATOR.join(part["text"] for part in found)
+
+
+def _parse_part(name: str, part: object) -> Mapping[str, str]:
+    """As templates know it."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(f"{name} must be a text part, got {shown(part)}", param=name)
+    kind = part.get("type")
+    if kind == IMAGE_URL:
+        _image_source(name, part)
+        return _IMAGE
+    if kind != "text":
+        raise InvalidRequestError(
+            f"{name}.type {shown(kind)} is not supported: only text and {IMAGE_URL} parts are", param=f"{name}.type"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{name}.text must be a string, got {shown(text)}", param=f"{name}.text")
+    return {"type": "text", "text": text}
+
+
+def _image_source(name: str, part: Mapping[str, Any]) -> ImageSource:
+    value = part.get(IMAGE_URL)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    name = f"{name}.{IMAGE_URL}.url" if isinstance(value, Mapping) else f"{name}.{IMAGE_URL}"
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"{name} must be a string, got {shown(url)}", param=name)
+    return ImageSource(name, url)
+
+
+def parse_images(value: Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
+    """The images of checked messages, in the order in which templates write them."""
+    return tuple(
+        _image_source(f"messages[{index}].content[{number}]", part)
+        for index, message in enumerate(value)
+        if isinstance(content := message.get("content"), list | tuple)
+        for number, part in enumerate(content)
+        if isinstance(part, Mapping) and part.get("type") == IMAGE_URL
+    )
 
 
 def _parse_tool_calls(where: str, value: object, bounds: JsonBounds) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""``tandem_prompt``: the tokens of a chat, from a proxy that has rendered and tokenised it already.
+"""``tandem_prompt``: the tokens of a chat, from a proxy that has rendered and tokenised it already; and
+``tandem_images``: its images, for the leg that computes them.
 
 It takes the place of ``messages`` and of every other field that only a template reads. Nodes take it from their proxy
 alone (which has the cluster key, where one is set); from anybody else it is an unknown field, which is ignored.
@@ -11,9 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.images.source import ImageSource
+from common.images.span import ImageSpan
 from common.wire.fields import MAX_TOKEN_ID, Fields, invalid
+from common.wire.image_spans import read_spans, spans_to_json
 
 PROMPT_IDS_KEY = "tandem_prompt"
+IMAGES_KEY = "tandem_images"
+"""Beside it in a prefill leg's body, never in a decode leg's: as many images as the prompt has places for."""
 MAX_BOUNDARIES = 6
 """Positions of a prompt, besides its end, at which states are worth keeping."""
 
@@ -32,16 +38,20 @@ _TEMPLATE_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """Token ids, and the positions in them at which later prompts are likely to part from this one, the most reusable
-    first (``common.text.boundaries`` finds them)."""
+    """Token ids, the positions in them at which later prompts are likely to part from this one, the most reusable first
+    (``common.text.boundaries`` finds them), and the images among them."""
 
     token_ids: Sequence[int]
     boundaries: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
-    def put_into(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A chat body that says the same to a node without being rendered."""
+    def put_into(self, body: Mapping[str, Any], sources: Sequence[ImageSource] = ()) -> dict[str, Any]:
+        """A chat body that says the same to a node without being rendered. ``sources``: the images."""
         rest = {key: value for key, value in body.items() if key not in _TEMPLATE_FIELDS}
-        return {**rest, PROMPT_IDS_KEY: {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}}
+        prompt: dict[str, Any] = {"token_ids": self.token_ids, "boundaries": list(self.boundaries)}
+        if self.images:
+            prompt["images"] = spans_to_json(self.images)
+        return {**rest, PROMPT_IDS_KEY: prompt, **({IMAGES_KEY: images_to_json(sources)} if sources else {})}
 
 
 def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:
@@ -58,4 +68,24 @@ def read_prompt_ids(body: Mapping[str, Any]) -> PromptIds | None:
     boundaries = fields.int_list("boundaries", ge=1, le=len(token_ids)) or ()
     if len(boundaries) > MAX_BOUNDARIES:
         invalid(f"{PROMPT_IDS_KEY}.boundaries", boundaries, f"at most {MAX_BOUNDARIES} positions")
-    return PromptIds(token_ids, boundaries)
+    return PromptIds(token_ids, boundaries, read_spans(fields, "images", len(token_ids)))
+
+
+def images_to_json(sources: Sequence[ImageSource]) -> list[dict[str, str]]:
+    return [{"name": source.name, "url": source.url} for source in sources]
+
+
+def read_prompt_images(body: Mapping[str, Any]) -> tuple[ImageSource, ...]:
+    """The images of a chat body that has tokens; () without. Raises InvalidRequestError naming what is wrong."""
+    value = Fields(body).sequence(IMAGES_KEY) or ()
+    sources = []
+    for index, item in enumerate(value):
+        where = f"{IMAGES_KEY}[{index}]"
+        if not isinstance(item, Mapping):
+            invalid(where, item, "an object with name and url")
+        fields = Fields(item, prefix=where + ".")
+        name, url = fields.string("name"), fields.string("url")
+        if name is None or url is None:
+            invalid(where, dict(item), "an object with name and url")
+        sources.append(ImageSource(name, url))
+    return tuple(sources)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidRequestError, ModelNotFoundError
+from common.images.source import ImageSource
 from common.openai.bodies.base import read_body
 from common.openai.bodies.models import (
     AnswerFields,
@@ -30,8 +31,8 @@ from common.openai.bodies.models import (
 from common.openai.bodies.unsupported import refuse_unbuilt, refuse_unsupported
 from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, check_tokens_together, parse_prompts
 from common.openai.constraint import Constraint, read_constraint
-from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_messages
-from common.openai.prompt_ids import PromptIds, read_prompt_ids
+from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_images, parse_messages, text_of
+from common.openai.prompt_ids import PromptIds, read_prompt_ids, read_prompt_images
 from common.openai.sampling import (
     OutputFields,
     SamplingDefaults,
@@ -150,9 +151,11 @@ class ReasoningFields:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(_Request):
     """``POST /v1/chat/completions``. ``messages`` are checked and ready for a template; ``cache_marks`` were in
-    them. With ``prompt_ids`` there are none: they were rendered by whoever sent the request on."""
+    them, and so were ``images``. With ``prompt_ids`` there are no messages: they were rendered by whoever sent the
+    request on."""
 
     messages: tuple[Message, ...]
+    images: tuple[ImageSource, ...] = ()
     cache_marks: tuple[CacheMark, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     tool_choice: ToolChoiceValue = "none"
@@ -247,6 +250,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
             invalid("max_tokens", 0, "at least 1")
     return ChatRequest(
         messages=messages,
+        images=parse_images(fields.messages) if messages else read_prompt_images(body) if prompt_ids else (),
         cache_marks=parse_cache_marks(fields.messages) if messages else (),
         tools=fields.tools,
         tool_choice=fields.tool_choice or ("auto" if fields.tools else "none"),
@@ -352,7 +356,7 @@ def echoed_message(request: ChatRequest) -> str | None:
     """The text that an answer with ``echo`` begins with: the last message's, if the answer is its role's."""
     last = request.messages[-1] if request.messages else {}
     role = "assistant" if request.add_generation_prompt else last.get("role")
-    return last.get("content") if last.get("role") == role else None
+    return text_of(last.get("content")) if last.get("role") == role else None
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -2,7 +2,8 @@
 
 A recurrent state cannot be cut back, so a prefix can be resumed only where a state was kept, and the first prompt that
 has a prefix is the one that passes through it. The places are known from the conversation: ``cache_control`` marks, the
-end of system prompt and tools, the end of the last message before the generation prompt, the end of each earlier turn.
+ends of the last images, the end of system prompt and tools, the end of the last message before the generation prompt,
+the end of each earlier turn.
 
 1 a candidate is rendered as a conversation that ends there, without a generation prompt; where that text is no prefix
 of the whole text (templates that refuse partial conversations, or drop earlier reasoning), the conversation is rendered
@@ -22,11 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.openai.messages import CacheMark
+from common.openai.messages import CacheMark, text_of
 from common.openai.prompt_ids import MAX_BOUNDARIES
 
 MAX_CANDIDATES = 12
 """Places that are examined, the most promising first; each costs up to two renderings."""
+
+MAX_IMAGE_ENDS = 3
+"""Ends of images that are kept, the last ones: a history of images grows at its end."""
 
 MIN_GAP = 16
 """Tokens below which a boundary is not worth a state beside its neighbour (or beside the prompt's start)."""
@@ -48,7 +52,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat request says of its prompt. ``messages`` have text content."""
+    """What a chat request says of its prompt. ``messages`` have text content, or a list with images in it."""
 
     messages: Sequence[Mapping[str, Any]]
     marks: Sequence[CacheMark]
@@ -66,8 +70,11 @@ class _Candidate:
     is_marked: bool = False
 
 
-def semantic_boundaries(conversation: Conversation, token_ids: list[int], renderer: ChatRenderer) -> tuple[int, ...]:
-    """Positions below ``len(token_ids)``, the tokens of the rendered ``conversation``; the most reusable first."""
+def semantic_boundaries(
+    conversation: Conversation, token_ids: list[int], renderer: ChatRenderer, image_ends: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Positions below ``len(token_ids)``, the tokens of the rendered ``conversation``; the most reusable first.
+    ``image_ends``: where images end, likewise."""
     text = renderer.render(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
@@ -77,15 +84,18 @@ def semantic_boundaries(conversation: Conversation, token_ids: list[int], render
         return ()
     positions = _Positions(text, token_ids, renderer)
     kept: list[int] = []
+    ends = [position for position in image_ends if 0 < position < len(token_ids)][:MAX_IMAGE_ENDS]
     for candidate in _candidates(conversation)[:MAX_CANDIDATES]:
+        if not candidate.is_marked:
+            kept, ends = [*kept, *(each for each in ends if each not in kept)][:MAX_BOUNDARIES], []
+        if len(kept) == MAX_BOUNDARIES:
+            break
         cut = _cut(candidate, conversation, text, renderer)
         position = positions.find(cut) if 0 < cut < len(text) else None
         near = 1 if candidate.is_marked else MIN_GAP
         if position and position < len(token_ids) and all(abs(position - other) >= near for other in (0, *kept)):
             kept.append(position)
-            if len(kept) == MAX_BOUNDARIES:
-                break
-    return tuple(kept)
+    return tuple([*kept, *(each for each in ends if each not in kept)][:MAX_BOUNDARIES])
 
 
 def _candidates(conversation: Conversation) -> list[_Candidate]:
@@ -119,10 +129,10 @@ def _cut(candidate: _Candidate, conversation: Conversation, text: str, renderer:
             return len(part)
         if index >= len(messages) or messages[index]["role"] != "user":
             return 0  # templates look back from the last user message: another one changes what is before it
-        kept, following = "", messages[index]["content"]
+        kept, following = "", text_of(messages[index]["content"]) or ""
         rest: Sequence[Mapping[str, Any]] = ()
     else:
-        content = messages[index]["content"]
+        content = text_of(messages[index]["content"]) or ""
         kept, following = content[: candidate.num_chars], content[candidate.num_chars :]
         rest = messages[index + 1 :]  # some templates refuse a conversation without them
     other = {**messages[index], "content": kept + ("1" if following.lstrip().startswith("0") else "0")}

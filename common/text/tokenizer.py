@@ -15,7 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import InvalidRequestError
+from common.errors import ImageRefusedError, InvalidRequestError
+from common.images.rules import ImageRules
 from common.openai.logprobs import TokenPiece
 from common.openai.protocol import (
     ChatRequest,
@@ -106,6 +107,7 @@ class TextCodec:
             interpreter's lock, so that a long text does not hold up the event loop from a thread.
         trusts_templates: a request may bring a template of its own.
         answers: formats of answers that are named instead of found.
+        image_rules: how many tokens an image takes; a text says why the model takes none.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class TextCodec:
         backend: Backend | None = None,
         trusts_templates: bool = False,
         answers: Overrides = DETECTED,
+        image_rules: ImageRules | str = "it is a model of text",
     ) -> None:
         self.tokenizer = tokenizer
+        self.image_rules = image_rules
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._backend = backend
@@ -243,11 +247,11 @@ class TextCodec:
         return all_ids
 
     def encode_chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a chat request, through the model's template.
+        """Token ids of a chat request, through the model's template, which writes one placeholder for each image.
 
         Raises:
-            InvalidRequestError: no template, a reserved template argument, the template refused the messages, or what
-                it made of them is far too long.
+            InvalidRequestError: images and a model that takes none, no template, a reserved template argument, the
+                template refused the messages, or what it made of them is far too long.
         """
         if request.chat_template is not None and not self._trusts_templates:
             raise InvalidRequestError(
@@ -255,6 +259,7 @@ class TextCodec:
                 param="chat_template",
                 code="unsupported_parameter",
             )
+        self.check_images(request)
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:
             raise InvalidRequestError(
@@ -278,6 +283,14 @@ class TextCodec:
         if not token_ids:
             raise InvalidRequestError("messages have no tokens", param="messages")
         return self._cut(request, token_ids)
+
+    def check_images(self, request: ChatRequest) -> None:
+        """Raises ImageRefusedError for images and a model that takes none."""
+        if request.images and isinstance(self.image_rules, str):
+            name = request.images[0].name
+            raise ImageRefusedError(
+                f"{name}: this model takes no images: {self.image_rules}", reason="model", param=name
+            )
 
     def _cut(self, request: GenerationRequest, token_ids: list[int]) -> list[int]:
         return token_ids if self._max_model_len is None else request.truncated(token_ids, self._max_model_len)
@@ -343,8 +356,11 @@ class TextCodec:
         variables = dict.fromkeys(self.answer_format.switches, effort != "none") | {"reasoning_effort": effort}
         return {name: value for name, value in variables.items() if name not in request.chat_template_kwargs}
 
-    def chat_boundaries(self, request: ChatRequest, token_ids: list[int]) -> tuple[int, ...]:
-        """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; most reusable first."""
+    def chat_boundaries(
+        self, request: ChatRequest, token_ids: list[int], image_ends: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Positions in ``token_ids``, the tokens of ``encode_chat``, worth a kept state; the most reusable first, as in
+        ``image_ends``."""
         if request.add_special_tokens or request.truncate_prompt_tokens is not None:
             return ()  # the places of a conversation's parts in its text are not those in its tokens
         conversation = Conversation(
@@ -354,7 +370,7 @@ class TextCodec:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )
-        return semantic_boundaries(conversation, token_ids, _ChatRenderer(self, request))
+        return semantic_boundaries(conversation, token_ids, _ChatRenderer(self, request), image_ends)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; invalid bytes become replacement characters."""

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from common.errors import InvalidRequestError
+from common.images.rules import ImageRules
 from common.openai.protocol import ChatRequest, parse_chat
 from common.text.answers.detection import AUTO, Overrides
 from common.text.light_tokenizer import LightTokenizer
@@ -43,6 +44,7 @@ _TOOL = {
     },
 }
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 _SYSTEM = {"role": "system", "content": "You are brief."}
 _USER = {"role": "user", "content": "What is the weather?  \nTell me, naïve 日本!"}
 _ANSWER = {"role": "assistant", "content": " Sunny. "}
@@ -63,6 +65,7 @@ PROBE_CHATS: tuple[Mapping[str, Any], ...] = (
         "tools": [_TOOL],
     },
     {"messages": [_ANSWER, _ANSWER]},
+    {"messages": [{"role": "user", "content": [_IMAGE, {"type": "text", "text": "And it?"}, _IMAGE]}, _ANSWER, _USER]},
 )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ class TokenizerDocument:
         root_key, block_size: of the key chain (``common.kv_cache.keys``).
         keeps_boundaries: the node keeps states at semantic boundaries, so it wants to know them.
         parts: None when the tokenizer cannot be taken apart, for ``reason``.
+        image_rules: as of ``TextCodec``.
     """
 
     fingerprint: str
@@ -119,6 +123,7 @@ class TokenizerDocument:
     keeps_boundaries: bool
     parts: TokenizerParts | None = None
     reason: str | None = None
+    image_rules: ImageRules | str = "it is a model of text"
 
     def to_json(self) -> dict[str, Any]:
         parts = self.parts
@@ -130,6 +135,7 @@ class TokenizerDocument:
             "max_model_len": self.max_model_len,
             "keeps_boundaries": self.keeps_boundaries,
             "reason": self.reason,
+            "images": self.image_rules if isinstance(self.image_rules, str) else self.image_rules.to_json(),
             "tokenizer": None
             if parts is None
             else {
@@ -161,7 +167,7 @@ class TokenizerDocument:
         max_model_len, fingerprint = fields.integer("max_model_len", ge=1), fields.string("fingerprint")
         if block_size is None or vocab_size is None or max_model_len is None or fingerprint is None:
             raise ValueError("block_size, vocab_size, max_model_len and fingerprint are required")
-        raw = body.get("tokenizer")
+        raw, images = body.get("tokenizer"), body.get("images")
         return cls(
             fingerprint=fingerprint,
             root_key=bytes.fromhex(body["root_key"]),
@@ -171,6 +177,7 @@ class TokenizerDocument:
             keeps_boundaries=fields.boolean("keeps_boundaries"),
             parts=_read_parts(raw) if isinstance(raw, Mapping) else None,
             reason=fields.string("reason"),
+            image_rules=ImageRules.from_json(images) if isinstance(images, Mapping) else str(images),
         )
 
 
@@ -245,6 +252,7 @@ def create_codec(document: TokenizerDocument) -> TextCodec:
             vocab_size=document.vocab_size,
             max_model_len=document.max_model_len,
             answers=parts.answers,
+            image_rules=document.image_rules,
         )
         text_ids, chat_ids = probe_texts(codec), probe_chats(codec)
     # Two libraries read content that they did not make: whatever they raise, the nodes tokenise.

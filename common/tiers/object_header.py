@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hmac
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -20,8 +21,12 @@ DIGEST_BYTES = 32
 KEY_BYTES = 32
 _FIXED = struct.Struct("<8sHBB32s32s32s32sIIIIIIIQ16s")
 _NUM_BYTES_AT_END = DIGEST_BYTES
-MAX_TAIL_TOKENS = (HEADER_BYTES - _FIXED.size - _NUM_BYTES_AT_END) // 4
-"""Tokens of a tail that a header has room for: blocks of up to that many tokens and one can be kept."""
+_ID_BYTES, _ROW_BYTES = 4, 32
+_ROW = 2**32 - 1
+"""Instead of a token's id: the number of an image's row follows (``PrefixKeys.content``)."""
+MAX_TAIL_TOKENS = (HEADER_BYTES - _FIXED.size - _NUM_BYTES_AT_END) // _ID_BYTES
+"""Tokens of text that a header has room for: blocks of up to that many tokens and one can be kept. Rows of images take
+nine times as much: ``has_room``."""
 
 
 class ObjectKind(enum.IntEnum):
@@ -50,7 +55,7 @@ class ObjectHeader:
         start, num_blocks: of an extent: index of its first block in a block table, and how many.
         history: of a state: what the eviction policy knew (``PrefixKeys.history``).
         origin: of a state: why it was kept, at most 16 ASCII characters.
-        tail_tokens: of a state: from the last block boundary on.
+        tail_tokens: of a state: from the last block boundary on (``PrefixKeys.content``).
         row_bytes: of a state: length of the output row at the payload's end.
         payload_bytes: length of everything behind the header.
     """
@@ -88,8 +93,7 @@ class ObjectHeader:
             self.payload_bytes,
             self.origin.encode("ascii"),
         )
-        tokens = struct.pack(f"<{len(self.tail_tokens)}I", *self.tail_tokens)
-        body = (fixed + tokens).ljust(HEADER_BYTES - DIGEST_BYTES, b"\0")
+        body = (fixed + _pack(self.tail_tokens)).ljust(HEADER_BYTES - DIGEST_BYTES, b"\0")
         assert len(body) == HEADER_BYTES - DIGEST_BYTES, "a tail is longer than a header"
         return body + hmac.digest(secret, body, "sha256")
 
@@ -120,10 +124,38 @@ def decode_header(raw: bytes, secret: bytes) -> tuple[ObjectHeader, bytes]:
         num_blocks=num_blocks,
         history=(known, depth),
         origin=origin.rstrip(b"\0").decode("ascii"),
-        tail_tokens=struct.unpack_from(f"<{num_tail}I", body, _FIXED.size),
+        tail_tokens=_unpack(body[_FIXED.size :], num_tail),
         row_bytes=row_bytes,
     )
     return header, payload_digest
+
+
+def has_room(tail_tokens: Sequence[int]) -> bool:
+    """Whether a state's header can say that tail."""
+    return len(_pack(tail_tokens)) <= MAX_TAIL_TOKENS * _ID_BYTES
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    return b"".join(
+        token.to_bytes(_ID_BYTES, "little")
+        if token < _ROW
+        else _ROW.to_bytes(_ID_BYTES, "little") + token.to_bytes(_ROW_BYTES, "little")
+        for token in tokens
+    )
+
+
+def _unpack(raw: bytes, num_tokens: int) -> tuple[int, ...]:
+    tokens, at = [], 0
+    for _ in range(num_tokens):
+        token = int.from_bytes(raw[at : at + _ID_BYTES], "little")
+        at += _ID_BYTES
+        if token == _ROW:
+            token = int.from_bytes(raw[at : at + _ROW_BYTES], "little")
+            at += _ROW_BYTES
+        tokens.append(token)
+    if at > len(raw):
+        raise BadHeaderError("fields")
+    return tuple(tokens)
 
 
 def object_name(secret: bytes, header: ObjectHeader) -> str:

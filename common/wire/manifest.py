@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.images.span import ImageSpan
 from common.wire.fields import Fields, invalid
+from common.wire.image_spans import read_spans, spans_to_json
 from common.wire.manifest_reader import (
     DIGEST,
     HEX,
@@ -182,9 +184,10 @@ class Manifest:
     entries; no group for a model without attention. ``slot_id`` 0: no state slot (dense models). ``output_row`` is
     the hidden vector after the final norm of the prompt's last token, raw little-endian bytes of
     ``output_row_dtype``. ``epoch`` and generations are u64. ``prompt_token_ids`` is empty where the reader knows the
-    prompt already (the answer of a pull). ``digests``: hex digests of the blocks' content, shaped as ``block_ids``,
-    None for blocks without one; empty when the holder makes none. ``proof``: by which the holder knows its own promise
-    again, hex; None where the reader has it from the holder itself.
+    prompt already (the answer of a pull), and so are ``images``, the places of images in it. ``digests``: hex digests
+    of the blocks' content, shaped as ``block_ids``, None for blocks without one; empty when the holder makes none.
+    ``proof``: by which the holder knows its own promise again, hex; None where the reader has it from the holder
+    itself.
     """
 
     engine_id: str
@@ -201,6 +204,7 @@ class Manifest:
     lease_seconds: float
     prefix_key: bytes
     prompt_token_ids: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     slot_id: int = 0
     slot_generation: int = 0
     output_row: bytes | None = None
@@ -213,8 +217,8 @@ class Manifest:
 
     def digest(self) -> str:
         """Hex digest (32 bytes) of the promise. Without its address (a proxy may know another one; whoever answers
-        there has to know the proof) and the tokens, of which ``prefix_key`` is the digest."""
-        promise = dataclasses.replace(self, host="", port=0, prompt_token_ids=(), proof=None).to_params()
+        there has to know the proof), the tokens and the images, of which ``prefix_key`` is the digest."""
+        promise = dataclasses.replace(self, host="", port=0, prompt_token_ids=(), images=(), proof=None).to_params()
         return hashlib.blake2b(json.dumps(promise, sort_keys=True).encode(), digest_size=32).hexdigest()
 
     def to_params(self) -> dict[str, Any]:
@@ -242,6 +246,8 @@ class Manifest:
         }
         if self.prompt_token_ids:
             params["prompt_token_ids"] = list(self.prompt_token_ids)
+        if self.images:
+            params["tandem_images"] = spans_to_json(self.images)
         if self.output_row is not None:
             params["tandem_output_row"] = base64.b64encode(self.output_row).decode("ascii")
             params["tandem_output_row_dtype"] = self.output_row_dtype
@@ -295,6 +301,7 @@ class Manifest:
             lease_seconds=reader.number("tandem_lease_seconds", le=MAX_LEASE_SECONDS),
             prefix_key=bytes.fromhex(reader.string("tandem_prefix_key", HEX)),
             prompt_token_ids=token_ids,
+            images=read_spans(reader.fields, "tandem_images", num_tokens) if is_carried else (),
             slot_id=slot_id,
             slot_generation=reader.u64("tandem_slot_generation") if slot_id else 0,
             output_row=row,

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.images.span import ImageSpan
 from common.wire.fields import Fields, invalid
+from common.wire.image_spans import read_spans, spans_to_json
 from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialManifest
 from common.wire.manifest_reader import DIGEST, HEX, MAX_PROMPT_TOKENS, WORD
 
@@ -50,11 +52,13 @@ class ContentQuery:
     fingerprint: str
     prefix_key: bytes
     have: int
+    images: tuple[ImageSpan, ...] = ()
 
     def to_body(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "prompt_token_ids": list(self.prompt_token_ids),
+            **({"images": spans_to_json(self.images)} if self.images else {}),
             "cache_salt": self.cache_salt,
             "fingerprint": self.fingerprint,
             "prefix_key": self.prefix_key.hex(),
@@ -84,6 +88,7 @@ def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery 
     return ContentQuery(
         id=query_id,
         prompt_token_ids=token_ids,
+        images=read_spans(fields, "images", len(token_ids)),
         cache_salt=fields.string("cache_salt", max_chars=MAX_SALT_CHARS),
         fingerprint=_required(fields, "fingerprint", fields.string("fingerprint", pattern=HEX)),
         prefix_key=bytes.fromhex(_required(fields, "prefix_key", fields.string("prefix_key", pattern=HEX))),

@@ -20,6 +20,9 @@ MAX_DEADLINE_MS = 86_400_000
 CHARS_PER_TOKEN = 4
 """Of a text whose tokens are estimated: English in common vocabularies."""
 
+TOKENS_PER_IMAGE = 1024
+"""Of an image that nobody has looked at: a megapixel in patches of 32 x 32."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
@@ -34,7 +37,8 @@ class RequestCost:
         """Takes as long as the body is."""
         max_tokens = parsed.sampling.max_tokens
         if isinstance(parsed, ChatRequest):
-            return cls(_num_chars(parsed.messages) // CHARS_PER_TOKEN, max_tokens)
+            num_tokens = _num_chars(parsed.messages) // CHARS_PER_TOKEN + TOKENS_PER_IMAGE * len(parsed.images)
+            return cls(num_tokens, max_tokens)
         num_tokens = sum(
             -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt) for prompt in parsed.prompts
         )

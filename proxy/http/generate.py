@@ -20,13 +20,13 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.errors import RequestDeadlineError, TandemError
+from common.errors import ImageRefusedError, RequestDeadlineError, TandemError
 from common.grammar.checker import GrammarChecker
 from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
-from common.openai.prompt_ids import PROMPT_IDS_KEY
+from common.openai.prompt_ids import IMAGES_KEY, PROMPT_IDS_KEY
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
@@ -147,6 +147,7 @@ class GenerateService:
             body.pop(RESUME_KEY, None)
             body.pop(STREAM_STATE_KEY, None)
             body.pop(PROMPT_IDS_KEY, None)
+            body.pop(IMAGES_KEY, None)
             given_id = request_id_of(request)
             if self._pool.is_foreign():
                 parse = parse_foreign_completion if route == COMPLETIONS_ROUTE else parse_foreign_chat
@@ -211,7 +212,9 @@ class GenerateService:
         num_bytes = body_bytes_of(asked.http)
         done = await self._tokenizer.tokenise(parsed, job.body, job.prompts, num_bytes=num_bytes)
         job.body, job.prompts, job.prompt_keys = done.body, done.prompts, done.prompt_keys
-        if num_bytes > LONG_BYTES:
+        if IMAGES_KEY in job.body:  # some may have been fetched, whatever the length of the client's own body
+            await asyncio.to_thread(job.encoder.encode, job.body)
+        elif num_bytes > LONG_BYTES:
             # What the legs' bodies have in common is remembered: putting them together takes no time then.
             await run_for_body(asked.http, lambda: job.encoder.encode(job.body))
         return _num_prompt_tokens(done, estimate=asked.admission.num_prompt_tokens)
@@ -245,6 +248,8 @@ class GenerateService:
             logger.info("request failed after its answer request_id=%s: %s", job.request_id, error)
             return
         client.record.outcome = outcome_of(error)
+        if isinstance(error, ImageRefusedError):
+            self._metrics.inc("images_refused_total", reason=error.reason)
         if not isinstance(error, TandemError):
             logger.error("unexpected error request_id=%s", job.request_id, exc_info=error)
         status = error.status if isinstance(error, TandemError) else TandemError.status

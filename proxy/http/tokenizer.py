@@ -20,13 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, NodeUnavailableError
+from common.images.rules import ImageLimits
+from common.images.span import ImageSpan
 from common.openai.prompt_ids import PromptIds
 from common.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from common.text.chat_prompt import make_chat_prompt
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument, UnusableTokenizerError, create_codec
 from common.wire.json_text import LONG_BYTES
 from common.wire.routes import TOKENIZER_ROUTE
+from proxy.http.image_fetcher import ImageFetcher
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
@@ -47,6 +51,8 @@ INLINE_BYTES = 1500
 """Bytes of a whole body, of which any field may cost a template time. The texts of shorter ones are tokenised on the
 event loop, because handing them to a thread takes as long. Tokens cost little more than reading them did: up to
 ``LONG_BYTES`` they stay there too."""
+WAIT_S = 5.0
+"""Seconds for which a request with images waits for a tokenizer. Text goes on without: nodes tokenise it."""
 
 NUM_THREADS = 2
 """Threads that tokenise long prompts and rebuild tokenizers, beside the event loop."""
@@ -75,7 +81,16 @@ class _Source:
 class PromptTokenizer:
     """Runs from ``start`` to ``close``."""
 
-    def __init__(self, pool: NodePool, metrics: ProxyMetrics, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        pool: NodePool,
+        metrics: ProxyMetrics,
+        headers: Mapping[str, str],
+        image_limits: ImageLimits,
+        fetcher: ImageFetcher,
+    ) -> None:
+        self._image_limits = image_limits
+        self._fetcher = fetcher
         self._pool = pool
         self._metrics = metrics
         self._headers = dict(headers)
@@ -94,6 +109,7 @@ class PromptTokenizer:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- the tokenizer
@@ -155,7 +171,18 @@ class PromptTokenizer:
         self, request: GenerationRequest, body: Mapping[str, Any], prompts: Sequence[Any], *, num_bytes: int
     ) -> Tokenised:
         """The request with token ids instead of text, as far as that can be done here. ``prompts``: the body's, one
-        for each leg; ``num_bytes``: the body's length. Never raises because of the request."""
+        for each leg; ``num_bytes``: the body's length.
+
+        Raises:
+            InvalidRequestError: because of an image. Other requests go on as they are, for the nodes to refuse them.
+            NodeUnavailableError: images have to be found their place in the prompt here, and that cannot be done now.
+        """
+        has_images = isinstance(request, ChatRequest) and bool(request.images)
+        if isinstance(request, ChatRequest) and request.images:
+            await self._wait()
+            if self._codec is not None:
+                self._codec.check_images(request)
+            request = await self._fetcher.fetch(request)
         document, codec = self._document, self._codec
         if document is not None and not self._serves(document):
             document = None
@@ -164,22 +191,38 @@ class PromptTokenizer:
             given = _packed(request, body, prompts)
             try:
                 if document is None:
+                    _check_text(request)
                     return given
                 if isinstance(request, ChatRequest):
                     return self._chat(document, codec, request, body)
                 return self._completion(document, codec, request, given)
             except InvalidRequestError:
+                if has_images:  # none of them goes anywhere
+                    raise
                 return given  # the nodes refuse it in their own words
+            except NodeUnavailableError:
+                raise
             except Exception:
                 logger.exception("a prompt could not be tokenised here")
+                if has_images:
+                    raise
                 return given
 
         has_text = document is not None and (
             isinstance(request, ChatRequest) or any(isinstance(prompt, str) for prompt in request.prompts)
         )
-        if num_bytes <= (INLINE_BYTES if has_text else LONG_BYTES):
+        if not has_images and num_bytes <= (INLINE_BYTES if has_text else LONG_BYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _wait(self) -> None:
+        """Until there is a tokenizer, for ``WAIT_S`` at most: a proxy that has just begun to serve may be fetching
+        it."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self._document is None or not self._serves(self._document):
+            if time.monotonic() >= deadline_s:
+                return
+            await asyncio.sleep(WATCH_S)
 
     def _serves(self, document: TokenizerDocument) -> bool:
         """Whether all nodes that may get the prompt have this document's model, and take ids."""
@@ -192,10 +235,12 @@ class PromptTokenizer:
     ) -> Tokenised:
         # A node needs the messages for an echo, and decides by itself whether it trusts a template.
         if codec is None or request.output.echo or request.chat_template is not None:
+            _check_text(request)
             return Tokenised(body, [None])
-        prompt = _encode_chat(codec, document, request)
+        prompt = _encode_chat(codec, document, request, self._image_limits)
         self._metrics.inc("prompts_tokenised_total")
-        return Tokenised(prompt.put_into(body), [None], (_keys(document, prompt.token_ids, request.cache_salt),))
+        keys = _keys(document, prompt.token_ids, request.cache_salt, prompt.images)
+        return Tokenised(prompt.put_into(body, request.images), [None], (keys,))
 
     def _completion(
         self, document: TokenizerDocument, codec: TextCodec | None, request: CompletionRequest, given: Tokenised
@@ -229,19 +274,38 @@ def _packed(request: GenerationRequest, body: Mapping[str, Any], prompts: Sequen
     return Tokenised({**body, "prompt": packed if is_list else packed[0]}, packed)
 
 
-def _encode_chat(codec: TextCodec, document: TokenizerDocument, request: ChatRequest) -> PromptIds:
+def _check_text(request: GenerationRequest) -> None:
+    """A request that is not tokenised here. Raises when it has images: the leg that decodes must not have them, and
+    without tokens it would have no prompt."""
+    if not isinstance(request, ChatRequest) or not request.images:
+        return
+    if request.output.echo or request.chat_template is not None:
+        name = "echo" if request.output.echo else "chat_template"
+        raise InvalidRequestError(f"{name} is not supported for prompts with images", param=name)
+    raise NodeUnavailableError("images are not taken now: the proxy has no tokenizer that is like the nodes' own")
+
+
+def _encode_chat(codec: TextCodec, document: TokenizerDocument, request: ChatRequest, limits: ImageLimits) -> PromptIds:
     """Blocks; milliseconds for a long chat. Raises InvalidRequestError."""
-    token_ids = codec.encode_chat(request)
-    boundaries: tuple[int, ...] = ()
-    if document.keeps_boundaries and len(token_ids) <= document.max_model_len:
-        boundaries = codec.chat_boundaries(request, token_ids)
-    return PromptIds(array("I", token_ids), boundaries)
+    prompt = make_chat_prompt(
+        codec,
+        request,
+        limits,
+        keeps_boundaries=document.keeps_boundaries,
+        max_model_len=document.max_model_len,
+    )
+    return replace(prompt.ids, token_ids=array("I", prompt.ids.token_ids))
 
 
-def _keys(document: TokenizerDocument, token_ids: Sequence[int], cache_salt: str | None) -> PromptKeys | None:
+def _keys(
+    document: TokenizerDocument,
+    token_ids: Sequence[int],
+    cache_salt: str | None,
+    images: tuple[ImageSpan, ...] = (),
+) -> PromptKeys | None:
     if len(token_ids) > document.max_model_len:
         return None  # will be refused
-    return PromptKeys.of_prompt(document.root_key, document.block_size, token_ids, cache_salt)
+    return PromptKeys.of_prompt(document.root_key, document.block_size, token_ids, cache_salt, images)
 
 
 def _load(body: bytes) -> tuple[TokenizerDocument, TextCodec | None]:

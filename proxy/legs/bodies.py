@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from common.openai.prompt_ids import IMAGES_KEY
 from common.wire.handoff import prefill_leg_params
 from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
@@ -34,6 +35,9 @@ MAX_GROWTH = 8
 _DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "n", "best_of")
 _TANDEM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "max_completion_tokens", "echo", "logprobs", "top_logprobs")
 _VLLM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "min_completion_tokens")
+
+_PREFILL_ONLY_FIELDS = (TRANSFER_PARAMS_KEY, IMAGES_KEY)
+"""What a decode leg does not get of the client's body: who generates an answer never sees an image."""
 
 
 def encode(value: object) -> bytes:
@@ -107,7 +111,7 @@ def decode_body(
 ) -> bytes:
     """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
     ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
-    leg = {key: value for key, value in body.items() if key != TRANSFER_PARAMS_KEY}
+    leg = {key: value for key, value in body.items() if key not in _PREFILL_ONLY_FIELDS}
     if params is not None:
         leg[TRANSFER_PARAMS_KEY] = params
     if sources:

@@ -180,11 +180,12 @@ class CostChooser:
 
 
 def _goes_on(decode: Node, prompts: Sequence[Prompt]) -> bool:
-    """Whether the decode node has a state of every prompt to go on from. A prompt that is new to it is for the prefill
-    nodes, even where a few milliseconds would be saved: keeping such work from the streams is what they are for."""
+    """Whether the decode node has a state of every prompt to go on from, behind all its images. A prompt that is new to
+    it is for the prefill nodes, even where a few milliseconds would be saved: keeping such work from the streams is
+    what they are for."""
     for prompt in prompts:
         have = prompt.coverage.get(decode.url)
-        if have is None or not have.state_tokens:
+        if have is None or have.state_tokens < max(1, prompt.images_end):
             return False
     return True
 

@@ -41,12 +41,14 @@ has (see ``Estimator.apart_price_s``)."""
 class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL, with what will be there when a node has done what it
     is doing; ``holders``: nodes from which a part of it can be pulled now, and how many tokens that is, the deepest
-    state first. ``deepest``: tokens before the deepest state that any node has or will have."""
+    state first. ``deepest``: tokens before the deepest state that any node has or will have. ``images_end``: tokens up
+    to the last image, which only a prefill node computes."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
     holders: Sequence[tuple[Node, int]] = ()
     deepest: int = 0
+    images_end: int = 0
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Prompt:
         coverage: Mapping[str, Coverage],
         nodes: Iterable[Node],
         expected: Mapping[str, int] = NOTHING_EXPECTED,
+        images_end: int = 0,
     ) -> Prompt:
         """``nodes``: all that may be pulled from. ``expected``: tokens that a node is computing now, by URL."""
         known = [
@@ -67,7 +70,7 @@ class Prompt:
             coverage = _with_expected(coverage, expected, num_tokens)
         # One more than a reader is told of: it may be among them itself.
         deepest = max((have.state_tokens for have in coverage.values()), default=0)
-        return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest)
+        return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest, images_end)
 
     def on(self, node: Node) -> Coverage:
         return self.coverage.get(node.url, NO_COVERAGE)

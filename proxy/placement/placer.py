@@ -17,6 +17,7 @@ from typing import Any
 
 from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
+from common.images.span import end_of_images
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
@@ -207,7 +208,8 @@ class Placer:
         if isinstance(keys, TextKeys):
             return Prompt.of(keys.num_tokens, self._history.lookup(keys), pullable)
         coverage = self._index.lookup(keys)
-        return Prompt.of(keys.num_tokens, coverage, pullable, self._in_progress.lookup(keys, coverage))
+        expected = self._in_progress.lookup(keys, coverage)
+        return Prompt.of(keys.num_tokens, coverage, pullable, expected, end_of_images(keys.images))
 
     def _claims(self, placement: Placement, keys: Sequence[PromptKeys | TextKeys], choice: Choice) -> list[Claim]:
         """Of the prompts that are computed, on whoever computes each."""

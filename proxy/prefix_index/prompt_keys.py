@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.images.span import ImageSpan, digests_and_offsets
 from common.kv_cache.keys import PrefixKeys, chain_key, chain_root
 from common.wire.cache_events import truncate_key
 
@@ -19,10 +20,11 @@ class KeySource:
     root: bytes
     block_size: int
     token_ids: array[int] = field(repr=False)
+    images: tuple[ImageSpan, ...] = ()
 
     def followed_by(self, token_ids: Sequence[int]) -> PromptKeys:
         """The keys of the prompt with ``token_ids`` behind it; milliseconds for a long one."""
-        return PromptKeys.of_chain(self.root, self.block_size, self.token_ids + array("I", token_ids))
+        return PromptKeys.of_chain(self.root, self.block_size, self.token_ids + array("I", token_ids), self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class PromptKeys:
         num_tokens: of the prompt.
         block_size: tokens between two boundaries.
         boundary_keys: key of the first n full blocks at index n; the root, which binds model and salt, at 0.
-        token_ids: the prompt's own, for places inside a block.
+        token_ids, images: the prompt's own, for places inside a block.
         truncated_keys: ``boundary_keys`` as they are in the nodes' events.
     """
 
@@ -40,6 +42,7 @@ class PromptKeys:
     block_size: int
     boundary_keys: tuple[bytes, ...]
     token_ids: array[int] = field(repr=False)
+    images: tuple[ImageSpan, ...] = ()
     truncated_keys: tuple[bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -47,22 +50,29 @@ class PromptKeys:
 
     @classmethod
     def of_prompt(
-        cls, root_key: bytes, block_size: int, token_ids: Sequence[int], cache_salt: str | None = None
+        cls,
+        root_key: bytes,
+        block_size: int,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        images: tuple[ImageSpan, ...] = (),
     ) -> PromptKeys:
         """The keys that a node with this ``root_key`` gives to the prompt."""
         extra_keys = (("cache_salt", cache_salt.encode()),) if cache_salt is not None else ()
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-        return cls.of_chain(chain_root(root_key, extra_keys), block_size, ids)
+        return cls.of_chain(chain_root(root_key, extra_keys), block_size, ids, images)
 
     @classmethod
-    def of_chain(cls, root: bytes, block_size: int, token_ids: array[int]) -> PromptKeys:
+    def of_chain(
+        cls, root: bytes, block_size: int, token_ids: array[int], images: tuple[ImageSpan, ...] = ()
+    ) -> PromptKeys:
         """The keys of the chain that begins with ``root``."""
-        chain = PrefixKeys(root, block_size, token_ids).boundary_keys(len(token_ids) // block_size)
-        return cls(len(token_ids), block_size, tuple(chain), token_ids)
+        chain = PrefixKeys(root, block_size, token_ids, images).boundary_keys(len(token_ids) // block_size)
+        return cls(len(token_ids), block_size, tuple(chain), token_ids, images)
 
     @property
     def source(self) -> KeySource:
-        return KeySource(self.boundary_keys[0], self.block_size, self.token_ids)
+        return KeySource(self.boundary_keys[0], self.block_size, self.token_ids, self.images)
 
     @property
     def num_blocks(self) -> int:
@@ -72,4 +82,7 @@ class PromptKeys:
         """Key of the first ``position`` tokens, on a boundary or not. ``position`` is at most ``num_tokens``."""
         num_blocks, num_tail = divmod(position, self.block_size)
         boundary = self.boundary_keys[num_blocks]
-        return chain_key(boundary, self.token_ids[position - num_tail : position]) if num_tail else boundary
+        if not num_tail:
+            return boundary
+        start = position - num_tail
+        return chain_key(boundary, self.token_ids[start:position], digests_and_offsets(self.images, start, position))

@@ -230,7 +230,7 @@ def test_bad_message_field_when_sent_then_client_raises_bad_request_with_its_wor
         body: Any = caught.value.body
         assert body["type"] == "error"
         assert body["error"]["type"] == "invalid_request_error"
-        assert "messages[0].content[0].type 'image'" in body["error"]["message"]
+        assert "messages[0].content[0].image_url.url: this model takes no images" in body["error"]["message"]
         assert body["request_id"] == caught.value.request_id
     for call in (
         lambda: claude.messages.create(model="x", max_tokens=9, messages=[{"role": "user", "content": "a"}]),

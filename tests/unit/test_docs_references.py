@@ -26,6 +26,7 @@ NOT_METRICS = {
     *(
         "tandem_sources",
         "tandem_prompt",
+        "tandem_images",
         "tandem_resume",
         "tandem_node",
         "tandem_rendezvous",

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("common", "prefill_node", "decode_node", "proxy")
-HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate")
+HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate", "PIL")
 
 # Part -> what it may import of ours besides itself. `common.errors` is open to all.
 ALLOWED = {
@@ -25,6 +25,7 @@ ALLOWED = {
         "common.config",
         "common.grammar",
         "common.kv_cache.keys",
+        "common.images",
     },
     "prefill_node": {"common"},
     "decode_node": {"common"},
@@ -42,21 +43,23 @@ ALLOWED = {
         "common.request",
         "common.config",
         "common.grammar",
+        "common.images",
         "common.tiers",
     },
-    "common.engine": {"common.models", "common.kv_cache", "common.request", "common.grammar"},
-    "common.models": {"common.ops", "common.geometry", "common.kv_cache.spec"},
+    "common.engine": {"common.models", "common.kv_cache", "common.request", "common.grammar", "common.images"},
+    "common.models": {"common.ops", "common.geometry", "common.kv_cache.spec", "common.images"},
     "common.ops": set(),
     "common.simulate": {"common.geometry", "common.kv_cache", "common.config"},
     "common.geometry": {"common.kv_cache.spec"},
-    "common.kv_cache": {"common.fence", "common.request"},
+    "common.kv_cache": {"common.fence", "common.request", "common.images"},
     "common.transfer": {"common.fence"},
     "common.tiers": {"common.kv_cache"},
     "common.fence": set(),
     "common.grammar": set(),
-    "common.text": {"common.openai", "common.wire"},
-    "common.openai": {"common.wire", "common.request"},
-    "common.wire": set(),
+    "common.text": {"common.openai", "common.wire", "common.images"},
+    "common.openai": {"common.wire", "common.request", "common.images"},
+    "common.wire": {"common.images"},
+    "common.images": set(),
     "common.server": {"common.openai.errors", "common.openai.openapi", "common.wire", "common.telemetry"},
     "common.demo_model": set(),
     "common.cli": {
@@ -73,7 +76,7 @@ ALLOWED = {
     "common.telemetry": set(),
     "common.errors": set(),
     "common.config": set(),
-    "common.request": set(),
+    "common.request": {"common.images"},
 }
 # Inside a part: its folders and the modules beside them, each of which may import only what stands before it.
 ORDER: dict[str, tuple[str, ...]] = {
@@ -100,6 +103,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
+    "common.images": ("span", "header", "rules", "source"),
     "common.kv_cache": (
         "keys",
         "spec",
@@ -127,7 +131,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends", "rollback"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
-    "common.models": ("adapter", "cpu", "loading", "synthetic", "prebuild"),
+    "common.models": ("adapter", "cpu", "vision", "loading", "synthetic", "prebuild"),
     "common.node": (
         "cache_warnings",
         "generation_config",
@@ -175,6 +179,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "tracing",
         "answers",
         "choices",
+        "images",
         "prompt_jobs",
         "response_builder",
         "serving",
@@ -205,6 +210,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "answer_stream",
         "light_tokenizer",
         "tokenizer",
+        "chat_prompt",
         "tokenizer_document",
         "vocabulary",
     ),
@@ -270,6 +276,7 @@ LIGHT = (
     "common.wire",
     "common.server",
     "common.grammar",
+    "common.images",
     "common.cli",
     "common.demo_model",
     "common.metrics",

@@ -17,7 +17,7 @@ class Checkpoint:
     Attributes:
         key: key of the prefix of ``position`` tokens.
         boundary_key: key of the last full block boundary at or below ``position`` (the chain's root at 0).
-        tail_tokens: the tokens from that boundary to ``position``.
+        tail_tokens: the tokens from that boundary to ``position``, as ``PrefixKeys.content`` compares them.
         slot_id: the state; 0 for dense models.
         tail_block_ids: per attention group, the block whose first ``len(tail_tokens)`` rows are the tail; () on a
             boundary.

@@ -71,7 +71,7 @@ class RecurrentStateManager:
             if not bucket:
                 continue
             start = num_blocks * size
-            tail = tuple(keys.token_ids(start, min(start + size, num_tokens)))
+            tail = keys.content(start, min(start + size, num_tokens))
             for checkpoint in bucket:
                 if tail[: len(checkpoint.tail_tokens)] == checkpoint.tail_tokens:
                     yield checkpoint

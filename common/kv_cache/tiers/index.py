@@ -66,7 +66,7 @@ class TierIndex:
             start = num_blocks * size
             for prefix in self._by_boundary.get(chain[num_blocks], ()):
                 tail = prefix.checkpoint.tail_tokens
-                if above < prefix.position <= num_tokens and tail == tuple(keys.token_ids(start, start + len(tail))):
+                if above < prefix.position <= num_tokens and tail == keys.content(start, start + len(tail)):
                     yield prefix
 
     def missing(self, prefix: StoredPrefix) -> int:

@@ -17,13 +17,14 @@ def _takes_positions(model_class: Any) -> bool:
 
 
 def step_arguments(model: Any, cache: Any, positions: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a packed step for ``model`` (a causal LM or its base model); ``positions``: [num_tokens].
+    """Keyword arguments of a packed step for ``model`` (a causal LM or its base model); ``positions``: [num_tokens], or
+    [4, num_tokens] where images are: in the text, in time, height and width.
 
     A given cache is used whatever ``use_cache`` says; with it minimax would insist on a cache class of its own.
     """
     model_class: Any = type(model)
     if _takes_positions(model_class):
-        return {"position_ids": positions[None], "past_key_values": cache, "use_cache": False}
+        return {"position_ids": positions.unsqueeze(-2), "past_key_values": cache, "use_cache": False}
     return {"cache_params": cache, "use_cache": False}
 
 

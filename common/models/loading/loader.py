@@ -19,6 +19,7 @@ import torch
 
 from common.geometry.families import FAMILIES
 from common.geometry.geometry import model_geometry
+from common.images.rules import ImageRules
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.head import Head
@@ -36,8 +37,11 @@ from common.models.loading.checkpoint import (
     resolve_folder,
 )
 from common.models.loading.fingerprint import model_fingerprint, user_cache_dir
+from common.models.loading.images import load_images
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
+from common.models.vision.processor import ImageProcessor
+from common.models.vision.tower import VisionTower
 from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
 from common.ops.select import create_ops
@@ -60,6 +64,8 @@ class LoadedModel:
         eos_token_ids: from the generation config and the config, sorted.
         folder: where the files are.
         is_replayed: whether a recorded decode step (:mod:`common.models.cpu.replay`) gave the same bits as the forward.
+        image_rules: how many tokens an image takes; a text says why the model takes none.
+        tower, image_processor: loaded on request, where the model takes images.
     """
 
     model: Any
@@ -73,6 +79,9 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     folder: Path
     is_replayed: bool
+    image_rules: ImageRules | str = "it is a model of text"
+    tower: VisionTower | None = None
+    image_processor: ImageProcessor | None = None
 
 
 def load_model(
@@ -87,13 +96,17 @@ def load_model(
     prebuilt_ops: str | None = None,
     enforce_eager: bool = False,
     compact_weights: bool = False,
+    with_images: bool = False,
+    max_image_tokens: int | None = None,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
     ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
     ``enforce_eager``: decode steps are not replayed (:mod:`common.models.cpu.replay`). ``compact_weights``: packed for
-    decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`).
+    decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision
+    tower too, if the model has one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the
+    checkpoint says.
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
@@ -138,6 +151,15 @@ def load_model(
         is_replayed = (
             not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
         )
+        image_rules, tower, image_processor = load_images(
+            folder,
+            raw_config,
+            family,
+            max_image_tokens,
+            dtype=getattr(torch, dtype),
+            device=target,
+            with_tower=with_images,
+        )
     logger.info(
         "model loaded folder=%s model_type=%s dtype=%s device=%s ops=%s parameters=%d seconds=%.1f",
         folder,
@@ -160,4 +182,7 @@ def load_model(
         eos_token_ids=eos_token_ids(loaded),
         folder=folder,
         is_replayed=is_replayed,
+        image_rules=image_rules,
+        tower=tower,
+        image_processor=image_processor,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from common.images.span import ImageSpan
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
 from common.node.digests import make_digests
@@ -44,10 +45,11 @@ class ManifestBuilder:
         *,
         lease_id: str,
         prompt_token_ids: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
         report: PrefillReport | None = None,
     ) -> Manifest:
-        """The manifest of a prefix that is leased under ``lease_id``. ``prompt_token_ids``: for a reader that does not
-        know the prompt, because a proxy carries the manifest: it gets a proof too."""
+        """The manifest of a prefix that is leased under ``lease_id``. ``prompt_token_ids``, ``images``: for a reader
+        that does not know the prompt, because a proxy carries the manifest: it gets a proof too."""
         storage = self.storage
         digests = await asyncio.to_thread(
             make_digests, storage, lease.tables, lease.num_tokens, lease.slot_id, self.verify
@@ -68,6 +70,7 @@ class ManifestBuilder:
             lease_seconds=self.lease_seconds,
             prefix_key=lease.key,
             prompt_token_ids=tuple(prompt_token_ids),
+            images=tuple(images),
             slot_id=lease.slot_id,
             slot_generation=lease.slot_generation,
             output_row=row,

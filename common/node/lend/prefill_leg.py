@@ -9,6 +9,7 @@ the reader releases the lease or stops renewing it; nothing is written to the re
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 
 from common.engine.outputs import RequestOutput
 from common.errors import RequestAbortedError, TandemError
@@ -38,9 +39,12 @@ class PrefillLeg:
         self._rendezvous = rendezvous
         self._manifests = manifests
 
-    async def run(self, request: Request) -> tuple[Manifest, RequestOutput]:
+    async def run(
+        self, request: Request, prepare: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[Manifest, RequestOutput]:
         """Computes the prompt and leases it out under the request's id, which is that of the rendezvous when the
-        request wants progress. Aborted like any request when the caller goes away before that.
+        request wants progress. Aborted like any request when the caller goes away before that. ``prepare``: what is
+        left to do with the request; it may take longer than a reader waits for a leg to come.
 
         The lease outlives the call: whoever got the manifest releases it, or it expires.
 
@@ -49,10 +53,14 @@ class PrefillLeg:
             TandemError: as ``RendezvousTable.open``, or the engine's.
         """
         if not request.wants_progress:
+            if prepare is not None:
+                await prepare()
             return await self._compute(request)
         table, rendezvous_id = self._rendezvous, request.request_id
         table.open(rendezvous_id)
         try:
+            if prepare is not None:
+                await prepare()
             manifest, output = await self._compute(request)
         except BaseException as exc:
             gone = RequestAbortedError("the prefill leg's caller went away")
@@ -97,5 +105,6 @@ class PrefillLeg:
             lease_id=request.request_id,
             # Whoever follows a rendezvous has the prompt.
             prompt_token_ids=() if request.wants_progress else request.prompt_token_ids,
+            images=() if request.wants_progress else request.images,
             report=report,
         )

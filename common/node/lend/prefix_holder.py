@@ -57,10 +57,10 @@ class PrefixHolder:
                 f"{self._max_model_len}",
                 param="prompt_token_ids",
             )
-        keys = self._manager.prefix_keys(query.prompt_token_ids, query.cache_salt)
+        keys = self._manager.prefix_keys(query.prompt_token_ids, query.cache_salt, images=query.images)
         if await asyncio.to_thread(keys.key_at, num_tokens) != query.prefix_key:
             raise InvalidRequestError(
-                f"prefix_key {query.prefix_key.hex()} is not the key of prompt_token_ids and cache_salt here",
+                f"prefix_key {query.prefix_key.hex()} is not the key of prompt_token_ids, images and cache_salt here",
                 param="prefix_key",
             )
         lease = await self._engine.call(lambda: self._core.lease_prefix(keys, query.id, deeper_than=query.have))

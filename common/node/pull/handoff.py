@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
+from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
@@ -126,7 +127,7 @@ class HandoffReader:
 
     @contextlib.asynccontextmanager
     async def read(
-        self, handoff: Handoff, token_ids: Sequence[int], cache_salt: str | None
+        self, handoff: Handoff, token_ids: Sequence[int], cache_salt: str | None, images: Sequence[ImageSpan] = ()
     ) -> AsyncIterator[HandoffResult]:
         """Holds what the peer has of this prompt while the block runs, or until its pull has ended.
 
@@ -136,7 +137,7 @@ class HandoffReader:
             TransferError: it cannot be used and the policy is to fail.
         """
         url = _url_of(handoff)
-        keys = self._manager.prefix_keys(token_ids, cache_salt)
+        keys = self._manager.prefix_keys(token_ids, cache_salt, images=images)
         manifests: ManifestStream
         if isinstance(handoff, Manifest):
             self._check_compatible(handoff)

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from common.engine.core import EngineCore
 from common.errors import InvalidRequestError, TandemError, TransferError
+from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
@@ -69,25 +70,37 @@ class PrefixSources:
 
     @contextlib.asynccontextmanager
     async def prefix(
-        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[PullSource]
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        sources: Sequence[PullSource],
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncIterator[RemotePrefix | None]:
         """The prefix that the first useful source has beyond what is here, leased while the block runs or until its
         pull has ended. None: nothing worth pulling. Raises nothing but what the block raises."""
-        found = await self._find(token_ids, cache_salt, sources)
+        found = await self._find(token_ids, cache_salt, sources, images)
         try:
             yield found
         finally:
             if found is not None:
                 found.close()
 
+    def keys(self, token_ids: Sequence[int], cache_salt: str | None, images: Sequence[ImageSpan]) -> PrefixKeys:
+        """A prompt's, as this node's cache has them."""
+        return self._manager.prefix_keys(token_ids, cache_salt, images=images)
+
     async def _find(
-        self, token_ids: Sequence[int], cache_salt: str | None, sources: Sequence[PullSource]
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        sources: Sequence[PullSource],
+        images: Sequence[ImageSpan],
     ) -> RemotePrefix | None:
         cache = self._manager.config
         min_missing = MIN_MISSING_BLOCKS * cache.block_size
         if not (sources and cache.caches_states and len(token_ids) > min_missing):
             return None
-        keys = self._manager.prefix_keys(token_ids, cache_salt)
+        keys = self.keys(token_ids, cache_salt, images)
         await asyncio.to_thread(keys.key_at, keys.num_tokens)
         try:
             # The request would wait for the running step anyway.
@@ -121,6 +134,7 @@ class PrefixSources:
             fingerprint=self._fingerprint,
             prefix_key=keys.key_at(keys.num_tokens),
             have=num_local,
+            images=keys.images,
         )
         prefix, may_be_leased = None, True
         try:

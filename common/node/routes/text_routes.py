@@ -48,7 +48,7 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
         if body.get("messages") is not None:
             # Only the fields that make the prompt are checked here: what a chat request says of its answer is ignored.
             chat = parse_chat({**body, TRANSFER_PARAMS_KEY: prefill_leg_params()})
-            token_ids = prompts.codec.encode_chat(chat)
+            token_ids = list(prompts.chat_prompt(chat).ids.token_ids)
         else:
             prompt = fields.string("prompt")
             if prompt is None:

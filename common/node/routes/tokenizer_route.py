@@ -61,6 +61,7 @@ def _make(codec: TextCodec | None, cache: KVCacheConfig, fingerprint: str, max_m
         keeps_boundaries=cache.keeps_boundaries,
         parts=parts,
         reason=reason,
+        image_rules=codec.image_rules if codec is not None else "the model has no tokenizer",
     )
     return encode_json(document.to_json())
 

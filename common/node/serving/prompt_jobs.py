@@ -15,11 +15,15 @@ from functools import partial
 from fastapi import Request as HttpRequest
 
 from common.errors import InvalidRequestError
+from common.images.rules import ImageLimits
+from common.images.source import EncodedImage, ImageSource
+from common.images.span import ImageSpan
 from common.kv_cache.spec import KVCacheConfig
 from common.metrics.metrics import Metrics
 from common.node.pull.handoff import Handoff, HandoffReader, HandoffResult
 from common.node.serving.answers import AnswerPlan, plan_answer
 from common.node.serving.choices import Choice
+from common.node.serving.images import PromptImages
 from common.openai.prompt_ids import PROMPT_IDS_KEY, PromptIds
 from common.openai.protocol import (
     ChatRequest,
@@ -33,6 +37,7 @@ from common.openai.sampling import SamplingDefaults
 from common.request import SamplingParams, TokenLogprob
 from common.server.gate import is_peer, request_id_of
 from common.server.json_body import run_for_body
+from common.text.chat_prompt import ChatPrompt, make_chat_prompt
 from common.text.tokenizer import TextCodec
 from common.wire.handoff import TransferMode
 from common.wire.manifest import Manifest
@@ -56,10 +61,13 @@ THREAD_RESUME_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as tokens, and where in it states are worth keeping (``Request.semantic_boundaries``)."""
+    """A prompt as tokens, where in it states are worth keeping and images are (``Request.semantic_boundaries``,
+    ``Request.images``), and those images, if this node computes any."""
 
     token_ids: list[int]
     semantic_boundaries: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+    encoded_images: tuple[EncodedImage, ...] = ()
 
 
 @dataclass(slots=True)
@@ -76,18 +84,21 @@ class PromptJob:
     handoff: Handoff | None
     choices: list[Choice]
     num_resumed: int = 0
+    images: tuple[ImageSpan, ...] = ()
+    encoded_images: tuple[EncodedImage, ...] = ()
     prompt_logprobs: list[TokenLogprob | None] | None = None
     handoff_result: HandoffResult = field(default_factory=HandoffResult)
 
 
 class PromptReader:
-    """Makes the jobs of requests. Stateless. Without ``codec`` the model has no tokenizer; without ``handoffs`` this
-    node pulls nothing that a prefill leg computed."""
+    """Makes the jobs of requests. Without ``codec`` the model has no tokenizer; without ``images`` no image is computed
+    here; without ``handoffs`` this node pulls nothing that a prefill leg computed."""
 
     def __init__(
         self,
         codec: TextCodec | None,
         handoffs: HandoffReader | None,
+        images: PromptImages | None = None,
         *,
         cache_config: KVCacheConfig,
         max_model_len: int,
@@ -96,6 +107,7 @@ class PromptReader:
     ) -> None:
         self._codec = codec
         self._handoffs = handoffs
+        self.images = images
         self._vocab_size = cache_config.geometry.vocab_size
         self._keeps_boundaries = cache_config.keeps_boundaries
         self._max_model_len = max_model_len
@@ -115,11 +127,13 @@ class PromptReader:
             return prompts
         [prompt] = prompts
         token_ids = [*prompt.token_ids, *self._resumed_tokens(request.resume)]
-        return [EncodedPrompt(token_ids, prompt.semantic_boundaries)]
+        return [replace(prompt, token_ids=token_ids)]
 
     async def _given_prompts(self, request: GenerationRequest) -> list[EncodedPrompt]:
         if isinstance(request, ChatRequest):
             if request.prompt_ids is not None:
+                if request.images:
+                    return [await asyncio.to_thread(self._given, request.prompt_ids, request.images)]
                 return [self._given(request.prompt_ids)]
             self._metrics.inc("prompts_tokenised_total")
             return [await asyncio.to_thread(self._encode_chat, request)]
@@ -133,17 +147,28 @@ class PromptReader:
         """Blocks; 10 ms for each 20,000 characters."""
         return [EncodedPrompt(token_ids) for token_ids in self.codec.encode_prompts(request)]
 
-    def _given(self, prompt: PromptIds) -> EncodedPrompt:
-        """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have."""
+    def _given(self, prompt: PromptIds, sources: Sequence[ImageSource] = ()) -> EncodedPrompt:
+        """A chat that the proxy has tokenised. Raises InvalidRequestError for ids that the model does not have, or
+        images that are not the prompt's."""
         check_token_ids(f"{PROMPT_IDS_KEY}.token_ids", prompt.token_ids, self._vocab_size)
-        return EncodedPrompt(list(prompt.token_ids), prompt.boundaries if self._keeps_boundaries else ())
+        boundaries = prompt.boundaries if self._keeps_boundaries else ()
+        encoded = self.images.read(sources, prompt.images) if self.images is not None else ()
+        return EncodedPrompt(list(prompt.token_ids), boundaries, prompt.images, encoded)
 
     def _encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """Blocks; several milliseconds for a long chat."""
-        token_ids = self.codec.encode_chat(request)
-        if not self._keeps_boundaries or len(token_ids) > self._max_model_len:
-            return EncodedPrompt(token_ids)
-        return EncodedPrompt(token_ids, self.codec.chat_boundaries(request, token_ids))
+        prompt = self.chat_prompt(request)
+        return EncodedPrompt(list(prompt.ids.token_ids), prompt.ids.boundaries, prompt.ids.images, prompt.encoded)
+
+    def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
+        """Blocks. Raises InvalidRequestError as ``make_chat_prompt``."""
+        return make_chat_prompt(
+            self.codec,
+            request,
+            self.images.limits if self.images is not None else ImageLimits(),
+            keeps_boundaries=self._keeps_boundaries,
+            max_model_len=self._max_model_len,
+        )
 
     def _resumed_tokens(self, resume: Resume) -> tuple[int, ...]:
         check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, self._vocab_size)
@@ -170,7 +195,7 @@ class PromptReader:
             handoffs = await run_for_body(http, parse)
         manifests = [handoff for handoff in handoffs if isinstance(handoff, Manifest)]
         if manifests and len(manifests) == len(handoffs):
-            prompts = [EncodedPrompt(list(manifest.prompt_token_ids)) for manifest in manifests]
+            prompts = [EncodedPrompt(list(each.prompt_token_ids), images=each.images) for each in manifests]
         elif manifests:
             raise InvalidRequestError(
                 "kv_transfer_params: all entries must have a tandem_rendezvous, or none", param="kv_transfer_params"
@@ -184,6 +209,8 @@ class PromptReader:
                 await asyncio.sleep(0)
             given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
             sampling = self.sampling(request, given)
+            if prompt.images and sampling.prompt_logprobs is not None:
+                raise InvalidRequestError("prompt_logprobs is not supported for prompts with images", param="messages")
             answer: AnswerPlan | None = None
             if isinstance(request, ChatRequest) and self._codec is not None:
                 plan = partial(plan_answer, request, self._codec, given, request_id_of(http))
@@ -204,6 +231,8 @@ class PromptReader:
                     handoff=handoffs[index] if handoffs and sampling.prompt_logprobs is None else None,
                     choices=choices,
                     num_resumed=num_resumed,
+                    images=prompt.images,
+                    encoded_images=prompt.encoded_images,
                 )
             )
         return jobs

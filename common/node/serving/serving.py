@@ -19,18 +19,19 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from common.engine.outputs import RequestOutput
-from common.errors import InvalidRequestError, TandemError
+from common.errors import ImageRefusedError, InvalidRequestError, TandemError
 from common.grammar.checker import GrammarChecker
 from common.metrics.metrics import Metrics
 from common.metrics.outcomes import outcome_of
 from common.metrics.unknown_fields import UnknownFields
+from common.models.vision.image_input import ImageInput
 from common.node.engine_thread import EngineThread
 from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.rendezvous import RendezvousTable, refused_rendezvous
 from common.node.pull.handoff import HandoffReader
 from common.node.pull.sources import PrefixSources
 from common.node.serving.admission import Admission
-from common.node.serving.prompt_jobs import PromptJob, PromptReader, engine_request_id
+from common.node.serving.prompt_jobs import EncodedPrompt, PromptJob, PromptReader, engine_request_id
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import EventStream, ResponseBuilder, response_id
 from common.node.serving.tracing import RequestTrace
@@ -115,6 +116,8 @@ class Serving:
         try:
             yield
         except TandemError as exc:
+            if isinstance(exc, ImageRefusedError):
+                self._metrics.inc("images_refused_total", reason=exc.reason)
             rendezvous_id = refused_rendezvous(body)
             if rendezvous_id is not None:
                 self._rendezvous.refuse(rendezvous_id, exc)
@@ -166,9 +169,14 @@ class Serving:
             raise InvalidRequestError(
                 f"a prefill leg takes one prompt, got {len(prompts)}; send one leg per prompt", param="prompt"
             )
-        token_ids = prompts[0].token_ids
+        [prompt] = prompts
+        token_ids = prompt.token_ids
         self._prompts.sampling(request, token_ids)
-        async with self._sources.prefix(token_ids, request.cache_salt, request.sources) as remote:
+
+        async def prepare() -> None:
+            engine_request.image_inputs = await self._image_inputs(request, prompt)
+
+        async with self._sources.prefix(token_ids, request.cache_salt, request.sources, prompt.images) as remote:
             rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
             engine_request = Request(
                 request_id=rendezvous_id or engine_request_id(http),
@@ -179,10 +187,11 @@ class Serving:
                 remote=remote,
                 is_remote_optional=True,
                 arrival_s=time.monotonic(),
-                semantic_boundaries=prompts[0].semantic_boundaries,
+                semantic_boundaries=prompt.semantic_boundaries,
                 wants_progress=rendezvous_id is not None,
+                images=prompt.images,
             )
-            manifest, output = await self._prefill_leg.run(engine_request)
+            manifest, output = await self._prefill_leg.run(engine_request, prepare if prompt.images else None)
         record.prompt_done(len(token_ids), output)
         record.close_finished([output.finish_reason])
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)
@@ -200,21 +209,32 @@ class Serving:
         choice = responses.completion_choice(0, "", finish_reason=output.finish_reason)
         return JSONResponse(responses.completion_response(choices=[choice], **common))
 
+    async def _image_inputs(
+        self, request: GenerationRequest, prompt: EncodedPrompt | PromptJob
+    ) -> Sequence[ImageInput]:
+        """Of a prompt with images, on a node that computes them. Raises as ``PromptImages.inputs``."""
+        images = self._prompts.images
+        if images is None or not prompt.encoded_images:
+            return ()
+        keys = self._sources.keys(prompt.token_ids, request.cache_salt, prompt.images)
+        return await images.inputs(prompt.encoded_images, keys)
+
     # --- engine outputs
 
     async def _outputs(
         self, request: GenerationRequest, job: PromptJob
     ) -> AsyncGenerator[tuple[PromptJob, RequestOutput], None]:
         """Runs one prompt; what a peer has of it is held meanwhile."""
+        image_inputs = await self._image_inputs(request, job)
         async with contextlib.AsyncExitStack() as stack:
             if job.handoff is not None:
                 assert self._handoffs is not None
-                reading = self._handoffs.read(job.handoff, job.token_ids, request.cache_salt)
+                reading = self._handoffs.read(job.handoff, job.token_ids, request.cache_salt, job.images)
                 async with self._admission.waiting_for_peer():
                     job.handoff_result = await stack.enter_async_context(reading)
             remote = job.handoff_result.prefix
             if job.handoff is None and job.sampling.prompt_logprobs is None:
-                found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources)
+                found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources, job.images)
                 remote = await stack.enter_async_context(found)
             engine_request = Request(
                 request_id=job.request_id,
@@ -230,6 +250,8 @@ class Serving:
                 arrival_s=time.monotonic(),
                 semantic_boundaries=job.semantic_boundaries,
                 num_resumed_tokens=job.num_resumed,
+                images=job.images,
+                image_inputs=image_inputs,
             )
             outputs = await stack.enter_async_context(contextlib.aclosing(self._engine.generate(engine_request)))
             async for output in outputs:

@@ -32,7 +32,7 @@ from common.node.tiers.scanner import TierScanner
 from common.node.tiers.tier_reader import BadObjects, TierPrefix, TierReader
 from common.node.tiers.writer import TierWriter, WriteJob
 from common.tiers.catalogue import Catalogue
-from common.tiers.object_header import ObjectHeader, ObjectKind
+from common.tiers.object_header import ObjectHeader, ObjectKind, has_room
 from common.tiers.timed_reads import TimedReads
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class NodeTiers:
 
     def _may_go(self, checkpoint: Checkpoint) -> bool:
         """What was pulled is kept by who computed it, or is in a tier."""
-        return checkpoint.origin != "pulled"
+        return checkpoint.origin != "pulled" and has_room(checkpoint.tail_tokens)
 
     def _is_wanted(self, checkpoint: Checkpoint) -> bool:
         return self._may_go(checkpoint) and self._stack.wants(checkpoint.key)

@@ -89,8 +89,8 @@ class CompletionPromptBody(PromptBody):
 class ChatPromptBody(PromptBody):
     messages: _Messages = declare(
         "OpenAI",
-        "The conversation; content is text, or a list of text parts. `cache_control` on a message or part marks what "
-        "later prompts will share. Required.",
+        "The conversation; content is text, or a list of text and `image_url` parts. `cache_control` on a message or "
+        "part marks what later prompts will share. Required.",
         is_required=True,
     )
     tools: Tools = declare("OpenAI", "Functions that the model may call; the template shows them.")

@@ -60,6 +60,32 @@ ROWS = (
         ),
     ),
     Row(
+        "Images",
+        (
+            Panel(
+                "Images needed",
+                "Computed by the vision tower, or kept from an earlier prompt. A cached prefix needs none.",
+                "short",
+                (("{{source}}", "sum by (source) (rate(tandem_images_encoded_total[5m]))"),),
+            ),
+            Panel(
+                "Vision tower",
+                "Share of a second that it runs, and what is kept of its work.",
+                "short",
+                (
+                    ("{{instance}} busy", "sum by (instance) (rate(tandem_image_encode_seconds_total[5m]))"),
+                    ("{{instance}} kept, bytes", "sum by (instance) (tandem_mm_encoder_cache_bytes)"),
+                ),
+            ),
+            Panel(
+                "Images refused",
+                "Requests that got a 400 because of an image, by reason.",
+                "short",
+                (("{{role}} {{reason}}", "sum by (role, reason) (rate(tandem_images_refused_total[5m]))"),),
+            ),
+        ),
+    ),
+    Row(
         "Pressure",
         (
             Panel(

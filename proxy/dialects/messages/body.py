@@ -44,6 +44,23 @@ class TextBlock(Block):
     text: str
 
 
+class ImageSource(Body):
+    type: Literal["base64", "url"]
+    media_type: str | None = declare("Anthropic", "Of base64, such as `image/png`.")
+    data: str | None = declare("Anthropic", "The image in base64.")
+    url: str | None = declare("Anthropic", "Of an image that the proxy may fetch, or a data URL.")
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def image_url(self) -> str:
+        source = self.source
+        return source.url or "" if source.type == "url" else f"data:{source.media_type};base64,{source.data or ''}"
+
+
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str
@@ -64,10 +81,11 @@ class ThinkingBlock(Block):
     signature: str | None = declare("Anthropic", "Not read: reasoning is the client's to keep.")
 
 
-AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+AnyBlock = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 _BLOCKS: Mapping[str, Mapping[str, type[AnyBlock]]] = {
-    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "user": {"text": TextBlock, "image": ImageBlock, "tool_result": ToolResultBlock},
+    "tool_result": {"text": TextBlock, "image": ImageBlock},
     "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
     "system": {"text": TextBlock},
 }
@@ -75,7 +93,7 @@ _BLOCKS: Mapping[str, Mapping[str, type[AnyBlock]]] = {
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Any = declare("Anthropic", "A text, or blocks: text, thinking, tool_use, tool_result.", default=...)
+    content: Any = declare("Anthropic", "A text, or blocks: text, image, thinking, tool_use, tool_result.", default=...)
 
 
 def read_messages(value: object) -> list[tuple[str, list[AnyBlock]]]:
@@ -89,6 +107,11 @@ def read_messages(value: object) -> list[tuple[str, list[AnyBlock]]]:
         kinds = _BLOCKS[message.role]
         read.append((message.role, read_blocks(f"messages[{index}].content", message.content, kinds)))
     return read
+
+
+def read_result(name: str, value: object) -> list[AnyBlock]:
+    """Of a tool."""
+    return [] if value is None else read_blocks(name, value, _BLOCKS["tool_result"])
 
 
 def read_blocks(name: str, value: object, kinds: Mapping[str, type[AnyBlock]] = _BLOCKS["system"]) -> list[AnyBlock]:

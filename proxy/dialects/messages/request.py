@@ -9,12 +9,13 @@ from typing import Any
 import orjson
 
 from common.errors import InvalidRequestError
-from common.openai.messages import CACHE_CONTROL
+from common.openai.messages import CACHE_CONTROL, IMAGE_URL
 from proxy.dialects.fields import given, passed
 from proxy.dialects.messages.body import (
     AnyBlock,
     Block,
     CountTokensBody,
+    ImageBlock,
     MessagesBody,
     OutputFormat,
     TextBlock,
@@ -23,7 +24,7 @@ from proxy.dialects.messages.body import (
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
-    read_blocks,
+    read_result,
 )
 
 ERROR_PREFIX = "Error: "
@@ -101,19 +102,19 @@ def _messages(body: CountTokensBody) -> list[ChatMessage]:
 
 
 def _said(name: str, role: str, blocks: Sequence[AnyBlock]) -> list[ChatMessage]:
-    """Texts that stand together are one message, each tool's result is one of its own."""
+    """Texts and images that stand together are one message, each tool's result is one of its own."""
     messages: list[ChatMessage] = []
-    texts: list[TextBlock] = []
+    shown: list[AnyBlock] = []
     for index, block in enumerate(blocks):
-        if isinstance(block, TextBlock):
-            texts.append(block)
+        if isinstance(block, TextBlock | ImageBlock):
+            shown.append(block)
         elif isinstance(block, ToolResultBlock):
-            if texts:
-                messages.append({"role": role, "content": _content(texts)})
-                texts = []
+            if shown:
+                messages.append({"role": role, "content": _content(shown)})
+                shown = []
             messages.append(_tool_result(f"{name}.content[{index}]", block))
-    if texts or (role == "user" and not messages):
-        messages.append({"role": role, "content": _content(texts)})
+    if shown or (role == "user" and not messages):
+        messages.append({"role": role, "content": _content(shown)})
     return messages
 
 
@@ -143,18 +144,26 @@ def _as_text(arguments: Mapping[str, Any]) -> str:
 
 
 def _tool_result(name: str, block: ToolResultBlock) -> ChatMessage:
-    blocks = [] if block.content is None else read_blocks(f"{name}.content", block.content)
-    texts = [each for each in blocks if isinstance(each, TextBlock)]
-    if block.is_error and not (texts and texts[0].text.lower().startswith("error")):
-        texts = [TextBlock(type="text", text=ERROR_PREFIX + (texts[0].text if texts else "")), *texts[1:]]
-    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(texts)}
+    blocks = read_result(f"{name}.content", block.content)
+    first = blocks[0].text if blocks and isinstance(blocks[0], TextBlock) else None
+    if block.is_error and not (first or "").lower().startswith("error"):
+        rest = blocks if first is None else blocks[1:]
+        blocks = [TextBlock(type="text", text=ERROR_PREFIX + (first or "")), *rest]
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(blocks)}
     return message | _mark(block)
 
 
-def _content(texts: Sequence[TextBlock]) -> str | list[ChatMessage]:
-    if len(texts) == 1 and texts[0].cache_control is None:
-        return texts[0].text
-    return [{"type": "text", "text": each.text} | _mark(each) for each in texts]
+def _content(blocks: Sequence[AnyBlock]) -> str | list[ChatMessage]:
+    if len(blocks) == 1 and isinstance(blocks[0], TextBlock) and blocks[0].cache_control is None:
+        return blocks[0].text
+    return [_part(each) | _mark(each) for each in blocks]
+
+
+def _part(block: AnyBlock) -> ChatMessage:
+    if isinstance(block, ImageBlock):
+        return {"type": IMAGE_URL, IMAGE_URL: {"url": block.image_url}}
+    assert isinstance(block, TextBlock), f"a {block.type} block is no part of a text"
+    return {"type": "text", "text": block.text}
 
 
 def _mark(*blocks: Block) -> ChatMessage:

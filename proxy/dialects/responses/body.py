@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainValidator
 
@@ -45,6 +45,15 @@ _REFUSED: Mapping[str, str] = {
 class TextPart(Body):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = declare(
+        "OpenAI", "The prompt up to here will be used again: a state is kept there."
+    )
+
+
+class ImagePart(Body):
+    type: Literal["input_image"]
+    image_url: str = declare("OpenAI", "A data URL, or one of an image that the proxy may fetch.", default=...)
+    detail: Literal["low", "high", "auto", "original"] | None = declare("OpenAI", "Accepted: the model's own.")
     prompt_cache_breakpoint: dict[str, Any] | None = declare(
         "OpenAI", "The prompt up to here will be used again: a state is kept there."
     )
@@ -117,17 +126,28 @@ def _read_item(name: str, item: Mapping[str, Any]) -> Item:
     return read
 
 
-def read_parts(name: str, value: object) -> list[tuple[str, bool]]:
-    """Text parts as (text, whether a state is to be kept at its end)."""
+class Part(NamedTuple):
+    """``is_marked``: a state is to be kept at its end. ``is_image``: ``text`` is its URL."""
+
+    text: str
+    is_marked: bool = False
+    is_image: bool = False
+
+
+def read_parts(name: str, value: object, *, may_have_images: bool = False) -> list[Part]:
     if isinstance(value, str):
-        return [(value, False)]
-    read: list[tuple[str, bool]] = []
+        return [Part(value)]
+    kinds: Mapping[str, type[Body]] = {**_PARTS, "input_image": ImagePart} if may_have_images else _PARTS
+    why = "only text and input_image are" if may_have_images else _ONLY_TEXT
+    read: list[Part] = []
     for index, part in enumerate(objects(name, value)):
-        found = read_kind(f"{name}[{index}]", part, _PARTS, why=_ONLY_TEXT)
+        found: Body = read_kind(f"{name}[{index}]", part, kinds, why=why)
         if isinstance(found, TextPart):
-            read.append((found.text, found.prompt_cache_breakpoint is not None))
+            read.append(Part(found.text, found.prompt_cache_breakpoint is not None))
+        elif isinstance(found, ImagePart):
+            read.append(Part(found.image_url, found.prompt_cache_breakpoint is not None, is_image=True))
         elif isinstance(found, RefusalPart):
-            read.append((found.refusal, False))
+            read.append(Part(found.refusal))
     return read
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequestError
-from common.openai.messages import CACHE_CONTROL
+from common.openai.messages import CACHE_CONTROL, IMAGE_URL
 from common.wire.fields import invalid, shown
 from proxy.dialects.fields import UNSUPPORTED, as_given, given, passed, refuse
 from proxy.dialects.responses.body import (
@@ -111,8 +111,8 @@ def _add_made(answer: Message, name: str, item: Item) -> None:
     """Texts are lists of pieces until all items are read."""
     if isinstance(item, MessageItem):
         parts = read_parts(f"{name}.content", item.content)
-        answer["content"] += [text for text, _ in parts if text]
-        if any(is_marked for _, is_marked in parts):
+        answer["content"] += [part.text for part in parts if part.text]
+        if any(part.is_marked for part in parts):
             answer[CACHE_CONTROL] = {"type": "ephemeral"}
     elif isinstance(item, FunctionCallItem):
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
@@ -124,7 +124,7 @@ def _add_made(answer: Message, name: str, item: Item) -> None:
 def _reasoning(name: str, item: ReasoningItem) -> str:
     for key in ("content", "summary"):
         if parts := getattr(item, key):
-            return "".join(text for text, _ in read_parts(f"{name}.{key}", parts))
+            return "".join(part.text for part in read_parts(f"{name}.{key}", parts))
     return unseal(f"{name}.encrypted_content", item.encrypted_content) if item.encrypted_content else ""
 
 
@@ -145,15 +145,17 @@ def unseal(name: str, value: str) -> str:
 
 
 def _content(name: str, value: object) -> str | list[Message]:
-    """As a chat has it: a text, or parts where one is marked or there are several."""
-    parts = read_parts(name, value)
-    if len(parts) == 1 and not parts[0][1]:
-        return parts[0][0]
-    return [_part(text, is_marked=is_marked) for text, is_marked in parts]
+    """As a chat has it: a text, or parts where one is marked or an image, or there are several."""
+    parts = read_parts(name, value, may_have_images=True)
+    if len(parts) == 1 and not (parts[0].is_marked or parts[0].is_image):
+        return parts[0].text
+    return [_part(*part) for part in parts]
 
 
-def _part(text: str, *, is_marked: bool = False) -> Message:
+def _part(text: str, is_marked: bool = False, is_image: bool = False) -> Message:
     mark = {CACHE_CONTROL: {"type": "ephemeral"}} if is_marked else {}
+    if is_image:
+        return {"type": IMAGE_URL, IMAGE_URL: {"url": text}, **mark}
     return {"type": "text", "text": text, **mark}
 
 

@@ -32,6 +32,7 @@ spec_decode_num_accepted_tokens_per_pos_total{position}
 tier_objects{tier} tier_used_bytes{tier} tier_size_bytes{tier} tier_bytes_total{tier,op} tier_hit_tokens_total{tier}
 tier_skipped_total{tier,reason} tier_read_errors_total{tier,reason} tier_write_errors_total{tier,reason}
 tier_read_seconds{tier}
+images_encoded_total{source} image_encode_seconds_total mm_encoder_cache_bytes images_refused_total{reason}
 grammar_checks_total{result} grammar_check_seconds grammars_waiting grammar_compile_seconds grammar_mask_seconds
 """
 

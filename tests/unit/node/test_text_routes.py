@@ -12,6 +12,8 @@ import pytest
 from fastapi import FastAPI
 
 from common.node.routes.text_routes import add_text_routes
+from common.openai.prompt_ids import PromptIds
+from common.text.chat_prompt import ChatPrompt
 
 
 class SpyCodec:
@@ -29,8 +31,8 @@ class SpyCodec:
         self.threads.add(threading.get_ident())
         return [7]
 
-    def encode_chat(self, request: object) -> list[int]:
-        return self.encode("")
+    def chat_prompt(self, request: object) -> ChatPrompt:
+        return ChatPrompt(PromptIds(self.encode("")))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         self.threads.add(threading.get_ident())
@@ -61,7 +63,7 @@ async def test_text_when_tokenised_or_put_together_then_off_the_event_loop(
     path: str, body: dict[str, Any], key: str, expected: object
 ) -> None:
     app, codec = FastAPI(), SpyCodec()
-    prompts: Any = SimpleNamespace(codec=codec)
+    prompts: Any = SimpleNamespace(codec=codec, chat_prompt=codec.chat_prompt)
     add_text_routes(app, prompts, model_name="m", max_model_len=64)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
         response = await client.post(path, json=body)

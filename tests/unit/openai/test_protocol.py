@@ -372,7 +372,12 @@ def test_continue_final_message_turns_the_generation_prompt_off() -> None:
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "messages[0].content[0].image_url.url",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [{"type": "video_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),

@@ -21,7 +21,15 @@ import pytest
 from common.errors import ConfigError
 from common.tiers import folder as folder_module
 from common.tiers.folder import ObjectFolder, ObjectReadError, ObjectWriteError, open_folder
-from common.tiers.object_header import HEADER_BYTES, MAX_TAIL_TOKENS, ObjectHeader, ObjectKind, object_name
+from common.tiers.object_header import (
+    HEADER_BYTES,
+    MAX_TAIL_TOKENS,
+    ObjectHeader,
+    ObjectKind,
+    decode_header,
+    has_room,
+    object_name,
+)
 from common.tiers.secrets import SECRET_FILE, derived_secret, folder_secret
 from common.tiers.timed_reads import TimedReads
 
@@ -316,6 +324,14 @@ def test_secret_when_asked_for_again_then_it_is_the_same_and_for_its_owner_alone
 def test_header_when_its_tail_is_the_longest_then_it_fits() -> None:
     header = replace(STATE, tail_tokens=tuple(range(MAX_TAIL_TOKENS)))
     assert len(header.encode(SECRET, bytes(32))) == HEADER_BYTES
+
+
+def test_header_when_its_tail_has_rows_of_images_then_they_come_back() -> None:
+    rows = (2**255 + 1, 2**256 - 1)
+    header = replace(STATE, tail_tokens=(5, *rows, 2**32 - 2))
+    assert decode_header(header.encode(SECRET, bytes(32)), SECRET) == (header, bytes(32))
+    assert has_room((rows[0],) * (MAX_TAIL_TOKENS // 9))
+    assert not has_room((rows[0],) * (MAX_TAIL_TOKENS // 9 + 1))
 
 
 class Outcomes:

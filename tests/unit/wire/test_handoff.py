@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
+from common.images.span import ImageSpan
 from common.wire.handoff import TransferMode, prefill_leg_params, transfer_mode
 from common.wire.manifest import Manifest, ManifestShape, PrefillReport
 
@@ -42,6 +43,27 @@ def test_any_manifest_survives_json(epoch: int, generations: list[int], slot: in
     assert Manifest.from_params(json.loads(json.dumps(given_manifest.to_params()))) == given_manifest
 
 
+IMAGE = ImageSpan(1, 1, 2, bytes(range(32)))
+
+
+def test_manifest_when_the_prompt_has_images_then_their_places_travel_and_bad_ones_are_refused() -> None:
+    given = manifest(images=(IMAGE, ImageSpan(4, 1, 1, bytes(32))))
+    params = json.loads(json.dumps(given.to_params()))
+    assert Manifest.from_params(params).images == given.images
+    for wrong in (
+        {"start": 4},  # beyond the prompt's five tokens
+        {"rows": 0},
+        {"digest": "00"},
+        {"columns": None},
+        {"start": -1},
+    ):
+        [first, second] = params["tandem_images"]
+        with pytest.raises(InvalidRequestError, match="tandem_images"):
+            Manifest.from_params({**params, "tandem_images": [{**first, **wrong}]})
+    with pytest.raises(InvalidRequestError, match="tandem_images"):
+        Manifest.from_params({**params, "tandem_images": [second, first]})
+
+
 def test_dense_and_pure_recurrent_models_have_their_shapes() -> None:
     dense = manifest(slot_id=0, slot_generation=0, output_row=None, output_row_dtype=None, prefill=None)
     assert Manifest.from_params(dense.to_params(), ManifestShape(num_block_groups=1, has_state=False)) == dense
@@ -59,7 +81,7 @@ def test_digest_when_anything_that_is_promised_changes_then_changes() -> None:
     first = manifest()
     carried = json.dumps({"added": "by a proxy", **first.to_params()}).replace("30.0", "30")
     assert Manifest.from_params(json.loads(carried)).digest() == first.digest()
-    elsewhere = manifest(host="10.0.0.1", port=1, prompt_token_ids=(), proof=None)
+    elsewhere = manifest(host="10.0.0.1", port=1, prompt_token_ids=(), images=(IMAGE,), proof=None)
     assert elsewhere.digest() == first.digest()
     changes: dict[str, Any] = {
         "engine_id": "e", "request_id": "r", "num_tokens": 6, "block_size": 8, "block_ids": ((3, 8),),
@@ -69,7 +91,7 @@ def test_digest_when_anything_that_is_promised_changes_then_changes() -> None:
         "tp_size": 2,
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Manifest)} - set(changes) == {
-        "host", "port", "prompt_token_ids", "proof",
+        "host", "port", "prompt_token_ids", "images", "proof",
     }  # fmt: skip
     assert len({first.digest(), *(manifest(**{name: value}).digest() for name, value in changes.items())}) == 20
 

@@ -143,6 +143,28 @@ def test_marks_when_converted_then_the_chat_keeps_states_at_their_places() -> No
     assert chat["tools"][0]["cache_control"] == {"type": "ephemeral"}
 
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+
+
+def test_images_when_converted_then_are_the_chats_in_their_places() -> None:
+    inline = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": [inline]}
+    content = [{"type": "text", "text": "See"}, {**IMAGE, "cache_control": {"type": "ephemeral"}}, result]
+    url, data = (
+        {"type": "image_url", "image_url": {"url": each}}
+        for each in ("https://example.com/a.png", "data:image/png;base64,aaaa")
+    )
+    chat = chat_of(messages=[{"role": "user", "content": content}])
+    assert chat["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "See"}, {**url, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Error: "}, data]},
+    ]
+    parsed = parse_chat(chat)
+    assert [image.url for image in parsed.images] == [url["image_url"]["url"], data["image_url"]["url"]]
+    [mark] = parsed.cache_marks
+    assert (mark.message_index, mark.num_chars) == (0, None)
+
+
 def test_assistants_message_at_the_end_when_converted_then_is_gone_on_with() -> None:
     chat = chat_of(messages=[{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Ye"}])
     assert chat["continue_final_message"] is True
@@ -198,13 +220,19 @@ def test_thinking_and_format_when_converted_then_are_the_chats(
     assert {name: value for name, value in chat.items() if usual.get(name) != value} == expected
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "u"}}
+PDF = {"type": "document"}
 BAD = [
     ({"max_tokens": None}, "max_tokens", "required"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and"),
     ({"messages": []}, "messages", "at least one"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "one of user"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
+    ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type", "document"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}]},
+        "messages[0].content[0].source.type",
+        "one of base64, url",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}]},
         "messages[0].content[0].type",
@@ -216,9 +244,9 @@ BAD = [
         "redacted_thinking",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [PDF]}]}]},
         "messages[0].content[0].content[0].type",
-        "image",
+        "document",
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}]},

@@ -129,6 +129,14 @@ def test_items_when_converted_then_what_the_model_made_is_one_message_again() ->
     ]
 
 
+def test_image_when_converted_then_is_the_chats_in_its_place() -> None:
+    parts = [{"type": "input_image", "image_url": "data:,", "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts[:1]}
+    chat = chat_of({"input": [{"role": "user", "content": parts}, output]})
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    assert [message["content"] for message in chat["messages"]] == [[image, {"type": "text", "text": "What?"}], [image]]
+
+
 def test_marked_part_when_converted_then_the_chat_keeps_a_state_there() -> None:
     parts = [
         {"type": "input_text", "text": "A long text.", "prompt_cache_breakpoint": {"mode": "explicit"}},
@@ -205,9 +213,14 @@ BAD = [
     ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0].type", "not stored"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "u"}]}]},
         "input[0].content[0].type",
         "input_image",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "input[0].content[0].image_url",
+        "required",
     ),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content", "not of this"),

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from common.images.rules import ImageLimits
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import ChatRequest, parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import TokenizerDocument
+from proxy.http.image_fetcher import ImageFetcher
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.node_http.client import NodeAnswer
 from tests.support.http_server import wait_for
@@ -222,7 +224,9 @@ def site(document: TokenizerDocument) -> Site:
     info = SimpleNamespace(pull=True, fingerprint="f00d", epoch="1")
     node = SimpleNamespace(url="http://a", name="a", is_up=True, info=info, client=answers)
     made = Site(answers, node, None)  # type: ignore[arg-type]
-    made.tokenizer = PromptTokenizer(SimpleNamespace(nodes=[node]), made, {})  # type: ignore[arg-type]
+    limits = ImageLimits()
+    pool: Any = SimpleNamespace(nodes=[node])
+    made.tokenizer = PromptTokenizer(pool, made, {}, limits, ImageFetcher((), limits, 1.0))  # type: ignore[arg-type]
     return made
 
 

@@ -1,0 +1,211 @@
+"""Images that requests name by URL, fetched from the few hosts that the operator allows (``--allowed-media-domains``).
+
+A URL is text from anybody, and what it names may be a machine that only this one reaches. So: 1 its host is one of
+those allowed, by name, 2 the name is resolved once, and where any of its addresses is not a public one it is refused, 3
+the connection goes to an address that was looked at, whatever the name stands for a moment later, 4 each redirect
+begins at 1, and there are few, 5 bytes and time are bounded, and nothing is decompressed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from common.errors import ImageRefusedError
+from common.images.rules import ImageLimits
+from common.images.source import ImageSource, too_long
+from common.openai.protocol import ChatRequest
+
+MAX_REDIRECTS = 3
+MAX_AT_ONCE = 16
+"""Images fetched at a time, by all requests."""
+MAX_URL_CHARS = 4096
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_PIECE_BYTES = 64 * 1024
+# Networks whose addresses stand for IPv4 addresses that lie elsewhere, maybe here.
+_TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")))
+
+Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Addresses of a host, given its name and port."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the Internet's, for everybody."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        if any(ip in network for network in _TRANSLATED):
+            return False
+    return ip.is_global and not ip.is_multicast
+
+
+async def look_up(host: str, port: int) -> Sequence[str]:
+    """By the system's resolver. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in found]
+
+
+class _NotAllowedError(Exception):
+    """Says why, for the client."""
+
+
+class _PublicResolver(AbstractResolver):
+    """Resolves a name for one connection, which goes to what it returns."""
+
+    def __init__(self, lookup: Lookup, is_allowed: Callable[[str], bool]) -> None:
+        self._lookup = lookup
+        self._is_allowed = is_allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        addresses = await self._lookup(host, port)
+        for address in addresses:
+            if not self._is_allowed(address):
+                raise _NotAllowedError(f"{host} has an address that is not public")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in addresses
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+class ImageFetcher:
+    """Lives on the event loop. ``domains``: as the flag has them; none: nothing is fetched. ``lookup`` and
+    ``is_allowed``: instead of the system's resolver and the rule for addresses."""
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        limits: ImageLimits,
+        timeout_s: float,
+        *,
+        lookup: Lookup = look_up,
+        is_allowed: Callable[[str], bool] = is_public,
+    ) -> None:
+        self._domains = frozenset(domain.lower().rstrip(".") for domain in domains)
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._resolver = _PublicResolver(lookup, is_allowed)
+        self._slots = asyncio.Semaphore(MAX_AT_ONCE)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def fetch(self, request: ChatRequest) -> ChatRequest:
+        """The request with data in the place of URLs.
+
+        Raises:
+            ImageRefusedError: a URL is not allowed, or does not give an image within the bounds.
+        """
+        sources = request.images
+        if not self._domains or not any(source.is_remote for source in sources):
+            return request
+        if len(sources) > self._limits.max_images:
+            return request  # to be refused for that
+        tasks = [asyncio.ensure_future(self._fetched(source)) for source in sources]
+        try:
+            return dataclasses.replace(request, images=tuple(await asyncio.gather(*tasks)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _fetched(self, source: ImageSource) -> ImageSource:
+        if not source.is_remote:
+            return source
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                data = await self._get(source)
+        except TimeoutError as exc:
+            raise self._refused(source, f"it did not come within --image-fetch-seconds {self._timeout_s:g}") from exc
+        except _NotAllowedError as exc:
+            raise self._refused(source, str(exc)) from exc
+        except (aiohttp.ClientError, OSError, ValueError) as exc:
+            # Why a connection failed would tell the client about this network.
+            raise self._refused(source, "it could not be fetched") from exc
+        return await asyncio.to_thread(source.with_data, data)
+
+    @staticmethod
+    def _refused(source: ImageSource, why: str) -> ImageRefusedError:
+        return ImageRefusedError(f"{source.name}: {source.url[:80]!r}: {why}", reason="fetch", param=source.name)
+
+    async def _get(self, source: ImageSource) -> bytes:
+        if len(source.url) > MAX_URL_CHARS:
+            raise _NotAllowedError(f"a URL must have at most {MAX_URL_CHARS} characters")
+        url = URL(source.url)
+        for _ in range(MAX_REDIRECTS + 1):
+            self._check(url)
+            async with self._connected().get(url, allow_redirects=False) as answer:
+                if answer.status in _REDIRECTS:
+                    url = url.join(URL(answer.headers.get("location", "")))
+                    continue
+                if answer.status != 200:
+                    raise _NotAllowedError(f"the answer's status is {answer.status}")
+                return await self._read(answer, source)
+        raise _NotAllowedError(f"it redirects more than {MAX_REDIRECTS} times")
+
+    def _check(self, url: URL) -> None:
+        """The same parsed URL is connected to: no second reading of its text could find another host in it."""
+        if url.scheme not in ("http", "https"):
+            raise _NotAllowedError(f"scheme {url.scheme[:20]!r} is not http or https")
+        if url.user is not None or url.password is not None:
+            raise _NotAllowedError("user names and passwords are not allowed in URLs")
+        host, port = (url.raw_host or "").lower().rstrip("."), url.port
+        is_usual = port == {"http": 80, "https": 443}[url.scheme]
+        if f"{host}:{port}" not in self._domains and not (is_usual and host in self._domains):
+            raise _NotAllowedError("its host is not one of --allowed-media-domains")
+        # An address is no name: it is connected to without being resolved.
+        try:
+            ipaddress.ip_address(host.partition("%")[0])
+        except ValueError:
+            return
+        if not self._resolver._is_allowed(host):
+            raise _NotAllowedError(f"{host} is not a public address")
+
+    async def _read(self, answer: aiohttp.ClientResponse, source: ImageSource) -> bytes:
+        if (answer.content_length or 0) > self._limits.max_bytes:
+            raise too_long(source.name, self._limits)
+        pieces: list[bytes] = []
+        num_bytes = 0
+        async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+            num_bytes += len(piece)
+            if num_bytes > self._limits.max_bytes:
+                raise too_long(source.name, self._limits)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector: Any = aiohttp.TCPConnector(resolver=self._resolver, use_dns_cache=False, force_close=True)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+                headers={"accept-encoding": "identity", "accept": "image/*"},
+            )
+        return self._session
