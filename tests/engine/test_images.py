@@ -22,6 +22,7 @@ from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.engine.cores import SMALL_POOL, run
 from tests.support import images
+from tests.support.drafts import speculate
 from tests.support.images import encoded, picture, prompt_with, stock_generate
 from tests.support.reference import tolerance
 from tests.support.tier_node import TierNode
@@ -258,3 +259,17 @@ def test_images_when_their_prompt_comes_back_from_a_tier_then_none_is_encoded_an
             await second.check()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.full)])
+def test_answer_when_what_follows_an_image_is_drafted_then_equals_transformers(
+    pictured: Pictured, share: float
+) -> None:
+    parts = ([50, 51], A, TEXT)
+    token_ids, _ = prompt_with(*parts)
+    plain = [token for output in pictured.outputs(pictured.request(*parts)) for token in output.token_ids]
+    drafting = Pictured()
+    speculation = speculate(drafting.core, drafting.model, [[*token_ids, *plain]], share, always=True, num_tokens=3)
+    assert drafting.cached(*parts) == 0
+    assert speculation.num_accepted_tokens
+    assert (speculation.num_accepted_tokens == speculation.num_draft_tokens) == (share == 1.0)
