@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_check_when_there_is_no_container_engine_then_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    for name in ("bash", "dirname", "python3"):
+    for name in ("bash", "dirname"):
         program = shutil.which(name)
         assert program is not None
         (tmp_path / name).symlink_to(program)
     done = subprocess.run(
         ["bash", "deploy/check.sh"],
         cwd=ROOT,
-        env=os.environ | {"PATH": str(tmp_path)},
+        env=os.environ | {"PATH": str(tmp_path), "PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=60,
