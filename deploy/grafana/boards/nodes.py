@@ -206,4 +206,43 @@ ROWS = (
             ),
         ),
     ),
+    Row(
+        "Speculative decoding",
+        (
+            Panel(
+                "Drafted tokens",
+                "Run behind the last token, and taken because they equal what was sampled. Empty without "
+                "--speculative-config.",
+                "short",
+                (
+                    ("drafted /s", "sum (rate(tandem_spec_decode_num_draft_tokens_total[5m]))"),
+                    ("taken /s", "sum (rate(tandem_spec_decode_num_accepted_tokens_total[5m]))"),
+                ),
+            ),
+            Panel(
+                "Tokens taken of a draft",
+                "Mean per draft: a step of a sequence brings this many and one. Near 0 drafts cost more than they bring "
+                "and are tried rarely.",
+                "short",
+                (
+                    (
+                        "{{instance}}",
+                        "sum by (instance) (rate(tandem_spec_decode_num_accepted_tokens_total[5m])) "
+                        "/ sum by (instance) (rate(tandem_spec_decode_num_drafts_total[5m]))",
+                    ),
+                ),
+            ),
+            Panel(
+                "Taken by place",
+                "Tokens a second at each place of a draft: how long drafts are worth being.",
+                "short",
+                (
+                    (
+                        "place {{position}}",
+                        "sum by (position) (rate(tandem_spec_decode_num_accepted_tokens_per_pos_total[5m]))",
+                    ),
+                ),
+            ),
+        ),
+    ),
 )

@@ -69,6 +69,12 @@ ROWS = (
                 failure=True,
             ),
             Panel(
+                "Reads in flight",
+                "Pulls whose data is being read, or may still be written. One that never ends is a frozen peer's.",
+                "short",
+                (("{{instance}}", "sum by (instance) (tandem_transfers_in_flight)"),),
+            ),
+            Panel(
                 "Late reads thrown away",
                 "The memory had been reused when it was read; found by its generation.",
                 "short",
