@@ -2,8 +2,9 @@
 
 1 what stands before an assistant's words, 2 whether reasoning is written, or taken out of earlier answers, 3 a call:
 its name, keys and values are words that nothing else has, so what stands around them is the template's own. What cannot
-be found that way (templates that do not render calls, but whose vocabulary has a format's markers) is taken from the
-table of formats. The same on every machine: nothing but the template and the vocabulary is looked at.
+be found that way (templates that do not render calls, but tell the model how to write them, or whose vocabulary has a
+format's markers) is taken from the table of formats. The same on every machine: nothing but the template and the
+vocabulary is looked at.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SWITCHES = ("enable_thinking", "thinking")
 """Variables through which templates switch reasoning on and off."""
 _ID = re.compile(r',\s*"id":\s*"functions\.\w+:\d+"')
 _TAG = re.compile(r"<[^<>\s]+>")
+_DESCRIBED = {"hermes": r"\s*{", "nemotron_json": r"\s*\[", "jamba": r"\s*\[", "qwen3_coder": r"\s*<function="}
+"""What follows the marker of calls in instructions to write them so."""
 
 Render = Callable[..., str | None]
 """``(messages, *, tools, add_generation_prompt, variables) -> text``; None where the template refuses."""
@@ -63,7 +66,7 @@ def detect(render: Render, is_token: Callable[[str], bool], overrides: Overrides
     if overrides.reasoning != AUTO:
         named = None if overrides.reasoning == NONE else REASONING_FORMATS[overrides.reasoning]
         reasoning = replace(named, begin=reasoning.begin, end=reasoning.end) if named and reasoning else named
-    tools = probe.tools() or _from_vocabulary(is_token)
+    tools = probe.tools() or probe.described() or _from_vocabulary(is_token)
     if overrides.tools != AUTO:
         tools = None if overrides.tools == NONE else named_format(overrides.tools, tools)
     return AnswerFormat(tools, reasoning, probe.header, probe.switches())
@@ -187,6 +190,16 @@ class _Probe:
         if layout is None or opener not in layout.begin or closer not in layout.end:
             layout = base.layout
         return replace(base, open_marker=opener, close_marker=closer, layout=layout, takes_text=takes_text)
+
+    def described(self) -> ToolFormat | None:
+        """Of templates that do not write calls, and tell the model how to."""
+        text, without = self._render([_USER], has_tools=True) or "", self._render([_USER]) or ""
+        for name, following in _DESCRIBED.items():
+            found = TOOL_FORMATS[name]
+            is_told = re.search(re.escape(found.open_marker) + following, text) and found.close_marker in text
+            if is_told and found.open_marker not in without:
+                return replace(found, is_rendered=False)
+        return None
 
     def _calls(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str:
         message = {"role": "assistant", "content": content, "tool_calls": list(calls)}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from common.text.answers.deltas import AnswerDelta, DeltaSink
 from common.text.answers.formats import KIMI_MARKERS, AnswerFormat, CallKind, ToolTypes
 from common.text.answers.json_calls import json_calls, kimi_calls
-from common.text.answers.python_calls import python_calls
+from common.text.answers.python_calls import echo, python_calls
 from common.text.answers.reader import Steps, TextReader
 from common.text.answers.xml_calls import FUNCTION, FUNCTION_END, xml_calls
 
@@ -135,7 +135,8 @@ class AnswerParser:
         return (self._marker(self._tools.open_marker), *((self._marker(first),) if first is not None else ()))
 
     def _after_calls(self) -> Steps:
-        """Goes over closing markers that come once more, and over white space if nothing follows it."""
+        """Goes over closing markers that come once more, calls that are said again before one, and white space if
+        nothing follows it."""
         assert self._tools is not None
         reader, close = self._reader, self._marker(self._tools.close_marker)
         reader.keep = reader.place
@@ -143,6 +144,8 @@ class AnswerParser:
             is_closed = yield from reader.literal(close)
             if not is_closed and self._tools.kind is CallKind.XML:
                 is_closed = yield from reader.literal(FUNCTION_END)
+            if not is_closed and self._tools.kind is CallKind.PYTHON:
+                is_closed = yield from echo(reader, close)
             if not is_closed:
                 reader.place = reader.keep
                 break

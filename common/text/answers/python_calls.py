@@ -26,6 +26,7 @@ _AFTER_ARGUMENT = re.compile(
     r",(?:\s*\)|\s*[A-Za-z_][\w.\-]*\s*=)|\)\s*(?:[,;\]\ud800-\udfff]|\n\s*[A-Za-z_][\w.\-]*\()"
 )
 _MAX_AFTER = 256
+_ECHO, _PART_OF_ECHO = re.compile(r"\[\s*[A-Za-z_][\w.\-]*\("), re.compile(r"\[\s*[\w.\-]*")
 
 
 def python_calls(reader: TextReader, sink: DeltaSink, close: str, types: ToolTypes) -> Generator[None, None, bool]:
@@ -61,6 +62,23 @@ def python_calls(reader: TextReader, sink: DeltaSink, close: str, types: ToolTyp
             yield from reader.literal(close)
             break
     return sink.num_calls > num_before
+
+
+def echo(reader: TextReader, close: str) -> Generator[None, None, bool]:
+    """Goes over a list of calls up to and with ``close`` that comes without its opening marker, behind one that had it:
+    some models say their calls twice."""
+    while reader.text.startswith("[", reader.place):
+        if _ECHO.match(reader.text, reader.place):
+            end = reader.text.find(close, reader.place, reader.place + MAX_HEAD_CHARS)
+            if end >= 0:
+                reader.place = end + len(close)
+                return True
+        elif (part := _PART_OF_ECHO.match(reader.text, reader.place)) is None or part.end() < len(reader.text):
+            return False
+        if reader.is_ended or len(reader.text) - reader.place > MAX_HEAD_CHARS:
+            return False
+        yield
+    return False
 
 
 def _arguments(reader: TextReader, sink: DeltaSink, close: str, known: Sequence[str]) -> Generator[None, None, bool]:

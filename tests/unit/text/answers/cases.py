@@ -294,6 +294,8 @@ CASES: tuple[Case, ...] = (
     Case("python values without a name behind the last", "lfm2", _LFM.format("f(a=1, 2), write('a', 'b', [3])"), [("f", {"a": 1}), ("write", {"path": "a", "text": "b"})]),
     Case("python value without a name, cut", "lfm2", "<|tool_call_start|>[weather('Be", [("weather", "")], is_open=True),
     Case("python nested words", "lfm2", _LFM.format("f(a={\"x\": true, \"y\": [None, {'z': False}]}, b=(1, 2))"), [("f", {"a": {"x": True, "y": [None, {"z": False}]}, "b": [1, 2]})]),
+    Case("python said twice", "lfm2", _LFM.format("weather(city='Bern')") + _LFM[19:].format("weather(city='Bern')") + "\nok", [BERN], "\nok"),
+    Case("python list behind a call", "lfm2", _LFM.format("now()") + "[a](b), [f(x) and more]", [("now", {})], "[a](b), [f(x) and more]"),
     Case("python links", "lfm2", "See [text](url), [a](https://b.c) and f(x=1).", [], "See [text](url), [a](https://b.c) and f(x=1)."),
     Case("a python call in a thought", "lfm2", "<think>so " + _LFM.format("now()") + " hm</think>" + _LFM.format("now()"), [("now", {})], "", "so " + _LFM.format("now()") + " hm"),
     Case("python between texts", "lfm2", "I look. " + _LFM.format("now()") + "\nDone.", [("now", {})], "I look.\nDone."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,24 @@ def test_calls_when_a_template_does_not_write_them_then_the_vocabulary_tells() -
     assert found is not None
     assert found.kind is CallKind.PYTHON
     assert not found.is_rendered
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("<tool_call> </tool_call>:\\n<tool_call>\\n{'arguments': <args>, 'name': <name>}\\n</tool_call>", "hermes"),
+        ("<TOOLCALL>[one or more]</TOOLCALL>", "nemotron_json"),
+        ("<tool_call>\\n<function=name>\\n</function>\\n</tool_call>", "qwen3_coder"),
+        ("<tool_call> and </tool_call>", None),
+    ],
+)  # fmt: skip
+def test_calls_when_the_template_only_tells_how_to_write_them_then_that_is_the_format(
+    told: str, name: str | None
+) -> None:
+    template = TEMPLATES["no_calls"].replace("<|system|>Tools:", '<|system|>{{ "' + told + '" }} Tools:')
+    assert template != TEMPLATES["no_calls"]
+    found = detect(renderer(template), lambda _: False).tools
+    assert found == (None if name is None else replace(TOOL_FORMATS[name], is_rendered=False))
 
 
 def test_reasoning_when_the_prompt_or_an_answer_has_it_then_it_is_found() -> None:
