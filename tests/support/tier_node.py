@@ -30,7 +30,8 @@ _NUMBERS = itertools.count()
 
 class TierNode:
     """An async context manager. ``tiers``: words of ``--kv-tier``. ``always_reads``: however long reading takes against
-    computing, which on a crowded machine says nothing."""
+    computing, which on a crowded machine says nothing. ``flags``: of ``NodeConfig``; a ``model`` goes before
+    ``family``."""
 
     def __init__(
         self,
@@ -43,10 +44,14 @@ class TierNode:
         defaults = {"kv_cache_memory": 4 << 20, "max_model_len": 1024, "max_num_seqs": 6, "dtype": "float32"}
         key_file = {"cluster_key_file": "unread"} if cluster_key is not None else {}
         config = NodeConfig(
-            model=str(checkpoint(family)),
-            device="cpu",
-            kv_tier=tuple(map(parse_tier, tiers)),
-            **{**defaults, **key_file, **flags},
+            **{
+                "model": str(checkpoint(family)) if "model" not in flags else "",
+                "device": "cpu",
+                "kv_tier": tuple(map(parse_tier, tiers)),
+                **defaults,
+                **key_file,
+                **flags,
+            }
         )
         self.model = load_node_model(config)
         self.manager = self.model.manager
