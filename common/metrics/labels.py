@@ -22,7 +22,7 @@ POOL_STATES = {
     "free": "holds nothing",
     "cached": "holds content that a request may find, and is free for whoever needs it",
     "used": "of a running request",
-    "leased": "of a finished prompt that waits for its reader",
+    "leased": "of a finished prompt that waits for its reader, or is written to a tier",
     "quarantined": "a read that was given up may still write it",
 }
 PLACEMENTS = {
@@ -220,7 +220,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "model": "the model takes none, or lacks what is needed for them here",
         },
     ),
-    LabelValues(("leases",), "state", {"active": "held for a reader"}),
+    LabelValues(("leases",), "state", {"active": "held for a reader, or while it is written to a tier"}),
     LabelValues(("proxy_decisions_total", "proxy_predicted_ttft_seconds", "proxy_ttft_ratio"), "placement", PLACEMENTS),
     LabelValues(
         ("proxy_retries_total",),

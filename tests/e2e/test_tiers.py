@@ -49,7 +49,7 @@ def assert_right(family: str, prompt: Sequence[int], answer: Answer) -> None:
     assert expected.mismatch(answer.token_ids(), answer.logprobs(), reference(family).tolerance) is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversation_when_all_processes_start_again_then_nothing_of_it_is_computed_again(
     tmp_path: Path, family: str, number: signal.Signals
@@ -62,8 +62,10 @@ def test_conversation_when_all_processes_start_again_then_nothing_of_it_is_compu
         first = complete(running.url, prompt, NUM_TOKENS)
         if number is signal.SIGKILL:
             wait_written(*running.prefill, *running.decode)
-            for node in running.nodes:
-                node.process.kill()
+        for node in running.nodes:
+            node.process.popen.send_signal(number)
+        for node in running.nodes:
+            node.process.popen.wait(PATIENCE_S)
     turn = [*prompt, *first.token_ids(), *random_tokens(40, 72)]
     with service(family, flags) as running:
         for node in (*running.prefill, *running.decode):

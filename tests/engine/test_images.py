@@ -238,7 +238,9 @@ def test_images_when_their_prompt_comes_back_from_a_tier_then_none_is_encoded_an
 
     def node() -> TierNode:
         folder = f"disk:{tmp_path / 'tier'}?size=1GiB"
-        return TierNode(folder, model=images.image_checkpoint("qwen3_5"), kv_cache_memory=8 << 20)
+        return TierNode(
+            folder, model=str(images.image_checkpoint("qwen3_5")), with_images=True, kv_cache_memory=8 << 20
+        )
 
     async def main() -> None:
         async with node() as first:

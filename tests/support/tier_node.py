@@ -30,14 +30,14 @@ _NUMBERS = itertools.count()
 
 class TierNode:
     """An async context manager. ``tiers``: words of ``--kv-tier``. ``always_reads``: however long reading takes against
-    computing, which on a crowded machine says nothing. ``model``: a checkpoint with a vision tower, instead of one of
+    computing, which on a crowded machine says nothing. ``flags``: of ``NodeConfig``; a ``model`` goes before
     ``family``."""
 
     def __init__(
         self,
         *tiers: str,
         family: str = "granitemoehybrid",
-        model: Path | None = None,
+        with_images: bool = False,
         cluster_key: str | None = None,
         always_reads: bool = True,
         **flags: Any,
@@ -45,12 +45,16 @@ class TierNode:
         defaults = {"kv_cache_memory": 4 << 20, "max_model_len": 1024, "max_num_seqs": 6, "dtype": "float32"}
         key_file = {"cluster_key_file": "unread"} if cluster_key is not None else {}
         config = NodeConfig(
-            model=str(model or checkpoint(family)),
-            device="cpu",
-            kv_tier=tuple(map(parse_tier, tiers)),
-            **{**defaults, **key_file, **flags},
+            **{
+                "model": str(checkpoint(family)) if "model" not in flags else "",
+                "device": "cpu",
+                "kv_tier": tuple(map(parse_tier, tiers)),
+                **defaults,
+                **key_file,
+                **flags,
+            }
         )
-        self.model = load_node_model(config, with_images=model is not None)
+        self.model = load_node_model(config, with_images=with_images)
         self.manager = self.model.manager
         self.core = create_core(config, self.model)
         self.engine = EngineThread(self.core)

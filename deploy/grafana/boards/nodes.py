@@ -221,8 +221,8 @@ ROWS = (
             ),
             Panel(
                 "Tokens taken of a draft",
-                "Mean per draft: a step of a sequence brings this many and one. Near 0 drafts cost more than they bring "
-                "and are tried rarely.",
+                "Mean per draft: a step of a sequence brings this many and one. Near 0 drafts cost more than they "
+                "bring, and are tried rarely.",
                 "short",
                 (
                     (
