@@ -14,6 +14,7 @@ import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,13 +63,19 @@ _PROCESSOR = {
     "patch_size": 8,
     "merge_size": 2,
     "temporal_patch_size": 2,
-    "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512},
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
 
 
-def make_checkpoint(family: str, folder: Path) -> Path:
+def make_checkpoint(
+    family: str,
+    folder: Path,
+    text_fields: Mapping[str, Any] = MappingProxyType({}),
+    vision_fields: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write a checkpoint to ``folder`` (not there yet) and return it; with the fields, of another size."""
     text = {
         "vocab_size": VOCAB_SIZE + 8,
         "hidden_size": 64,
@@ -82,11 +89,12 @@ def make_checkpoint(family: str, folder: Path) -> Path:
         "rope_parameters": _ROPE,
         **special_ids(),
         **CONFIGS[family],
+        **text_fields,
     }
     config = AutoConfig.for_model(
         family,
         text_config=AutoConfig.for_model(f"{family}_text", **text).to_dict(),
-        vision_config={**_VISION, "model_type": f"{family}_vision"},
+        vision_config={**_VISION, "model_type": f"{family}_vision", **vision_fields},
         tie_word_embeddings=False,
         image_token_id=PAD_ID,
         video_token_id=VOCAB_SIZE + 3,
@@ -170,17 +178,23 @@ def stock_model(family: str = "qwen3_5") -> Any:
     return AutoModelForImageTextToText.from_pretrained(image_checkpoint(family), dtype=torch.float32).eval()
 
 
+def stock_inputs(path: Path, token_ids: Sequence[int], pictures: Sequence[bytes]) -> dict[str, Any]:
+    """What ``generate`` of the checkpoint at ``path`` takes."""
+    ids = torch.tensor([list(token_ids)])
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if pictures:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+        opened = [Image.open(io.BytesIO(each)) for each in pictures]
+        given |= {**processor(images=opened, return_tensors="pt"), "mm_token_type_ids": (ids == PAD_ID).int()}
+    return given
+
+
 @torch.inference_mode()
 def stock_generate(
     token_ids: Sequence[int], pictures: Sequence[bytes], num_tokens: int, *, family: str = "qwen3_5"
 ) -> Greedy:
     """transformers' own greedy answer to a prompt whose placeholders stand for ``pictures``."""
-    processor = Qwen2VLImageProcessorPil.from_pretrained(image_checkpoint(family))
-    ids = torch.tensor([list(token_ids)])
-    given: Mapping[str, Any] = {}
-    if pictures:
-        opened = [Image.open(io.BytesIO(each)) for each in pictures]
-        given = {**processor(images=opened, return_tensors="pt"), "mm_token_type_ids": (ids == PAD_ID).int()}
+    given = stock_inputs(image_checkpoint(family), token_ids, pictures)
     config = GenerationConfig(
         max_new_tokens=num_tokens,
         min_new_tokens=num_tokens,
@@ -190,6 +204,6 @@ def stock_generate(
         pad_token_id=0,
         eos_token_id=[],
     )
-    output = stock_model(family).generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **given)
+    output = stock_model(family).generate(**given, generation_config=config)
     logprobs = torch.log_softmax(torch.cat(output.logits).float(), dim=-1)
     return Greedy(output.sequences[0, len(token_ids) :].tolist(), logprobs)
