@@ -85,6 +85,22 @@ class Engine:
                 return
         raise UnavailableError(f"{self.name} runs no container: {first.stderr.strip()[-300:]}")
 
+    def can_build(self, base: str, options: Sequence[str]) -> None:
+        """Raises UnavailableError when a build on ``base`` reaches no packages: the images are made of them."""
+        get = "python3 -m venv /probe && /probe/bin/pip download --quiet --no-deps --no-cache-dir --retries 1 -d / idna"
+        file, name = self._folder / "Probe", "localhost/tandem-probe"
+        file.write_text(
+            f"FROM {base}\nENV PIP_CONFIG_FILE=/run/secrets/pip\n"
+            f"RUN --mount=type=secret,id=pip {get}\nRUN apt-get update\n"
+        )
+        done = run(
+            [*self._builder, "--no-cache", *options, "-t", name, "-f", str(file), str(self._folder)], check=False
+        )
+        if done.returncode:
+            last = " ".join((done.stderr or done.stdout).split())[-600:]
+            raise UnavailableError(f"a build here reaches no packages (--build-options may say how): {last}")
+        run([self.name, "rmi", name])
+
     def _configure(self) -> None:
         file = self._folder / "containers.conf"
         file.write_text("".join(f"[{name}]\n{text}\n" for name, text in self._settings.items()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import time
@@ -27,6 +28,8 @@ def missing(engine: Engine) -> str | None:
     """Why this stage cannot run; None: it can."""
     if engine.name != "podman":
         return "`podman kube play` is podman's"
+    if os.geteuid() != 0:
+        return "only root reaches the addresses of podman's pods"
     if importlib.util.find_spec("yaml") is None:
         return f"{sys.executable} has no pyyaml (.venv has it)"
     return None if shutil.which("kubectl") else "kubectl, which renders the overlay, is not installed"
@@ -58,10 +61,15 @@ class Kube:
         self.probes[name] = {kind: (ports["http"], container.pop(kind)["httpGet"]["path"]) for kind in kinds}
         container.pop("lifecycle", None)
         del container["ports"]  # podman would publish them on every address of this machine
-        for entry in container["env"]:  # the downward API, which is a cluster's
+        for entry in container["env"]:  # a cluster's: the downward API, and variables within variables
             if "fieldRef" in entry.get("valueFrom", {}):
                 entry.pop("valueFrom")
                 entry["value"] = f"{name}-0"
+        known = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+        for entry in container["env"]:
+            for variable, value in known.items():
+                if "value" in entry:
+                    entry["value"] = entry["value"].replace(f"$({variable})", value)
         spec.pop("topologySpreadConstraints", None)
         metadata = {"name": f"{name}-0", "labels": workload["spec"]["template"]["metadata"]["labels"]}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {**spec, "restartPolicy": "Always"}}
@@ -83,7 +91,8 @@ class Kube:
             file.write_text("\n---\n".join(json.dumps(each) for each in (*maps, secret, pod)))
             run(["podman", "kube", "play", "--network", NETWORK, "--ip", self.addresses[name], str(file)])
 
-    def check(self) -> None:
+    def check(self, expected: list[str] | None) -> None:
+        """``expected``: the answers of the compose stack, where that stage ran."""
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             for name, address in self.addresses.items():
                 port, path = self.probes[name][kind]
@@ -96,6 +105,8 @@ class Kube:
         read = "print(open('/etc/tandem/keys/api_keys').read())"
         key = run(["podman", "exec", "tandem-proxy-0-proxy", "python", "-c", read]).stdout.strip()
         first = ask(self.url, body, key=key)
+        if expected is not None and first != expected[0]:
+            raise FailedError(f"the pods answer {first!r}, the compose stack {expected[0]!r}")
         name = "tandem-decode-0-node"
         before = self._engine.pid(name)
         self._engine.kill(name)
@@ -112,4 +123,5 @@ class Kube:
         for name in self.pods:
             run(["podman", "pod", "rm", "-f", "-t", "30", f"{name}-0"], check=False)
         run(["podman", "secret", "rm", "tandem-keys"], check=False)
+        run(["podman", "volume", "rm", "-f", "tandem-keys"], check=False)  # podman 4.3 leaves the secret's values there
         run(["podman", "network", "rm", "-f", NETWORK], check=False)

@@ -163,9 +163,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE", help="only these")
     parser.add_argument(
         "--build-options",
-        default=os.environ.get("TANDEM_CHECK_BUILD_OPTIONS", ""),
+        default=os.environ.get("DEPLOY_CHECK_BUILD_OPTIONS", ""),
         help="more words for the builder, such as '--secret id=pip,src=/etc/pip.conf --network host' "
-        "(default: $TANDEM_CHECK_BUILD_OPTIONS)",
+        "(default: $DEPLOY_CHECK_BUILD_OPTIONS)",
     )
     return parser.parse_args()
 
@@ -180,6 +180,8 @@ def main() -> int:
             engine = Engine(folder)
             base = engine.bring_base(given.base or default_base, given.debootstrap)
             engine.can_run(base)
+            if "build" in given.stages:
+                engine.can_build(base, options)
         except UnavailableError as exc:
             say(f"skipped: {exc}")
             return SKIPPED
@@ -193,6 +195,7 @@ def main() -> int:
 
 
 def run_stages(engine: Engine, base: str, folder: Path, given: argparse.Namespace, options: list[str]) -> None:
+    expected: list[str] | None = None
     if "build" in given.stages:
         with stage("build"):
             build(engine, base, ["proxy", "node-cpu", *(["node-cuda"] if given.cuda else [])], options)
@@ -223,7 +226,7 @@ def run_stages(engine: Engine, base: str, folder: Path, given: argparse.Namespac
             played = kube.Kube(engine, folder, base)
             try:
                 played.play()
-                played.check()
+                played.check(expected)
             finally:
                 played.down()
 
