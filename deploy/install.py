@@ -32,7 +32,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NIXL_OF_DEFAULT, NIXL_OF_CUDA_12 = "nixl-cu13", "nixl-cu12"
 NO_CPU_BUILD = (
     "note: no CPU build of torch {version} for this Python is on offer ({where}). The default build has CUDA libraries "
-    "that nothing uses on this machine: 2.7 GB more to download, 3.8 GB more on disk. TORCH_INDEX_URL=URL names an "
+    "that nothing uses on this machine: 2.5 GB more to download, 3.8 GB more on disk. TORCH_INDEX_URL=URL names an "
     "index of CPU builds."
 )
 
