@@ -73,6 +73,11 @@ class Engine:
         podman raises limits as far as root may, and its first runtime may not like this system's cgroups: where that
         fails, the limits of this process and runc are tried, by a configuration of this check's own."""
         probe = [self.name, "run", "--rm", image, "python3", "--version"]
+        if self.name == "podman" and not self._has_names():
+            raise UnavailableError(
+                "podman's networks resolve no names here: its CNI plugin dnsname is missing "
+                "(Debian 12: golang-github-containernetworking-plugin-dnsname)"
+            )
         if (first := run(probe, check=False)).returncode == 0:
             return
         if self.name == "podman":
@@ -84,6 +89,15 @@ class Engine:
                 say("podman runs containers here with runc and lower limits only")
                 return
         raise UnavailableError(f"{self.name} runs no container: {first.stderr.strip()[-300:]}")
+
+    def _has_names(self) -> bool:
+        """Whether containers of one network find each other by name, as those of compose.yaml have to."""
+        name = "tandem-check-names"
+        run([self.name, "network", "create", name])
+        try:
+            return bool(json.loads(run([self.name, "network", "inspect", name]).stdout)[0]["dns_enabled"])
+        finally:
+            run([self.name, "network", "rm", name], check=False)
 
     def can_build(self, base: str, options: Sequence[str]) -> None:
         """Raises UnavailableError when a build on ``base`` reaches no packages: the images are made of them."""
