@@ -1,7 +1,7 @@
 """Which drafted tokens a sequence runs behind its last one, and what came of them.
 
-1 a drafter guesses, 2 the guess is cut where it cannot be used: at the request's and the model's end, at an end token,
-at the first token that the grammar forbids, and where more would not pay, 3 the step runs it, 4 what is sampled says
+1 as many tokens as pay, 2 a drafter guesses them, 3 the guess is cut where it cannot be used: at the request's and the
+model's end, at an end token, at the first token that the grammar forbids, 4 the step runs it, 5 what is sampled says
 how much was right. A draft changes no answer: it is taken where it equals what is sampled, and nowhere else.
 """
 
@@ -60,14 +60,16 @@ class Speculation:
         if sequence.drafter is None:
             sequence.drafter = self._create_drafter()
             sequence.acceptance = Acceptance(self._usual.rate)
+        if self.adapts:
+            # Before a guess is made: where none pays that is not free either.
+            acceptance = sequence.acceptance
+            limit = num_paying(acceptance.rate, limit, num_sequences, self.cost.of_rows()) or acceptance.hold_back()
+            if not limit:
+                return []
         drafts = sequence.drafter.propose(sequence.token_ids, limit)
         drafts = drafts[: _num_before_end(sequence, drafts)]
         if drafts and sequence.grammar is not None:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
-        if drafts and self.adapts:
-            acceptance = sequence.acceptance
-            count = num_paying(acceptance.rate, len(drafts), num_sequences, self.cost.of_rows())
-            drafts = drafts[: count or acceptance.hold_back()]
         return drafts
 
     def observe(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from common.engine.rates import LinearCost
 
-_FADE = 0.9
+_FADE = 0.8
 """What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
 _USUAL_FADE = 0.99
 """The same of all sequences together."""
 _FIRST_RATE = 0.6
 """Share of right ones before any draft was run."""
 _TRY_EVERY = 64
-"""Drafts that are not run, before one of them is tried again with one token."""
+"""Steps without drafts, before one token is tried again."""
 _ROW_SHARE = 0.08
 """Of a step's time with one row, what a row more takes, as long as it is not known: between what CPUs with and without
 bfloat16 need."""
@@ -50,7 +50,7 @@ class Acceptance:
         self._tried = self._tried * self._fade + min(num_drafts, num_right + 1)
 
     def hold_back(self) -> int:
-        """A draft does not pay: how much of it to run nevertheless."""
+        """A draft would not pay: how much of one to run nevertheless."""
         self._num_held_back += 1
         return int(self._num_held_back % _TRY_EVERY == 0)
 

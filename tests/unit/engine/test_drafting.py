@@ -127,6 +127,8 @@ def test_acceptance_when_drafts_are_right_or_wrong_then_follows_them() -> None:
     assert acceptance.rate < 0.1
     held_back = [acceptance.hold_back() for _ in range(128)]
     assert sum(held_back) == 2  # one token now and then, so that what changes is seen
+    acceptance.observe(1, 1)
+    assert acceptance.rate > 0.15  # which pays in a small batch
 
 
 def test_row_cost_when_one_step_took_much_longer_then_believes_the_others() -> None:
