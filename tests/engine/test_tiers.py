@@ -59,8 +59,11 @@ def test_conversation_when_its_node_starts_again_then_it_goes_on_from_the_tier(t
         expected = await answer_cold(family, turn)
         async with TierNode(disk(tmp_path), family=family) as node:
             await node.flush()
+            keys = node.manager.prefix_keys(turn)
+            num_known = await node.engine.call(lambda: node.core.num_local_tokens(keys))
             second, num_cached = await node.generate(turn)
             assert second == expected
+            assert num_cached == num_known  # so no peer is asked for what the tier has
             assert num_cached >= len(PROMPT) + len(answer) - 1
             assert node.metric("tier_hit_tokens_total") == num_cached
             assert node.metric("tier_read_errors_total") == 0
