@@ -243,8 +243,10 @@ class EngineCore:
         return lease
 
     def num_local_tokens(self, keys: PrefixKeys) -> int:
-        """How many of these tokens would not be computed here, as of now."""
-        return self._manager.lookup(keys, keys.num_tokens).num_tokens
+        """How many of these tokens would not be computed here, as of now: they are in memory, or in a tier."""
+        hit, tiers = self._manager.lookup(keys, keys.num_tokens), self._scheduler.tiers
+        below = tiers.find(keys, keys.num_tokens, hit) if tiers is not None else None
+        return hit.num_tokens if below is None else below.num_tokens
 
     # --- the step
 

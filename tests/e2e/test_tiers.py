@@ -16,10 +16,13 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens, reference
 from tests.support.service import Node, Service
 
-FAMILIES = [
-    FAMILY,
-    *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "lfm2", "jamba", "kimi_linear", "llama")),
+OTHERS = ("qwen3_5", "lfm2", "jamba", "kimi_linear", "llama")
+CASES = [
+    (FAMILY, signal.SIGTERM),
+    pytest.param(FAMILY, signal.SIGKILL, marks=pytest.mark.full),
+    *(pytest.param(family, signal.SIGTERM, marks=pytest.mark.full) for family in OTHERS),
 ]
+"""A family of each kind of mixer; which files are there after a kill does not depend on that."""
 NUM_TOKENS = 12
 PATIENCE_S = 60.0
 QUIET_S = 2.5
@@ -49,13 +52,10 @@ def assert_right(family: str, prompt: Sequence[int], answer: Answer) -> None:
     assert expected.mismatch(answer.token_ids(), answer.logprobs(), reference(family).tolerance) is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "number"), CASES)
 def test_conversation_when_all_processes_start_again_then_nothing_of_it_is_computed_again(
     tmp_path: Path, family: str, number: signal.Signals
 ) -> None:
-    if number is signal.SIGKILL and family != FAMILY:
-        pytest.skip("which files are there does not depend on the family")
     flags = tier_flags(tmp_path / "tier")
     prompt = random_tokens(3000, 71)
     with service(family, flags) as running:

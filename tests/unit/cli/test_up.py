@@ -15,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from common.cli.flags import parse_up
+from common.cli.up import child_specs
+from common.config.node import parse_node_config
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, child_environment, free_port
 
@@ -198,3 +201,14 @@ def test_up_when_a_child_is_deaf_to_sigterm_then_a_second_signal_kills_it(start_
     up.process.send_signal(signal.SIGINT)
     assert up.wait_exit() == 0
     assert not is_alive(pid)
+
+
+def test_up_when_it_has_a_tier_then_every_node_gets_it_and_reads_it_back(tmp_path: Path) -> None:
+    words = [f"disk:{tmp_path}?size=1GiB", "shared:/mnt/kv?size=2048GiB"]
+    flags = ["--kv-tier", *words, "--kv-tier-write-rate", "8MiB", "--cluster-key-file", "key", "--decode-nodes", "2"]
+    nodes = [spec for spec in child_specs(parse_up(flags, {}), "model") if spec.name != "proxy"]
+    assert len(nodes) == 3
+    for spec in nodes:
+        config = parse_node_config(spec.argv[3:], {}, role="any", default_port=1)
+        assert [str(tier) for tier in config.kv_tier] == words
+        assert config.kv_tier_write_rate == 8 << 20
