@@ -35,7 +35,7 @@ from tests.support.service import Service
 
 Part = Sequence[int] | bytes
 NUM_TOKENS = 4584
-"""Of the source documents' example."""
+"""Four images and then five with a long tail, of which others find a third or nothing."""
 SIDE = 320
 """Pixels: 400 tokens an image."""
 TEXT = {
