@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import ImageRefusedError, NodeUnavailableError
 from common.images.rules import ImageLimits
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.node.routes.tokenizer_route import take_apart
@@ -234,6 +235,24 @@ async def _until_ids(site: Site, token_ids: Sequence[int]) -> None:
     async with asyncio.timeout(20):
         while await site.tokenised("hello dog") != token_ids:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_images_when_there_is_no_tokenizer_or_the_model_takes_none_then_nothing_goes_on(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.http.tokenizer.WAIT_S", 0.0)
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(NodeUnavailableError, match="no tokenizer"):
+        await site.tokenizer.tokenise(parse_chat(body), body, [None], num_bytes=100)
+    monkeypatch.setattr("proxy.http.tokenizer.WAIT_S", 20.0)
+    site.tokenizer.start()
+    try:
+        with pytest.raises(ImageRefusedError, match="takes no images"):
+            await site.tokenizer.tokenise(parse_chat(body), body, [None], num_bytes=100)
+    finally:
+        await site.tokenizer.close()
 
 
 @pytest.mark.asyncio

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.images.source import ImageSource
+from common.images.span import ImageSpan
+from common.openai.prompt_ids import PromptIds, read_prompt_ids, read_prompt_images
 from proxy.legs import bodies as leg_bodies
-from proxy.legs.bodies import BodyEncoder
+from proxy.legs.bodies import BodyEncoder, decode_body, prefill_body
 
 PROMPT = list(range(300))
 LEGS: tuple[dict[str, Any], ...] = (
@@ -49,6 +53,21 @@ def test_prompt_when_several_legs_have_it_then_encoded_once(monkeypatch: pytest.
     bodies = [encoder.encode({"prompt": PROMPT, "stream": stream}) for stream in (True, False, True)]
     assert sum(value is PROMPT for value in encoded) == 1
     assert [json.loads(body)["stream"] for body in bodies] == [True, False, True]
+
+
+def test_images_when_legs_are_made_then_the_prefill_leg_alone_has_them() -> None:
+    source = ImageSource("messages[0].content[0].image_url.url", "data:image/png;base64,aaaa")
+    prompt = PromptIds([1, 7, 7, 2], (), (ImageSpan(1, 1, 2, bytes(32)),))
+    body = prompt.put_into({"messages": [{"role": "user", "content": []}], "n": 2}, [source])
+    node: Any = SimpleNamespace(is_vllm=False)
+    prefill = json.loads(prefill_body(node, body, None, encoder=BodyEncoder(), rendezvous_id="r"))
+    decode = json.loads(decode_body(body, {"do_remote_prefill": True}, encoder=BodyEncoder()))
+    assert read_prompt_images(prefill) == (source,)
+    assert "aaaa" not in json.dumps(decode)
+    for leg in (prefill, decode):
+        found = read_prompt_ids(leg)
+        assert found is not None
+        assert found.images == prompt.images
 
 
 def test_values_when_they_come_and_go_then_none_is_taken_for_another() -> None:

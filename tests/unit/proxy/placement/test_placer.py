@@ -9,12 +9,14 @@ import pytest
 
 from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
+from common.images.span import ImageSpan
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Placer
 from proxy.placement.request import Avoided, Placement, PlacementHeader
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
+from proxy.prefix_index.prompt_keys import PromptKeys
 from tests.unit.proxy.placement.world import BLOCK_SIZE, keys_of, make_pool, make_request, report, store
 
 NOBODY = Avoided()
@@ -108,6 +110,17 @@ def test_place_when_streams_do_not_count_then_what_is_fastest_for_the_new_one(we
     prompt = tokens(3000)
     rig.has(rig.decode[0], prompt, 1000)
     assert rig.place(prompt).is_local is is_local
+
+
+@pytest.mark.parametrize(("image_at", "is_local"), [(100, True), (1990, True), (1996, False), (2010, False)])
+def test_place_when_an_image_lies_behind_the_decode_nodes_state_then_remote(image_at: int, is_local: bool) -> None:
+    rig = Rig(1, 1)
+    prompt = tokens(2040)
+    keys = PromptKeys.of_prompt(b"root", BLOCK_SIZE, prompt, None, (ImageSpan(image_at, 2, 5, bytes(32)),))
+    cache = NodeCache(BLOCK_SIZE, ("full",), True)
+    store(cache, keys, 2000)
+    rig.index.start(rig.decode[0].url, cache)
+    assert rig.place(prompt, prompt_keys=(keys,)).is_local is is_local
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20, 3000])
