@@ -260,7 +260,7 @@ def test_answer_when_it_goes_on_from_what_another_node_made_then_it_ends_the_sam
     rest = Results(core, request("r", prompt + given, num_resumed_tokens=num_resumed)).token_ids["r", 0]
     assert given + rest == whole
     # From its beginning the grammar would refuse what follows; so does it what is not of it.
-    other = Results(core, request("x", [*prompt, *given[:-1], 77], num_resumed_tokens=num_resumed))
+    other = Results(core, request("x", [*prompt, 77, *given[1:]], num_resumed_tokens=num_resumed))
     assert isinstance(other.errors["x"], GrammarError)
     assert "the answer so far is not of its grammar" in str(other.errors["x"])
 

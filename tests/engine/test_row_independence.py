@@ -110,6 +110,7 @@ def test_state_when_tokens_come_one_by_one_then_is_that_of_a_prompt_computed_at_
 
 
 def test_activation_when_no_step_runs_then_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_ops("cpp")
     assert isinstance(engine_model("qwen3_5", ops="cpp").ops, CppOps)  # torch's functions are replaced by now
     monkeypatch.setattr(CppOps, "activation", None)
     x = values(5, 7)

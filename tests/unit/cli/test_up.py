@@ -84,7 +84,7 @@ class Up:
         return self.log.read_text()
 
     def wait_ready(self) -> Up:
-        wait_for(lambda: "Tandem is ready" in self.output or self.process.poll() is not None, "tandem up")
+        wait_for(lambda: "Tandem is ready" in self.output or self.process.poll() is not None, "tandem up", 120)
         assert self.process.poll() is None, self.output
         return self
 

@@ -17,7 +17,7 @@ from tests.unit.proxy.raw_node import GOOD_STREAM, GOOD_WHOLE, NO_ANSWERS, RawNo
 
 WHOLE = {"prompt": "abc"}
 STREAM = {"prompt": "abc", "stream": True}
-OPEN_S = 0.6
+OPEN_S = 1.5
 FOREVER_S = 3600.0
 
 

@@ -202,6 +202,7 @@ def test_probe_when_the_network_finds_nobody_there_then_is_silent_and_when_refus
 
     async def work() -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect)
+        monkeypatch.setattr(health_probe, "PROBE_TIMEOUT_S", 60)  # the network answers, not the clock
         client = NodeClient("http://127.0.0.1:9", connect_timeout_s=5)
         try:
             probed = await probe(client, "auto", {})
