@@ -335,7 +335,7 @@ class EngineCore:
     ) -> None:
         """Publishes what the forward wrote for one sequence; one whose next token is due goes to ``to_sample``. Where
         drafts were run nobody knows yet what of it is right."""
-        if segment.start + segment.num_tokens > sequence.num_tokens:
+        if self._scheduler.speculation is not None and segment.start + segment.num_tokens > sequence.num_tokens:
             self._tokens.verify(sequence, segment, hidden)
             return
         sequence.num_computed_tokens += segment.num_tokens

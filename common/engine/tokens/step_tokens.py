@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,15 +25,15 @@ from common.kv_cache.manager import KVCacheManager
 from common.request import TokenLogprob
 
 
-@dataclass(slots=True)
-class _Item:
-    """A sequence to be sampled. ``rows``: [hidden] each, the last known token's and those of its ``drafts``. ``end``:
-    tokens that the step ran of it, drafts and all; 0: none of them were drafts."""
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A sequence with drafts. ``rows``: [hidden] each, the last known token's and those of its ``drafts``. ``end``:
+    tokens that the step ran of it, drafts and all."""
 
     sequence: Sequence
     rows: SequenceOf[torch.Tensor]
-    drafts: list[int] = field(default_factory=list)
-    end: int = 0
+    drafts: list[int]
+    end: int
 
 
 class StepTokens:
@@ -64,7 +64,7 @@ class StepTokens:
         self._clock = clock
         self._fail = fail
         self._end = end
-        self._to_verify: list[_Item] = []
+        self._to_verify: list[_Verified] = []
 
     def verify(self, sequence: Sequence, segment: Segment, hidden: torch.Tensor) -> None:
         """The step has run ``segment`` with the sequence's drafts; ``hidden``: all its rows. They are sampled with the
@@ -72,46 +72,54 @@ class StepTokens:
         first = sequence.num_tokens - 1 - segment.start
         drafts, sequence.drafts = sequence.drafts, []
         rows = hidden[first : first + 1 + len(drafts)].unbind()
-        self._to_verify.append(_Item(sequence, rows, drafts, segment.start + segment.num_tokens))
+        self._to_verify.append(_Verified(sequence, rows, drafts, segment.start + segment.num_tokens))
 
     def sample(self, to_sample: list[Sampled]) -> None:
         to_sample, failed = self._grammars.take_ready(to_sample)
-        items = [_Item(sequence, (row,)) for sequence, row in to_sample]
-        if self._to_verify:
-            verified, self._to_verify = self._to_verify, []
-            for item in verified:
-                if item.sequence.grammar is not None and (error := item.sequence.grammar.error) is not None:
-                    failed.append((item.sequence, error))
-                else:
-                    items.append(item)
+        verified, self._to_verify = self._to_verify, []
+        to_verify = []
+        for item in verified:
+            if item.sequence.grammar is not None and (error := item.sequence.grammar.error) is not None:
+                failed.append((item.sequence, error))
+            else:
+                to_verify.append(item)
         for sequence, refusal in failed:
             self._fail(sequence, refusal)
-        self._sample(items)
+        self._sample(to_sample, to_verify)
 
-    def _sample(self, items: list[_Item]) -> None:
-        if not items:
+    def _sample(self, to_sample: list[Sampled], to_verify: list[_Verified]) -> None:
+        if not to_sample and not to_verify:
             return
         try:
-            tokens = iter(self._draw(items))
+            tokens = self._draw(to_sample, to_verify)
         except Exception as exc:  # noqa: BLE001  # whatever it is, one of the rows may have caused it
-            if len(items) == 1 and items[0].drafts:
-                # It may be a row behind a draft that nobody says.
-                self._sample([_Item(items[0].sequence, items[0].rows[:1], [], items[0].end)])
-            elif len(items) == 1:
-                self._fail(items[0].sequence, exc)
-            else:
-                for each in items:  # a row's draw does not depend on the others'
-                    self._sample([each])
+            self._sample_apart(to_sample, to_verify, exc)
             return
         now = self._clock()
-        for item in items:
-            own = [next(tokens) for _ in item.rows]
-            if item.sequence.first_token_s is None:
-                item.sequence.first_token_s = now
-            if item.end:
-                self._take_right_ones(item, own)
-            elif self._take(item.sequence, own[0]) and item.sequence.finish_reason is not None:
-                self._end(item.sequence)
+        for (sequence, _), token in zip(to_sample, tokens, strict=False):
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            if self._take(sequence, token) and sequence.finish_reason is not None:
+                self._end(sequence)
+        at = len(to_sample)
+        for item in to_verify:
+            self._take_right_ones(item, tokens[at : at + len(item.rows)])
+            at += len(item.rows)
+
+    def _sample_apart(self, to_sample: list[Sampled], to_verify: list[_Verified], cause: Exception) -> None:
+        """A row's draw does not depend on the others'."""
+        if len(to_sample) + len(to_verify) > 1:
+            for each in to_sample:
+                self._sample([each], [])
+            for item in to_verify:
+                self._sample([], [item])
+        elif to_sample:
+            self._fail(to_sample[0][0], cause)
+        elif to_verify[0].drafts:
+            # It may be a row behind a draft that nobody says.
+            self._sample([], [replace(to_verify[0], rows=to_verify[0].rows[:1], drafts=[])])
+        else:
+            self._fail(to_verify[0].sequence, cause)
 
     def _take(self, sequence: Sequence, token: TokenLogprob) -> bool:
         """Appends and reports a token. False: it failed the sequence."""
@@ -123,7 +131,7 @@ class StepTokens:
         self._outputs.add(sequence, token)
         return True
 
-    def _take_right_ones(self, item: _Item, tokens: list[TokenLogprob]) -> None:
+    def _take_right_ones(self, item: _Verified, tokens: list[TokenLogprob]) -> None:
         """Of the tokens behind drafts those that are the sequence's, the one in place of the first wrong draft
         included; then the step is complete for the sequence."""
         sequence, num_right = item.sequence, 0
@@ -147,25 +155,34 @@ class StepTokens:
         if sequence.finish_reason is not None:
             self._end(sequence)
 
-    def _draw(self, items: list[_Item]) -> list[TokenLogprob]:
+    def _draw(self, to_sample: list[Sampled], to_verify: list[_Verified]) -> list[TokenLogprob]:
         """A token for each row, in order."""
-        logits = self._runner.logits([row for item in items for row in item.rows])
-        tasks = []
-        for item in items:
-            sequence, output = item.sequence, item.sequence.output_token_ids
-            assert sequence.sampling is not None
-            for num_drafts in range(len(item.rows)):
-                task = SampleTask(
-                    params=sequence.sampling,
-                    prompt_token_ids=sequence.given_token_ids,
-                    output_token_ids=output + item.drafts[:num_drafts] if num_drafts else output,
-                    eos_token_ids=sequence.request.eos_token_ids,
-                    index=sequence.index,
-                    counts=sequence.token_counts,
-                    mask=self._grammars.mask(sequence, num_drafts),
-                )
-                if num_drafts:
-                    counts = sequence.token_counts.fork() if task.has_penalties else None
-                    task = replace(task, counts=counts)
-                tasks.append(task)
-        return self._sampler.sample(logits, tasks)
+        rows = [row for _, row in to_sample]
+        tasks = [self._task(sequence) for sequence, _ in to_sample]
+        for item in to_verify:
+            rows += item.rows
+            tasks.append(self._task(item.sequence))
+            tasks += [self._task_behind(item, count) for count in range(1, len(item.rows))]
+        return self._sampler.sample(self._runner.logits(rows), tasks)
+
+    def _task(self, sequence: Sequence) -> SampleTask:
+        assert sequence.sampling is not None
+        return SampleTask(
+            params=sequence.sampling,
+            prompt_token_ids=sequence.given_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            eos_token_ids=sequence.request.eos_token_ids,
+            index=sequence.index,
+            counts=sequence.token_counts,
+            mask=self._grammars.mask(sequence),
+        )
+
+    def _task_behind(self, item: _Verified, num_drafts: int) -> SampleTask:
+        """Of the row behind the first ``num_drafts`` of the drafts."""
+        sequence, task = item.sequence, self._task(item.sequence)
+        return replace(
+            task,
+            output_token_ids=[*task.output_token_ids, *item.drafts[:num_drafts]],
+            counts=sequence.token_counts.fork() if task.has_penalties else None,
+            mask=self._grammars.mask(sequence, num_drafts),
+        )
