@@ -42,6 +42,8 @@ LOOK_SHARE = 50
 """Looks come at least every ``LOOK_S`` seconds, and take one fiftieth of the engine's time at most."""
 IDLE_S = 1.0
 """A node without work for so long looks at all that it has."""
+IDLE_LOOK_S = 0.5
+"""Between the looks of such a node, once all is written."""
 MIN_SLOTS = 8
 """States that a look goes through at least, and for each prompt that waits."""
 MAX_WRITES = 4
@@ -123,11 +125,13 @@ class NodeTiers:
                 self._metrics.inc("tier_read_errors_total", count, tier=each.kind, reason=reason)
 
         def on_change(whole: Sequence[StoredPrefix], gone: Sequence[bytes]) -> None:
+            learn = self._learn if scanner.has_looked else self._learn_first
             self._engine.post(lambda: self._forget(each, gone))
             for start in range(0, len(whole), LEARNT_AT_ONCE):
-                self._engine.post(partial(self._learn, each, whole[start : start + LEARNT_AT_ONCE]))
+                self._engine.post(partial(learn, each, whole[start : start + LEARNT_AT_ONCE]))
 
-        return TierScanner(each.store, self._objects, catalogue, on_change, on_useless)
+        scanner = TierScanner(each.store, self._objects, catalogue, on_change, on_useless)
+        return scanner
 
     @property
     def is_scanned(self) -> bool:
@@ -151,10 +155,11 @@ class NodeTiers:
             now = time.monotonic()
             if self._core.num_running or self._core.num_waiting:
                 self._is_idle_since_s = now
-            look = partial(self._look, is_whole=now - self._is_idle_since_s > IDLE_S)
+            is_idle = now - self._is_idle_since_s > IDLE_S
             try:
-                seconds = await self._engine.call(look, timeout_s=LOOK_TIMEOUT_S)
-                interval_s = max(LOOK_S, LOOK_SHARE * seconds)
+                seconds = await self._engine.call(partial(self._look, is_whole=is_idle), timeout_s=LOOK_TIMEOUT_S)
+                is_done = is_idle and not self._writing.total()
+                interval_s = max(IDLE_LOOK_S if is_done else LOOK_S, LOOK_SHARE * seconds)
             except (TimeoutError, NodeUnavailableError):
                 continue  # in a long step, or ended
             except Exception:  # the next look may go well; the node serves without
@@ -163,14 +168,16 @@ class NodeTiers:
     def _look(self, *, is_whole: bool) -> float:
         """How long it took. ``is_whole``: at all that is cached, not only at what goes next."""
         started_s = time.monotonic()
-        if self._stack.has_shared and self._has_room():
+        if self._stack.has_shared and self._has_room(is_shared=True):
             for prefix in self._leaving.fresh(self._may_go):
-                if not self._begin(self._stack.publish(prefix)):
+                self._begin(self._stack.publish(prefix))
+                if not self._has_room(is_shared=True):
                     break
-        if self._stack.has_own and self._has_room():
+        if self._stack.has_own and self._has_room(is_shared=False):
             num_slots, num_blocks = self._far(is_whole=is_whole)
             for number, prefix in enumerate(self._leaving.next(num_slots, num_blocks, self._is_wanted), start=1):
-                if not self._begin(self._stack.offer(prefix)) or number == MAX_OFFERS:
+                self._begin(self._stack.offer(prefix))
+                if number == MAX_OFFERS or not self._has_room(is_shared=False):
                     break
         return time.monotonic() - started_s
 
@@ -189,14 +196,17 @@ class NodeTiers:
     def _is_wanted(self, checkpoint: Checkpoint) -> bool:
         return self._may_go(checkpoint) and self._stack.wants(checkpoint.key)
 
-    def _has_room(self) -> bool:
-        return all(self._writing[key] < MAX_WRITES and each.may_write for key, each in self._tiers.items())
+    def _has_room(self, *, is_shared: bool) -> bool:
+        """Whether a further write may begin: a tier whose disk hangs stops no other."""
+        return all(
+            self._writing[key] < MAX_WRITES and each.may_write
+            for key, each in self._tiers.items()
+            if each.tier.settings.is_shared == is_shared
+        )
 
-    def _begin(self, writes: Sequence[Write]) -> bool:
-        """False: no further write is begun now."""
+    def _begin(self, writes: Sequence[Write]) -> None:
         for write in writes:
             self._write(write)
-        return self._has_room()
 
     def _write(self, write: Write) -> None:
         key, prefix, index = id(write.tier), write.prefix, write.tier.index
@@ -248,7 +258,21 @@ class NodeTiers:
                 index.drop(prefix)
 
     def _learn(self, each: NodeTier, whole: Sequence[StoredPrefix]) -> None:
-        """``whole``: the latest used first; what does not fit is deleted."""
+        """What others have written; what is too much with it goes, the longest unused first."""
+        index = each.tier.index
+        dropped: list[StoredPrefix] = []
+        for prefix in whole:
+            if prefix.key in index:
+                continue
+            gone = index.make_room(prefix, is_choosy=False)
+            if gone is not None:
+                dropped += gone
+                index.add(prefix)
+                self._manager.remember(prefix.checkpoint)
+        self._writers[id(each.tier)].delete([header for other in dropped for header in self._unneeded(each, other)])
+
+    def _learn_first(self, each: NodeTier, whole: Sequence[StoredPrefix]) -> None:
+        """What was there at the start, the latest used first; what does not fit is deleted."""
         index = each.tier.index
         surplus: list[StoredPrefix] = []
         for prefix in whole:
