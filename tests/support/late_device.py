@@ -23,6 +23,7 @@ from common.engine.plan import StepPlan
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel
+from common.models.vision.encoder import ImageEncoder
 from common.node import runtime
 from tests.support.service import LATE_DEVICE_VARIABLE
 
@@ -58,10 +59,13 @@ class LateRunner:
 
     event_type: type[LateEvent] = LateEvent
 
-    def __init__(self, model: LoadedModel, storage: KVStorage, config: KVCacheConfig) -> None:
+    def __init__(
+        self, model: LoadedModel, storage: KVStorage, config: KVCacheConfig, images: ImageEncoder | None = None
+    ) -> None:
+        self.images = images
         self._storage = storage
         self._shadow = KVStorage(config, torch.device("cpu"))
-        self._runner = ModelRunner(model, self._shadow, config)
+        self._runner = ModelRunner(model, self._shadow, config, images)
         self._block_size = config.block_size
         self._last: threading.Thread | None = None
         self._random = random.Random(1)
