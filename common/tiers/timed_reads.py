@@ -98,7 +98,12 @@ class TimedReads:
             if was_over:
                 continue
             if deliver is not None:
-                deliver()
+                try:
+                    deliver()
+                except Exception:
+                    # As above; nobody else would end the wait any more.
+                    logger.exception("delivering a read raised")
+                    reason = "unreadable"
             job.on_outcome(reason)
 
     def _watch(self) -> None:

@@ -408,3 +408,18 @@ def test_read_when_its_deadline_passes_in_the_queue_then_it_never_begins() -> No
     assert began == []
     reads.close()
     assert submit(reads, lambda: None).outcomes == ["stuck"]
+
+
+def test_read_when_what_it_brought_cannot_be_delivered_then_it_has_an_outcome_and_the_thread_goes_on() -> None:
+    reads, outcomes = TimedReads(num_threads=1), Outcomes()
+
+    def deliver() -> None:
+        raise ValueError("another size")
+
+    reads.submit(lambda: deliver, 30.0, outcomes.on_outcome)
+    assert outcomes.arrived.wait(30)
+    assert outcomes.outcomes == ["unreadable"]
+    after = submit(reads, lambda: None)
+    assert after.arrived.wait(30)
+    assert after.outcomes == [""]
+    reads.close()
