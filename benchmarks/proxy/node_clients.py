@@ -218,6 +218,10 @@ class _AiohttpStream:
     ) -> None:
         _leave(self._response)
 
+    @property
+    def is_read(self) -> bool:
+        return self._response.content.at_eof()
+
     async def read(self) -> bytes:
         with _translated():
             async with self._client.limit(self._timeout_s):
@@ -351,6 +355,10 @@ class _HttpxStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._opening.__aexit__(kind, error, traceback)
+
+    @property
+    def is_read(self) -> bool:
+        return self._response.is_stream_consumed
 
     async def read(self) -> bytes:
         with _httpx_translated():

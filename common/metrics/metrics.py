@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.metrics.outcomes import Outcome
-from common.metrics.plain_histogram import PlainHistogram
+from common.metrics.plain_histogram import PlainHistogram, PlainSeries
 from common.metrics.table import METRICS, METRICS_BY_NAME, PREFIX, Kind, MetricSpec, Role
 
 # Metric name -> label values in the table's order (() for none) -> value.
@@ -29,7 +29,7 @@ class Metrics:
         role: which process this is.
         versions: label values of ``build_info``: ``version``, ``torch``, ``transformers``, ``nixl``; absent ones are
         empty.
-        one_thread: histograms without labels that are observed and scraped on one thread only, and often.
+        one_thread: histograms that are observed and scraped on one thread only, and often.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._plain: dict[str, PlainHistogram] = {}
         # Every series that has been used, by name and labels: the library's own search costs more than counting.
         self._counting: dict[tuple[object, ...], Counter] = {}
-        self._observing: dict[tuple[object, ...], Histogram | PlainHistogram] = {}
+        self._observing: dict[tuple[object, ...], Histogram | PlainSeries] = {}
         self._sourced = _SourcedCollector(role)
         for spec in METRICS:
             if role in spec.roles and not spec.sourced:
@@ -58,9 +59,8 @@ class Metrics:
                 # A series without further labels exists from the start, at 0.
                 counter.labels(self.role.value)
         elif spec.name in self._one_thread:
-            plain = PlainHistogram(spec, self.role)
+            plain = self._plain[spec.name] = PlainHistogram(spec, self.role)
             self._registry.register(plain)
-            self._observing[(spec.name,)] = plain
         elif spec.kind is Kind.HISTOGRAM:
             histogram = Histogram(name, spec.help, labels, buckets=spec.buckets, registry=self._registry)
             self._histograms[spec.name] = histogram
@@ -87,12 +87,16 @@ class Metrics:
         key = (name, *labels.items())
         series = self._observing.get(key)
         if series is None:
-            series = self._observing[key] = self._histograms[name].labels(role=self.role.value, **labels)
+            if name in self._plain:
+                series = self._plain[name].labels(**labels)
+            else:
+                series = self._histograms[name].labels(role=self.role.value, **labels)
+            self._observing[key] = series
         series.observe(value)
 
     def observer(self, name: str) -> Callable[[float], None]:
         """``observe`` of one of the ``one_thread`` histograms, without the search for its series."""
-        return self._observing[name,].observe
+        return self._plain[name].labels().observe
 
     def set_source(self, source: Callable[[], Samples]) -> None:
         """Read the sourced metrics from ``source`` at each scrape; it is called on the scraping thread and must not

@@ -197,7 +197,7 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
     fields = read_body(CompletionPromptBody if is_prefill_leg else CompletionBody, body)
     prompts = fields.prompt if fields.prompt is not None else parse_prompts(None)
     resume = read_resume(body, num_prompts=len(prompts)) if is_from_peer else None
-    answer = _Answer()
+    answer = _NO_ANSWER
     if isinstance(fields, CompletionBody):
         output = output_of(fields, echo=bool(fields.echo))
         check_answers(output.n, len(prompts))
@@ -239,7 +239,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
             "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
         )
     resume = read_resume(body, num_prompts=1) if is_from_peer else None
-    answer, reasoning = _Answer(), ReasoningFields(fields.reasoning_effort)
+    answer, reasoning = _NO_ANSWER, ReasoningFields(fields.reasoning_effort)
     if isinstance(fields, ChatBody):
         reasoning = _reasoning(fields)
         if prompt_ids is None:
@@ -277,6 +277,9 @@ class _Answer:
     reports_state: bool = False
     request_id: str | None = None
     constraint: Constraint | None = None
+
+
+_NO_ANSWER = _Answer()
 
 
 def _answer(

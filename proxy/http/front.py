@@ -7,9 +7,12 @@ stream. Everything else is FastAPI's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -54,7 +57,7 @@ class Front:
         try:
             scope[BODY_KEY] = await read_body(receive, self._gate)
             await self._pacer.turn()
-            return await self._handlers[scope["path"]](Request(scope, receive, send))
+            return await self._handlers[scope["path"]](_Request(scope, receive, send))
         except (BodyTooLargeError, BodyTimeoutError) as exc:
             return self._shaped(refusal(exc, scope["state"]["request_id"]), scope)
         except Exception as exc:  # noqa: BLE001 - answered and logged, as the app does for its other routes
@@ -68,6 +71,24 @@ class Front:
         if shape is None or not response.body:
             return response
         return shape(response, scope["state"]["request_id"])
+
+
+class _Headers(Headers):
+    """Starlette's, which goes through all of them each time that one is looked for; a request is asked for a dozen."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(raw=raw)
+        self._first = dict(reversed(raw))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+
+class _Request(Request):
+    @functools.cached_property
+    def headers(self) -> Headers:
+        return _Headers(self.scope["headers"])
 
 
 class ProxyApp(FastAPI):

@@ -81,8 +81,11 @@ class ClientStream:
         if chunk:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def finish(self, outcome: Outcome) -> None:
-        await self._finish(b"", outcome)
+    async def finish(self, outcome: Outcome, last: bytes = b"") -> None:
+        """``last``: the stream's last chunk."""
+        if last and self.conversion is not None:
+            last = self.conversion.feed(last)
+        await self._finish(last, outcome)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.status is None

@@ -85,23 +85,36 @@ class ConcurrentLegs:
             try:
                 await self._wait(job, decode, prefill, client)
             finally:
-                for task in (decode, *prefill):
+                left = [task for task in (decode, *prefill) if not task.done()]
+                for task in left:
                     task.cancel()
-                await asyncio.gather(decode, *prefill, return_exceptions=True)
+                if left:
+                    await asyncio.gather(*left, return_exceptions=True)
 
+    @staticmethod
     async def _wait(
-        self, job: Job, decode: asyncio.Task[None], prefill: Sequence[asyncio.Task[None]], client: ClientStream
+        job: Job, decode: asyncio.Task[None], prefill: Sequence[asyncio.Task[None]], client: ClientStream
     ) -> None:
         """Until the decode leg has ended; a prefill leg's refusal ends everything while that is still possible."""
-        pending: set[asyncio.Task[None]] = {decode, *prefill}
-        while not decode.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {decode}:
-                error = task.exception()
-                if error is not None and not client.is_started:
-                    raise error
-                if error is not None:
-                    logger.warning("prefill leg failed late request_id=%s: %s", job.request_id, error)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def prefill_ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is None:
+                return
+            if client.is_started:
+                logger.warning("prefill leg failed late request_id=%s: %s", job.request_id, error)
+            elif not ended.done():
+                ended.set_exception(error)
+
+        def decode_ended(_: asyncio.Task[None]) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        decode.add_done_callback(decode_ended)
+        for task in prefill:
+            task.add_done_callback(prefill_ended)
+        await ended
         decode.result()
 
     async def _prefill(

@@ -18,7 +18,7 @@ from proxy.legs.client_stream import ClientStream
 from proxy.legs.errors import LegFailedError, RelayedAnswer, TransferFailedError
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
-from proxy.legs.protocol import check_draining, judge, open_decode_leg, status_reason
+from proxy.legs.protocol import DecodeLeg, check_draining, judge, status_reason
 from proxy.legs.stream_progress import StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
 from proxy.metrics.token_gaps import TokenGaps
@@ -67,7 +67,7 @@ class DecodeLegs:
         try:
             # As long as the prompt, while the answer takes long: nothing here may keep it.
             body = await asyncio.to_thread(content) if len(job.prompts) > THREAD_PROMPTS else content()
-            leg_of = open_decode_leg(node, job.route, body, headers, self._first_timeout_s)
+            leg_of = DecodeLeg(node, job.route, body, headers, self._first_timeout_s)
             del body
             async with leg_of as (answer, leg):
                 if answer.status < 400:
@@ -133,15 +133,18 @@ class DecodeLegs:
                 elif not has_passed:
                     client.go_on()
                 has_passed = True
-                await client.send_chunk(data)
+                if progress.is_complete:
+                    leg.succeed()
+                    await client.finish(progress.outcome, data)
+                else:
+                    await client.send_chunk(data)
                 client.record.num_output_tokens = (client.record.num_output_tokens or 0) + gaps.passed(data)
             if progress.failure is not None:
                 judge(leg, progress.failure.status)
                 raise progress.failure
-            if progress.is_complete:
-                leg.succeed()
-                await client.finish(progress.outcome)
-                await _read_end(chunks)
+            if client.is_finished:
+                if not answer.is_read:
+                    await _read_end(chunks)
                 return
         end = "early" if client.is_started else "without a byte"
         raise LegFailedError(f"decode node {node.name} ended its stream {end}")

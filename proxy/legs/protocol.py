@@ -8,9 +8,9 @@ it ended is told to the node's circuit breaker here.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from common.errors import (
@@ -92,29 +92,41 @@ async def call(
 
     Raises LegFailedError and DeadlineExceededError.
     """
-    with node.in_flight(), node.breaker.leg() as leg:
-        with _translated(node, leg):
-            answer = await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
-            if check is not None and answer.status == 200:
-                check(node, answer)
+    with _LegScope(node) as leg:
+        answer = await node.client.request(method, route, content=content, headers=headers, timeout_s=timeout_s)
+        if check is not None and answer.status == 200:
+            check(node, answer)
         judge(leg, answer.status)
         return answer
 
 
-@contextlib.asynccontextmanager
-async def open_decode_leg(
-    node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float
-) -> AsyncIterator[tuple[NodeStream, Leg]]:
-    """The decode node's answer, its head within ``timeout_s``, its body not yet read; and the leg, of which the caller
-    says that it succeeded. Leaving closes the connection, on which the node aborts.
+class DecodeLeg:
+    """A decode leg, as ``async with``: entering gives the node's answer, its head within ``timeout_s``, its body not
+    yet read; and the leg, of which the caller says that it succeeded. Leaving closes the connection, on which the node
+    aborts.
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
-    stream = node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s)
-    del content  # see DecodeLegs.relay
-    with node.in_flight(), node.breaker.leg() as leg, _translated(node, leg):
-        async with stream as answer:
-            yield answer, leg
+
+    def __init__(self, node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float) -> None:
+        self._stream = node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s)
+        self._scope = _LegScope(node)
+
+    async def __aenter__(self) -> tuple[NodeStream, Leg]:
+        leg = self._scope.__enter__()
+        try:
+            return await self._stream.__aenter__(), leg
+        except BaseException as exc:
+            self._scope.__exit__(type(exc), exc, exc.__traceback__)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._stream.__aexit__(kind, error, traceback)
+        finally:
+            self._scope.__exit__(kind, error, traceback)
 
 
 def judge(leg: Leg, status: int) -> None:
@@ -134,28 +146,52 @@ def status_reason(status: int) -> str:
     return "busy" if status in (QueueFullError.status, NodeUnavailableError.status) else "status"
 
 
-@contextlib.contextmanager
-def _translated(node: Node, leg: Leg) -> Iterator[None]:
-    try:
-        yield
-    except LegFailedError as exc:
-        if exc.reason in ("broken", "garbage"):
-            leg.fail(exc.reason)
-        raise
-    except NodeRefusedError as exc:
+class _LegScope:
+    """Round one leg to ``node``: it counts there, its breaker hears how it went, the client's failures get this
+    project's words."""
+
+    __slots__ = ("_in_flight", "_leg", "_node")
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._in_flight = node.in_flight()
+        self._leg = node.breaker.leg()
+
+    def __enter__(self) -> Leg:
+        self._in_flight.__enter__()
+        return self._leg.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                _translate(self._node, self._leg, error)
+        finally:
+            self._leg.__exit__()
+            self._in_flight.__exit__()
+
+
+def _translate(node: Node, leg: Leg, error: BaseException) -> None:
+    """Tells ``leg`` how it failed; raises what the client's failures are called here."""
+    if isinstance(error, LegFailedError):
+        if error.reason in ("broken", "garbage"):
+            leg.fail(error.reason)
+    elif isinstance(error, NodeRefusedError):
         leg.fail("refused")
-        node.suspect(describe(exc), down=True)
-        raise LegFailedError(f"{node.role.value} node {node.name} refused: {describe(exc)}", reason="refused") from exc
-    except NodeSilentError as exc:
+        node.suspect(describe(error), down=True)
+        text = f"{node.role.value} node {node.name} refused: {describe(error)}"
+        raise LegFailedError(text, reason="refused") from error
+    elif isinstance(error, NodeSilentError):
         leg.fail("silent")
-        raise LegFailedError(f"{node.role.value} node {node.name} is lost: {exc}") from exc
-    except NodeTimeoutError as exc:
+        raise LegFailedError(f"{node.role.value} node {node.name} is lost: {error}") from error
+    elif isinstance(error, NodeTimeoutError):
         leg.fail("slow")
-        node.suspect(describe(exc), down=False)
-        raise DeadlineExceededError(
-            f"{node.role.value} node {node.name} did not answer in time ({describe(exc)})"
-        ) from exc
-    except NodeClientError as exc:
+        node.suspect(describe(error), down=False)
+        text = f"{node.role.value} node {node.name} did not answer in time ({describe(error)})"
+        raise DeadlineExceededError(text) from error
+    elif isinstance(error, NodeClientError):
         leg.fail("broken")
-        node.suspect(describe(exc), down=False)
-        raise LegFailedError(f"{node.role.value} node {node.name} broke the connection: {describe(exc)}") from exc
+        node.suspect(describe(error), down=False)
+        text = f"{node.role.value} node {node.name} broke the connection: {describe(error)}"
+        raise LegFailedError(text) from error

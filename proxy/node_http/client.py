@@ -12,12 +12,13 @@ worst.
 from __future__ import annotations
 
 import asyncio
-import json
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+import orjson
 
 from proxy.node_http.connection import NodeConnection
 from proxy.node_http.connections import NodeConnections
@@ -41,7 +42,7 @@ class NodeAnswer:
 
     def json(self) -> Any:
         """Raises ValueError."""
-        return json.loads(self.body)
+        return orjson.loads(self.body)
 
 
 class NodeStream:
@@ -75,6 +76,11 @@ class NodeStream:
         self._connection.deadline.begin(self._timeout_s)
         return await self._client.read_all(self._connection, MAX_ANSWER_BYTES)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the body was read to its end."""
+        return self._connection.is_read
+
     async def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
         """The body's bytes as they come. The first may take as long as the head; silence for more than ``idle_s`` after
         that is a NodeTimeoutError. Time that the caller spends on a chunk does not count."""
@@ -83,7 +89,6 @@ class NodeStream:
             connection.deadline.begin(limit_s)
             chunk = await connection.read()
             connection.deadline.end()
-            self._client.has_heard()
             if not chunk:
                 return
             limit_s = idle_s
@@ -106,10 +111,6 @@ class NodeClient:
     def heard_s(self) -> float:
         """When the node last sent anything, on the event loop's clock; -inf: never."""
         return self._deadlines.heard_s
-
-    def has_heard(self) -> None:
-        """The node has sent something now."""
-        self._deadlines.heard_s = asyncio.get_running_loop().time()
 
     def give_up(self, silent_s: float) -> None:
         """Whatever has heard nothing from the node for ``silent_s`` fails now, with NodeSilentError."""
@@ -177,7 +178,6 @@ class NodeClient:
         """The body of the answer that ``open`` began."""
         pieces, num_bytes = [], 0
         while piece := await connection.read():
-            self.has_heard()
             pieces.append(piece)
             num_bytes += len(piece)
             if num_bytes > max_bytes:
@@ -196,7 +196,6 @@ class NodeClient:
             connection.deadline.end()
             connection.abort()
             raise
-        self.has_heard()
         return connection
 
     def _request_head(self, method: str, route: str, headers: Mapping[str, str], content: bytes) -> bytes:

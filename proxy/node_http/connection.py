@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from proxy.node_http.deadlines import Deadline
+from proxy.node_http.deadlines import Deadline, Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeClientError
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -26,9 +26,11 @@ class NodeConnection(asyncio.Protocol):
     """``status``, ``headers`` (lower-case names; of several with one name the last): valid after ``head``.
     ``has_heard``: whether anything of the answer has come."""
 
-    def __init__(self, on_lost: Callable[[NodeConnection], None]) -> None:
+    def __init__(self, on_lost: Callable[[NodeConnection], None], deadlines: Deadlines) -> None:
+        """``deadlines``: of its node, which hear whatever comes."""
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
+        self._deadlines = deadlines
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._error: NodeClientError | None = None
@@ -68,11 +70,15 @@ class NodeConnection(asyncio.Protocol):
         return data
 
     @property
+    def is_read(self) -> bool:
+        """Whether its answer was read to the end."""
+        return self._is_complete and not self._pieces
+
+    @property
     def is_reusable(self) -> bool:
         """Whether its answer was read to the end, and the node takes another request. With part of an answer unread,
         nothing more may be taken from the node (``PAUSE_BYTES``)."""
-        is_read = self._is_complete and not self._pieces
-        return is_read and self._may_be_reused and self._error is None and not self._transport.is_closing()
+        return self.is_read and self._may_be_reused and self._error is None and not self._transport.is_closing()
 
     def fail(self, error: NodeClientError) -> None:
         """Nothing more is waited for: ``error`` is raised instead. The first one counts."""
@@ -114,6 +120,7 @@ class NodeConnection(asyncio.Protocol):
         if self._error is not None:
             return
         self.has_heard = True
+        self._deadlines.heard_s = self._loop.time()
         num_unread = self._num_unread
         try:
             self._parser.feed_data(data)

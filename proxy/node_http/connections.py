@@ -99,7 +99,7 @@ class NodeConnections:
         sock = await aiohappyeyeballs.start_connection(self._addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
         try:
             _, connection = await loop.create_connection(
-                lambda: NodeConnection(self._on_lost),
+                lambda: NodeConnection(self._on_lost, self._deadlines),
                 sock=sock,
                 ssl=self._ssl,
                 server_hostname=None if self._ssl is None else self._host,

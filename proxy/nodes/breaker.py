@@ -9,11 +9,10 @@ from the event loop only.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +61,17 @@ class Breaker:
         left_s = self._open_until_s - self._clock()
         return f"circuit breaker open for {left_s:.0f} s, {failed}" if left_s > 0 else f"being probed after {failed}"
 
-    @contextlib.contextmanager
-    def leg(self) -> Iterator[Leg]:
-        """Goes round one leg, which says through the yielded object how it went."""
-        leg = Leg(self)
+    def leg(self) -> Leg:
+        """Goes round one leg (``with``), which says through it how it went."""
+        return Leg(self)
+
+    def began(self, leg: Leg) -> None:
         if self.state is BreakerState.HALF_OPEN and self._probe is None:
             self._probe = leg
-        try:
-            yield leg
-        finally:
-            if self._probe is leg:
-                self._probe = None
+
+    def ended(self, leg: Leg) -> None:
+        if self._probe is leg:
+            self._probe = None
 
     def reset(self) -> None:
         """The node is another process now: nothing held against the old one counts."""
@@ -116,6 +115,13 @@ class Leg:
     def __init__(self, breaker: Breaker) -> None:
         self._breaker = breaker
         self._is_judged = False
+
+    def __enter__(self) -> Leg:
+        self._breaker.began(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._breaker.ended(self)
 
     def succeed(self) -> None:
         if not self._is_judged:

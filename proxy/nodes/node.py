@@ -9,13 +9,12 @@ from the pool; an end. ``is_usable`` is the one question that decides whether it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import json
 import logging
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,15 +180,9 @@ class Node:
         host, port = self.transfer_address
         return {"url": f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", "epoch": self.info.epoch}
 
-    @contextlib.contextmanager
-    def in_flight(self) -> Iterator[None]:
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if self.is_leaving and not self.num_in_flight:
-                self.poll_now.set()  # its last leg has ended: it may go
+    def in_flight(self) -> InFlight:
+        """Goes round one leg."""
+        return InFlight(self)
 
     # --- what was learned about it
 
@@ -241,3 +234,21 @@ class Node:
             reason,
         )
         self.state, self.reason = state, reason
+
+
+class InFlight:
+    """One leg of ``node``, counted there."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __enter__(self) -> None:
+        self._node.num_in_flight += 1
+
+    def __exit__(self, *_: object) -> None:
+        node = self._node
+        node.num_in_flight -= 1
+        if node.is_leaving and not node.num_in_flight:
+            node.poll_now.set()  # its last leg has ended: it may go

@@ -19,7 +19,7 @@ import orjson
 from proxy.prefix_index.coverage import Coverage
 
 PIECE_BYTES = 512
-"""Bytes of text, or of token ids at 8 each, in one piece."""
+"""Bytes of text, or of token ids at 4 each, in one piece."""
 BYTES_PER_TOKEN = 4
 """Of English text in common vocabularies."""
 MAX_PIECES = 256
@@ -40,11 +40,11 @@ class TextKeys:
         self.num_tokens = max(1, num_tokens)
         num_pieces = min(len(content) // PIECE_BYTES, MAX_PIECES)
         self.piece_tokens = self.num_tokens * PIECE_BYTES / max(1, len(content))
-        key = blake2b(repr(salt).encode(), digest_size=16).digest()
+        chain = blake2b(repr(salt).encode(), digest_size=16)
         self.keys: list[bytes] = []
         for start in range(0, num_pieces * PIECE_BYTES, PIECE_BYTES):
-            key = blake2b(key + content[start : start + PIECE_BYTES], digest_size=16).digest()
-            self.keys.append(key)
+            chain.update(content[start : start + PIECE_BYTES])
+            self.keys.append(chain.digest())
 
     @classmethod
     def of(cls, body: Mapping[str, Any], prompt: Any) -> TextKeys:
@@ -52,7 +52,7 @@ class TextKeys:
         salt = body.get("cache_salt")
         if isinstance(prompt, list | array):
             try:
-                content = array("q", prompt).tobytes()
+                content = (prompt if isinstance(prompt, array) else array("I", prompt)).tobytes()
             except OverflowError:  # no vocabulary has such ids: a node will say so
                 content = b""
             return cls(content, len(prompt), salt)

@@ -14,6 +14,7 @@ import httptools
 from aiohttp.client_proto import ResponseHandler
 
 from proxy.node_http.connection import NodeConnection
+from proxy.node_http.deadlines import Deadlines
 from proxy.node_http.errors import NodeClientError
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -104,7 +105,7 @@ async def _play(transport: MemoryTransport, reader: asyncio.Task[Any], pieces: S
 
 
 async def ours(pieces: Sequence[bytes], end: End) -> Reading:
-    connection = NodeConnection(lambda _: None)
+    connection = NodeConnection(lambda _: None, Deadlines())
     transport = MemoryTransport(connection)
 
     async def read() -> tuple[int, dict[str, str], bytes]:
