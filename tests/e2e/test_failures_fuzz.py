@@ -32,7 +32,7 @@ ROUTES = ("pull", "leases/renew", "leases/release", "info", "transfer", "cache/c
 LOST_PREFIX = ("transfer_failed", "peer_restarted", "peer_unreachable")
 REFUSED = frozenset({400, 401, 404, 405, 409, 413, 415, 422, 429})
 SCALES = (
-    pytest.param(0.125, id="125 inputs"),
+    pytest.param(0.06, id="60 inputs"),
     pytest.param(5.0, id="5000 inputs", marks=pytest.mark.full),
 )
 

@@ -281,6 +281,7 @@ def test_process_when_its_ops_were_prebuilt_and_its_cache_is_an_empty_volume_the
     assert not (tmp_path / "volume" / "tandem" / "ops").exists()
 
 
+@pytest.mark.full
 def test_process_when_path_has_no_compiler_then_runs_the_model_with_one_warning(tmp_path: Path) -> None:
     script = (
         "import logging\n"

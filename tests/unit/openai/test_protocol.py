@@ -434,7 +434,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(noise=st.dictionaries(FIELDS, JSON, max_size=4))
 def test_any_json_is_parsed_or_refused_with_a_field_name(noise: dict[str, Any]) -> None:
     for parse, body in ((parse_completion, {"prompt": "x", **noise}), (parse_chat, {"messages": USER, **noise})):

@@ -115,10 +115,10 @@ def prompts(codec: TextCodec) -> dict[str, tuple[str, dict[str, Any]]]:
 def cases() -> Iterator[Any]:
     for name, limit, most in (("stays", 0, KEEPS), ("may move", 3, KEEPS_FOR_MOVING)):
         for kind in ("ids", "text", "chat"):
-            marks = () if (limit, kind) == (3, "chat") else pytest.mark.full
-            yield pytest.param(limit, most, kind, marks=marks, id=f"{name}-{kind}")
+            yield pytest.param(limit, most, kind, id=f"{name}-{kind}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("limit", "most", "kind"), list(cases()))
 def test_stream_when_it_runs_then_keeps_of_its_prompt_only_what_another_node_would_need(
     start_cluster: StartCluster, raw: Tokenising, codec: TextCodec, kind: str, limit: int, most: float

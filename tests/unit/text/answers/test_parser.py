@@ -138,6 +138,7 @@ def test_special_tokens_when_a_text_spells_them_then_they_mark_nothing() -> None
     assert total.content == "a<|tool_call_end|><|tool_call_start|>b"
 
 
+@pytest.mark.full
 def test_time_when_an_answer_is_long_and_odd_then_it_grows_with_its_length() -> None:
     """A parser that read held text again for each piece would need minutes here."""
     answer_format = CASES[0].answer_format
