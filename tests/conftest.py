@@ -1,7 +1,7 @@
 """What holds for every test: those that need a CUDA device are skipped, with the reason, where there is none.
 
-With several workers (``pytest -n``), tests that start services are one group and so run one after the other, on one
-worker; of the others each file is a group.
+With several workers (``pytest -n``), tests that start services are two groups, each of which runs one after the other
+on one worker; of the others each file is a group.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tandem")
 
+E2E_HALF = "tests/e2e/test_e"
+"""Files of services before it take about as long as those from it on."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForServices(LoadScopeScheduling):
+    class TwoWorkersForServices(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            if not file.startswith("tests/e2e/"):
+                return file
+            return "e2e, first" if file < E2E_HALF else "e2e, second"
 
-    return OneWorkerForServices(config, log)
+    return TwoWorkersForServices(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ types_log=$(mktemp)
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
-# Three workers, for tests wait often: one has the tests that start services, the others all else (tests/conftest.py).
+# Three workers, for tests wait often: two have the tests that start services, and all else is for who is free (tests/conftest.py).
 .venv/bin/python -m pytest -m "$markers" --numprocesses 3 "$@" || status=$?
 if [ -z "$markers" ] && [ $# -eq 0 ]; then
     # Again on devices whose memory is late (tests/support/late_device.py).
