@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Rows, Segment, StepPlan
+from common.geometry.families import FAMILIES
 from common.images.span import overlapping, rope_axes, rope_position
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
@@ -72,6 +73,8 @@ class ModelRunner:
         self._config = config
         self._views = PoolViews.of(storage, model.geometry)
         self._cache = EngineCache()
+        sees_images = FAMILIES[model.geometry.model_type].sees_images
+        self._has_axes = sees_images is not None and sees_images.has_axes
         self._replay = Replay(model.ops, self._views) if model.is_replayed else None
 
     def forward(self, plan: StepPlan) -> list[Tensor]:
@@ -113,7 +116,7 @@ class ModelRunner:
             ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
             embeddings = (self._embeddings(ids, segments),) if pictured else ()
             at = context.metadata.positions
-            if any(s.images for s in segments):
+            if self._has_axes and any(s.images for s in segments):
                 at = torch.cat([at[None], _rope_axes(segments).to(device)])
             with set_forward_context(context):
                 hidden = self._run(ids, at, *embeddings)

@@ -25,7 +25,7 @@ from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.speculation import Speculation
 from common.errors import TransferError
-from common.images.span import end_of_images
+from common.images.span import ImageSpan, end_of_images, overlapping
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -71,10 +71,12 @@ class LowerTiers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``max_num_seqs``: sequences that hold memory at a time. ``max_num_batched_tokens``: tokens computed in a step."""
+    """``max_num_seqs``: sequences that hold memory at a time. ``max_num_batched_tokens``: tokens computed in a step, of
+    which an image may be the last that does not fit. ``images_are_whole``: no step may end inside an image."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    images_are_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -278,7 +280,7 @@ class Scheduler:
         num_passed = 0  # sequences at the front of the queue that stay there
         while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
             sequence = self.waiting[num_passed]
-            if sequence.remote is None and budget == 0:
+            if sequence.remote is None and budget <= 0:
                 return
             num_tokens = self._try_to_admit(schedule, sequence, budget)
             if num_tokens is None:
@@ -313,6 +315,8 @@ class Scheduler:
         num_computed = hit.num_tokens if hit is not None else 0
         _check_images(sequence, num_computed)
         num_tokens = self._chunk_size(sequence, num_computed, budget)
+        if num_tokens == 0 and num_computed < sequence.num_tokens:
+            return 0  # for an image that is being processed
         if not self._manager.admit(
             sequence.seq_id,
             sequence.keys,
@@ -357,11 +361,27 @@ class Scheduler:
             sequence.save_positions.setdefault(position, "junction")
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""
-        num_tokens = min(sequence.num_tokens - start, budget)
-        if num_tokens <= 1:
+        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary, and an
+        image that is not processed yet ends it."""
+        num_tokens = max(0, min(sequence.num_tokens - start, budget))
+        if num_tokens > 1:
+            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
+        images = sequence.request.images
+        if not num_tokens or start >= end_of_images(images):
             return num_tokens
-        return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
+        end = start + num_tokens
+        if self._config.images_are_whole:
+            cut = [image for image in images if image.start < end < image.end]
+            if cut:
+                # Whatever the budget: in two steps it would be another image.
+                end = cut[0].start if cut[0].start > start else cut[0].end
+        needed = [
+            (image, given)
+            for image, given in zip(images, sequence.request.image_inputs, strict=False)
+            if image.start < end and image.end > start
+        ]
+        missing = [image.start for image, given in needed if not given.is_ready()]
+        return max(0, min([end, *missing]) - start)
 
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
         if self.tiers is None or sequence.num_tier_reads == MAX_TIER_READS:
@@ -423,10 +443,16 @@ class Scheduler:
                 rows=rows,
                 images=sequence.request.images,
                 image_inputs=sequence.request.image_inputs,
+                whole=self._whole(sequence.request.images, start, end),
             )
         )
         schedule.sequences.append(sequence)
         sequence.last_step = self._num_steps
+
+    def _whole(self, images: tuple[ImageSpan, ...], start: int, end: int) -> tuple[tuple[int, int], ...]:
+        if not self._config.images_are_whole:
+            return ()
+        return tuple((image.start, image.end) for image in overlapping(images, start, end))
 
     def _plan_rollback(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
         """States to go back to from the sequence's drafts; without a slot for one it has no drafts."""

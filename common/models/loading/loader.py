@@ -41,7 +41,7 @@ from common.models.loading.images import load_images
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
 from common.models.vision.processor import ImageProcessor
-from common.models.vision.tower import VisionTower
+from common.models.vision.tower import VisionTower, take_vision
 from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
 from common.ops.select import create_ops
@@ -127,6 +127,7 @@ def load_model(
     )
     with quiet_transformers():
         loaded = load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
+        vision = take_vision(loaded)
         head = Head(loaded)
         tokens = probe_tokens(geometry.vocab_size, seed)
         expected = stock_logits(loaded, tokens, geometry, target)
@@ -151,11 +152,14 @@ def load_model(
         is_replayed = (
             not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
         )
+        tokenizer = load_tokenizer(folder, trust_remote_code)
         image_rules, tower, image_processor = load_images(
             folder,
             raw_config,
             family,
+            tokenizer,
             max_image_tokens,
+            vision=vision,
             dtype=getattr(torch, dtype),
             device=target,
             with_tower=with_images,
@@ -178,7 +182,7 @@ def load_model(
         ops=ops,
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
-        tokenizer=load_tokenizer(folder, trust_remote_code),
+        tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(loaded),
         folder=folder,
         is_replayed=is_replayed,
