@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from common.engine.plan import Rows, Segment, StepPlan
-from common.geometry.families import FAMILIES
 from common.images.span import overlapping, rope_axes, rope_position
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
@@ -73,8 +72,7 @@ class ModelRunner:
         self._config = config
         self._views = PoolViews.of(storage, model.geometry)
         self._cache = EngineCache()
-        sees_images = FAMILIES[model.geometry.model_type].sees_images
-        self._has_axes = sees_images is not None and sees_images.has_axes
+        self._has_axes = model.sees_images is not None and model.sees_images.has_axes
         self._replay = Replay(model.ops, self._views) if model.is_replayed else None
 
     def forward(self, plan: StepPlan) -> list[Tensor]:

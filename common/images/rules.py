@@ -127,7 +127,16 @@ class ImageRules:
                 param=name,
             )
         at_least = self.factor if self.kind is Kind.LFM2_VL else 0
-        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels, at_least=at_least)
+        high, wide = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels, at_least=at_least)
+        tile_size = self.tiling.tile_size if self.tiling is not None else 0
+        if self.kind is Kind.LFM2_VL and high * wide > max(self.max_pixels, tile_size**2):
+            raise ImageRefusedError(
+                f"{name}: an image of {width} x {height} pixels is too long and narrow: at {wide} x {high} it has more "
+                f"than the model's {self.max_pixels} pixels",
+                reason="limit",
+                param=name,
+            )
+        return high, wide
 
     def tiles(self, header: ImageHeader) -> tuple[int, int]:
         """Rows and columns of tiles; 0, 0 where an image is one piece."""

@@ -28,7 +28,6 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import StepGrammars
 from common.errors import ConfigError
-from common.geometry.families import FAMILIES
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION, make_layout
 from common.kv_cache.manager import KVCacheManager
@@ -181,7 +180,7 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
 
 
 def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
-    sees_images = FAMILIES[model.loaded.geometry.model_type].sees_images
+    sees_images = model.loaded.sees_images
     is_whole = sees_images is not None and sees_images.is_whole
     limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, images_are_whole=is_whole)
     scheduler = Scheduler(limits, model.manager, speculation=create_speculation(config, model))

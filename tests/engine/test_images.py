@@ -232,11 +232,25 @@ def test_batch_when_images_and_texts_run_together_then_each_answer_is_its_own(pi
 def test_node_without_a_tower_when_the_images_are_not_in_its_cache_then_refused_by_name() -> None:
     pictured = Pictured(with_images=False)
     assert pictured.model.loaded.tower is None
-    assert not [name for name, _ in pictured.model.loaded.model.named_parameters() if "visual" in name]
+    assert vision_parameters(pictured) == []
     [output] = pictured.outputs(pictured.request([10], A, TEXT))
     assert isinstance(output.error, TransferError)
     assert "only a prefill node computes images" in str(output.error)
     assert pictured.cached(TEXT) == 0  # it goes on
+
+
+def vision_parameters(pictured: Pictured) -> list[str]:
+    names = [name for name, _ in pictured.model.loaded.model.named_parameters()]
+    assert len(names) > 20
+    return [name for name in names if "visual" in name or "vision" in name or "multi_modal" in name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", images.FAMILIES)
+def test_parameters_when_a_node_computes_no_images_then_none_is_of_the_tower_and_text_is_answered(family: str) -> None:
+    pictured = Pictured(family, with_images=False)
+    assert vision_parameters(pictured) == []
+    assert pictured.cached(TEXT) == 0
 
 
 @pytest.mark.parametrize("damage", ["first image", "rope", "digests"])

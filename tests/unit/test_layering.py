@@ -103,7 +103,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
-    "common.images": ("span", "header", "rules", "source"),
+    "common.images": ("span", "header", "layout", "rules", "read_rules", "source"),
     "common.kv_cache": (
         "keys",
         "spec",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from common.geometry.families import FAMILIES
+from common.geometry.families import FAMILIES, SeesImages
 from common.geometry.geometry import model_geometry
 from common.images.rules import ImageRules
 from common.kv_cache.spec import ModelGeometry
@@ -64,6 +64,7 @@ class LoadedModel:
         eos_token_ids: from the generation config and the config, sorted.
         folder: where the files are.
         is_replayed: whether a recorded decode step (:mod:`common.models.cpu.replay`) gave the same bits as the forward.
+        sees_images: of the family.
         image_rules: how many tokens an image takes; a text says why the model takes none.
         tower, image_processor: loaded on request, where the model takes images.
     """
@@ -79,6 +80,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     folder: Path
     is_replayed: bool
+    sees_images: SeesImages | None = None
     image_rules: ImageRules | str = "it is a model of text"
     tower: VisionTower | None = None
     image_processor: ImageProcessor | None = None
@@ -186,6 +188,7 @@ def load_model(
         eos_token_ids=eos_token_ids(loaded),
         folder=folder,
         is_replayed=is_replayed,
+        sees_images=family.sees_images,
         image_rules=image_rules,
         tower=tower,
         image_processor=image_processor,

@@ -14,6 +14,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
+from common.errors import ImageRefusedError
+from common.images.header import ImageHeader
 from common.images.rules import ImageRules
 from common.models.vision.processor import ImageProcessor
 from common.openai.protocol import parse_chat
@@ -28,13 +30,12 @@ SIZES = [
     (160, 100),
     (100, 160),
     (33, 70),
-    (500, 20),
-    (20, 500),
+    (300, 40),
+    (40, 300),
     (1, 1),
     (90, 90),
     (128, 128),
     (97, 161),
-    (300, 8),
 ]
 
 
@@ -89,6 +90,13 @@ def test_pieces_when_lfm2_vl_processes_an_image_then_they_are_transformers_own_t
     for index, each in enumerate(found):
         num_patches = int(theirs["pixel_attention_mask"][index].sum())
         assert each["pixel_values"][0].equal(theirs["pixel_values"][index, :num_patches])
+
+
+@pytest.mark.parametrize("size", [(500, 20), (20, 500), (300, 8), (10_000, 1)])
+def test_image_when_it_is_longer_than_transformers_processor_can_pad_then_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(ImageRefusedError, match="too long and narrow") as caught:
+        images.rules("lfm2_vl").pieces(ImageHeader("PNG", *size), "x")
+    assert caught.value.reason == "limit"
 
 
 def test_tiles_when_the_operator_bounds_tokens_then_fewer_or_none_and_never_more() -> None:
