@@ -257,7 +257,7 @@ def refused_rows(port: int) -> list[tuple[str, str, str, str]]:
         (data_url(picture(30, 200, 200, "JPEG")[:-900], "jpeg"), "content", "cannot be decoded", "prefill"),
         (data_url(SVG, "svg+xml"), "format", "must be a PNG", "proxy"),
         (data_url(POLYGLOTS[0]), "format", "must be a PNG", "proxy"),
-        (data_url(POLYGLOTS[1], "gif"), "content", "", "prefill"),
+        (data_url(POLYGLOTS[1], "gif"), "content", "at least 1 x 1 pixels", "proxy"),
     ]
     return rows
 
