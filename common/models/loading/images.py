@@ -56,7 +56,9 @@ def _read_rules(folder: Path, raw_config: Mapping[str, Any], family: Family, tok
         raise ValueError("it is a model of text")
 
     def token_id(text: str) -> int | None:
-        found = None if tokenizer is None else tokenizer.convert_tokens_to_ids(text)
+        if tokenizer is None:
+            return None
+        found = tokenizer.convert_tokens_to_ids(text)
         return found if isinstance(found, int) and found != tokenizer.unk_token_id else None
 
     try:

@@ -92,7 +92,8 @@ class ImageProcessor:
             raise ImageRefusedError(
                 f"{image.name}: the image cannot be decoded: {reason}", reason="content", param=image.name
             ) from exc
-        return self._processor.pieces(picture, image)
+        pieces: list[Inputs] = self._processor.pieces(picture, image)
+        return pieces
 
 
 def _create(folder: Path, rules: ImageRules) -> Any:
