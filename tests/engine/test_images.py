@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.errors import TransferError
+from common.errors import ImageRefusedError, TransferError
 from common.images.rules import ImageRules
 from common.images.span import ImageSpan
 from common.models.vision.image_input import inputs_of
@@ -237,6 +237,31 @@ def test_node_without_a_tower_when_the_images_are_not_in_its_cache_then_refused_
     assert isinstance(output.error, TransferError)
     assert "only a prefill node computes images" in str(output.error)
     assert pictured.cached(TEXT) == 0  # it goes on
+
+
+def test_image_when_nobody_prepared_it_then_its_prompt_waits_for_a_worker_and_others_go_on(pictured: Pictured) -> None:
+    processor = pictured.model.loaded.image_processor
+    assert processor is not None
+    waiting: list[Callable[[], None]] = []
+    parts = ([60, 61], A, TEXT)
+    request, other = pictured.request(*parts), pictured.request([62, 63, 64])
+    request.image_inputs = inputs_of(processor, encoded(A), waiting.append)
+    broken = pictured.request([65], B, TEXT)
+    cut = dataclasses.replace(encoded(B), data=B[:-40])
+    broken.image_inputs = inputs_of(processor, cut, waiting.append)
+    for each in (request, broken):
+        pictured.core.add_request(each)
+    outputs = pictured.outputs(other)
+    assert {output.request_id for output in outputs} == {other.request_id}
+    assert len(waiting) == 2
+    for prepare in waiting:
+        prepare()
+    outputs = [*pictured.core.step(), *(output for outputs in run(pictured.core) for output in outputs)]
+    [error] = [output.error for output in outputs if output.error]
+    assert isinstance(error, ImageRefusedError)
+    assert "cannot be decoded" in str(error)
+    mismatch = pictured.mismatch([each for each in outputs if each.request_id == request.request_id], *parts)
+    assert mismatch is None, mismatch
 
 
 def vision_parameters(pictured: Pictured) -> list[str]:

@@ -143,6 +143,9 @@ def test_digest_when_bytes_shape_or_processor_differ_then_differs() -> None:
         len({RULES.digest(b"a", 2, 3), RULES.digest(b"b", 2, 3), RULES.digest(b"a", 3, 2), other.digest(b"a", 2, 3)})
         == 4
     )
+    # However late the bytes differ, and pieces of one image too.
+    assert RULES.digest(bytes(100_000), 2, 3) != RULES.digest(bytes(99_999) + b"a", 2, 3)
+    assert RULES.digest(b"a", 2, 3) != RULES.digest(b"a", 2, 3, 1)
 
 
 def test_rules_when_they_travel_as_json_then_equal() -> None:
