@@ -56,6 +56,7 @@ class ReuseStatistics:
         self._totals: dict[ReuseClass, _Histogram] = {}
         self._rates: dict[ReuseClass, list[float]] = {}
         self._indices: dict[ReuseClass, list[float]] = {}
+        self._far_rates: dict[ReuseClass, list[float]] = {}
         self._probabilities: dict[ReuseClass, list[float]] = {}
 
     def reached(self, reuse_class: ReuseClass) -> list[float]:
@@ -78,6 +79,7 @@ class ReuseStatistics:
         """Let what was counted since the last refresh count in ``index``."""
         self._rates.clear()
         self._indices.clear()
+        self._far_rates.clear()
         self._probabilities.clear()
         self._totals.clear()
         for reuse_class, histogram in self._histograms.items():
@@ -96,8 +98,27 @@ class ReuseStatistics:
         0 beyond the last bin."""
         probabilities = self._probabilities.get(reuse_class)
         if probabilities is None:
-            probabilities = self._probabilities[reuse_class] = within_horizon(self._rates_of(reuse_class))
+            probabilities = self._probabilities[reuse_class] = within_horizon(self._far_rates_of(reuse_class))
         return probabilities
+
+    def _far_rates_of(self, reuse_class: ReuseClass) -> list[float]:
+        """As ``_rates_of``, for what lies far ahead. At ages that hardly any of the class has come to, its parent's
+        rates stand, times how often its members returned at all, of how often the parent's rates say. (With the
+        parent's alone, what never returns looks as if it might yet, at ages that nobody has seen: half of what was
+        written to a disk was that.)"""
+        rates = self._far_rates.get(reuse_class)
+        if rates is None:
+            rates = self._far_rates_of(reuse_class[:-1]) if reuse_class else list(PRIOR_RATES)
+            total = self._totals.get(reuse_class)
+            if total is not None:
+                expected = sum(reached * rate for reached, rate in zip(total.reached, rates, strict=False))
+                factor = (sum(total.returned) + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
+                rates = [
+                    min(1.0, (returned + PRIOR_WEIGHT * factor * rate) / (reached + PRIOR_WEIGHT))
+                    for returned, reached, rate in zip(total.returned, total.reached, rates, strict=False)
+                ]
+            self._far_rates[reuse_class] = rates
+        return rates
 
     def _rates_of(self, reuse_class: ReuseClass) -> list[float]:
         """By bin: the share of those who reached it that returned in it."""
