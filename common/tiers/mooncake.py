@@ -9,12 +9,13 @@ Every method blocks, for as long as the store lets a call wait: on threads that 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -69,6 +70,9 @@ class MooncakeStore:
         self.place = place
         self._client = client
         self._secret = secret
+        self._num_calls = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
 
     def put(
         self, header: ObjectHeader, buffers: Sequence[memoryview], is_unchanged: Callable[[], bool] = lambda: True
@@ -82,9 +86,14 @@ class MooncakeStore:
         head = memoryview(header.encode(self._secret, digest.digest()))
         # A value of that name may be there, and damaged: it is replaced.
         for key, parts in ((name, [*buffers, END]), (name + HEADER, [head])):
-            status = self._client.upsert_parts(key, *(part.cast("B") for part in parts if part.nbytes))
+            try:
+                with self._use() as client:
+                    status = client.upsert_parts(key, *(part.cast("B") for part in parts if part.nbytes))
+                    if status != 0:
+                        _remove(client, name)
+            except OSError as exc:
+                raise ObjectWriteError("io") from exc
             if status != 0:
-                self._remove(name)
                 raise ObjectWriteError("full" if status == NO_SPACE else "io")
         return HEADER_BYTES + header.payload_bytes
 
@@ -93,7 +102,7 @@ class MooncakeStore:
         header, payload_digest = self.header(name)
         if replace(header, history=wanted.history, origin=wanted.origin) != wanted:
             raise ObjectReadError("other")
-        value = memoryview(self._client.get(name))
+        value = memoryview(self._value(name))
         if len(value) != wanted.payload_bytes + len(END):
             raise ObjectReadError("short" if value else "missing")
         payload = value[: wanted.payload_bytes]
@@ -107,7 +116,7 @@ class MooncakeStore:
 
     def header(self, name: str) -> tuple[ObjectHeader, bytes]:
         """And the payload's digest. Raises ObjectReadError."""
-        raw = self._client.get(name + HEADER)
+        raw = self._value(name + HEADER)
         if not raw:
             raise ObjectReadError("missing")
         try:
@@ -119,7 +128,8 @@ class MooncakeStore:
         return header, digest
 
     def has(self, header: ObjectHeader) -> bool:
-        return bool(self._client.is_exist(object_name(self._secret, header) + HEADER) == 1)
+        with self._use() as client:
+            return bool(client.is_exist(object_name(self._secret, header) + HEADER) == 1)
 
     def touch(self, header: ObjectHeader) -> None:
         """Reading it told the master."""
@@ -128,21 +138,50 @@ class MooncakeStore:
         return 0.0
 
     def delete(self, header: ObjectHeader) -> None:
-        self._remove(object_name(self._secret, header))
+        with self._use() as client:
+            _remove(client, object_name(self._secret, header))
 
     def sweep(self, header: ObjectHeader) -> bool:
         """Never: whose it is cannot be seen, and the master lets go what nobody reads."""
         return False
 
     def close(self) -> None:
-        """What this process lent is gone with it. Without a master the client would wait for one for minutes."""
-        thread = threading.Thread(target=self._client.close, name="mooncake-close", daemon=True)
-        thread.start()
-        thread.join(CLOSE_S)
+        """What this process lent is gone with it. Without a master calls wait for one for minutes: then the end of the
+        process ends them, because a client that is closed beneath a call crashes."""
+        with self._changed:
+            self._is_closed = True
+            is_idle = self._changed.wait_for(lambda: not self._num_calls, CLOSE_S)
+        if is_idle:
+            thread = threading.Thread(target=self._client.close, name="mooncake-close", daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)
 
-    def _remove(self, name: str) -> None:
-        for key in (name + HEADER, name):
-            self._client.remove(key, True)  # also while somebody reads it: what is read is checked
+    def _value(self, key: str) -> bytes:
+        """Empty when there is none. Raises ObjectReadError."""
+        try:
+            with self._use() as client:
+                return bytes(client.get(key))
+        except OSError as exc:
+            raise ObjectReadError("unreadable") from exc
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[Any]:
+        """Raises OSError: it is closed."""
+        with self._changed:
+            if self._is_closed:
+                raise OSError("the store is closed")
+            self._num_calls += 1
+        try:
+            yield self._client
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+
+def _remove(client: Any, name: str) -> None:
+    for key in (name + HEADER, name):
+        client.remove(key, True)  # also while somebody reads it: what is read is checked
 
 
 class MooncakeWatch:

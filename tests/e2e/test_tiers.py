@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind, decode_header
 from common.tiers.secrets import derived_secret
+from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.routes import CACHE_CHECK_ROUTE
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import Answer, complete, metric, together, wait_settled
 from tests.support.models import checkpoint
@@ -132,6 +135,18 @@ class Pairs:
                 return
             assert time.monotonic() < deadline, (num_files, known)
 
+    def wait_settled(self, *services: Service) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        for node in (each for service in services for each in (*service.prefill, *service.decode)):
+            key = {CLUSTER_KEY_HEADER: KEY}
+            while True:
+                state = httpx.get(node.url + CACHE_CHECK_ROUTE, headers=key, timeout=30).raise_for_status().json()
+                assert state["ok"], state
+                if not (state["leases"] or state["sequences"]):
+                    break
+                assert time.monotonic() < deadline, state
+                time.sleep(0.05)
+
     def errors(self, name: str = "tier_read_errors_total", **labels: str) -> float:
         return sum(metric(node, name, **labels) for node in self.nodes)
 
@@ -185,7 +200,7 @@ def test_pairs_when_one_has_computed_a_prefix_then_the_other_promotes_it_and_liv
         assert_right(FAMILY, fresh, complete(pairs.second.url, fresh, NUM_TOKENS))
         for node in (*pairs.second.prefill, *pairs.second.decode):
             assert metric(node, "tier_read_errors_total") == metric(node, "tier_write_errors_total") == 0
-        wait_settled(*pairs.second.prefill, *pairs.second.decode)
+        pairs.wait_settled(pairs.second)
 
 
 @pytest.mark.full
@@ -212,7 +227,7 @@ def test_pairs_when_a_part_of_a_prefix_is_gone_then_the_other_computes_what_it_l
         assert_right(FAMILY, prompt, answer)
         assert answer.cached_tokens < len(prompt)
         assert pairs.errors() == pairs.errors(reason="missing")
-        wait_settled(*pairs.nodes)
+        pairs.wait_settled(pairs.first, pairs.second)
 
 
 @pytest.mark.full
@@ -238,4 +253,4 @@ def test_pairs_when_one_evicts_what_the_other_reads_then_answers_are_right_and_t
         assert size // 2 < most <= size
         assert sum(metric(node, "tier_hit_tokens_total") for node in pairs.nodes) > 0
         assert pairs.errors() == pairs.errors(reason="missing")
-        wait_settled(*pairs.nodes)
+        pairs.wait_settled(pairs.first, pairs.second)

@@ -462,6 +462,8 @@ def test_conversations_when_the_pools_hold_few_then_each_turn_hits_its_history_f
                     await node.flush()
             await node.check()
             assert node.metric("tier_hit_tokens_total") > 0
-            assert node.metric("tier_read_errors_total") == node.metric("tier_skipped_total") == 0
+            assert node.metric("tier_read_errors_total") == 0
+            # Ends of prompts are asked for by nobody, for every turn goes on behind the answer: that is learnt.
+            assert node.metric("tier_skipped_total") == node.metric("tier_skipped_total", reason="value")
 
     run(main())

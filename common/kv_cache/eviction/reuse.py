@@ -57,6 +57,7 @@ class ReuseStatistics:
         self._rates: dict[ReuseClass, list[float]] = {}
         self._indices: dict[ReuseClass, list[float]] = {}
         self._far_rates: dict[ReuseClass, list[float]] = {}
+        self._usual_ratio = 1.0
         self._probabilities: dict[ReuseClass, list[float]] = {}
 
     def reached(self, reuse_class: ReuseClass) -> list[float]:
@@ -85,6 +86,11 @@ class ReuseStatistics:
         for reuse_class, histogram in self._histograms.items():
             for length in range(1, len(reuse_class) + 1):
                 self._totals.setdefault(reuse_class[:length], _Histogram()).add(histogram)
+        everything = _Histogram()
+        for reuse_class, total in self._totals.items():
+            if len(reuse_class) == 1:
+                everything.add(total)
+        self._usual_ratio = self._return_ratio(everything)
 
     def index(self, reuse_class: ReuseClass) -> list[float]:
         """By age bin, as of the last refresh: expected returns per request of waiting; 0 beyond the last bin."""
@@ -102,23 +108,27 @@ class ReuseStatistics:
         return probabilities
 
     def _far_rates_of(self, reuse_class: ReuseClass) -> list[float]:
-        """As ``_rates_of``, for what lies far ahead. At ages that hardly any of the class has come to, its parent's
-        rates stand, times how often its members returned at all, of how often the parent's rates say. (With the
-        parent's alone, what never returns looks as if it might yet, at ages that nobody has seen: half of what was
-        written to a disk was that.)"""
+        """As ``_rates_of``, for what lies far ahead. At ages that hardly any of a class has come to, the general rates
+        stand for it; less, where what was kept for the same reason returns less often than what was kept at all. (With the general rates alone, what never returns looks as if it might yet, at ages that nobody has seen: half
+        of what was written to a disk was that.)"""
         rates = self._far_rates.get(reuse_class)
         if rates is None:
             rates = self._far_rates_of(reuse_class[:-1]) if reuse_class else list(PRIOR_RATES)
             total = self._totals.get(reuse_class)
             if total is not None:
-                expected = sum(reached * rate for reached, rate in zip(total.reached, rates, strict=False))
-                factor = (sum(total.returned) + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
+                factor = min(1.0, self._return_ratio(total) / self._usual_ratio) if len(reuse_class) == 1 else 1.0
                 rates = [
                     min(1.0, (returned + PRIOR_WEIGHT * factor * rate) / (reached + PRIOR_WEIGHT))
                     for returned, reached, rate in zip(total.returned, total.reached, rates, strict=False)
                 ]
             self._far_rates[reuse_class] = rates
         return rates
+
+    @staticmethod
+    def _return_ratio(total: _Histogram) -> float:
+        """How often its members returned, as a multiple of how often the general rates say."""
+        expected = sum(reached * rate for reached, rate in zip(total.reached, PRIOR_RATES, strict=False))
+        return (sum(total.returned) + PRIOR_WEIGHT) / (expected + PRIOR_WEIGHT)
 
     def _rates_of(self, reuse_class: ReuseClass) -> list[float]:
         """By bin: the share of those who reached it that returned in it."""

@@ -117,7 +117,7 @@ class PrefixObjects:
         """Payload of the largest object."""
         per_extent = blocks_per_extent(self._storage.config.block_size)
         extents = [per_extent * num_bytes for num_bytes in self._block_bytes]
-        return max([int(self._slot_bytes) + self._row_bytes, sum(self._block_bytes), *extents])
+        return int(max([self._slot_bytes + self._row_bytes, sum(self._block_bytes), *extents]))
 
     # --- to be written
 
