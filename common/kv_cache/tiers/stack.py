@@ -45,6 +45,8 @@ class TierStack:
     def __init__(self, tiers: Sequence[Tier], read_bytes: Callable[[StoredPrefix, int], int]) -> None:
         self.tiers = tuple(tiers)
         self._own = [tier for tier in tiers if not tier.settings.is_shared]
+        for tier in self._own[1:]:
+            tier.is_fed_by_tier = True
         self._shared = [tier for tier in tiers if tier.settings.is_shared]
         self._read_bytes = read_bytes
 

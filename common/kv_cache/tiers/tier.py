@@ -69,6 +69,8 @@ class Tier:
         self.settings = settings
         self.index = TierIndex(settings.size_bytes, self._worth)
         self.skipped: Counter[str] = Counter()
+        self.is_fed_by_tier = False
+        """Whether what it is offered has waited in a faster tier, and not in memory alone."""
         self._outlook = outlook
         self._budget = WriteBudget(settings.write_rate, clock)
         self._refused: dict[bytes, str] = {}
@@ -123,7 +125,9 @@ class Tier:
 
     def _probability(self, key: bytes) -> float:
         outlook = self._outlook(key)
-        return 1.0 if outlook is None else outlook.probability
+        if outlook is None:
+            return 1.0
+        return outlook.late_probability if self.is_fed_by_tier else outlook.probability
 
     def _worth(self, key: bytes) -> float | None:
         if self.settings.is_shared:

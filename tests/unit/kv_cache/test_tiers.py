@@ -139,7 +139,7 @@ def test_return_probability_when_rates_are_even_then_it_falls_with_the_bins_that
     assert within_horizon([0.0] * NUM_BINS) == [0.0] * (NUM_BINS + 1)
 
 
-def test_return_probability_when_a_class_never_returned_then_ages_that_nobody_has_seen_change_nothing() -> None:
+def test_late_probability_when_a_class_never_returned_then_ages_that_nobody_has_seen_change_nothing() -> None:
     """Two classes of which nobody is old yet: one returns soon in half of the cases, the other never."""
     statistics = ReuseStatistics()
     for name in ("comes", "never"):
@@ -150,12 +150,13 @@ def test_return_probability_when_a_class_never_returned_then_ages_that_nobody_ha
         for _ in range(30):
             statistics.count_return(("comes", 1, 2), age)
     statistics.refresh()
-    comes, never = (statistics.return_probabilities((name, 1, 2)) for name in ("comes", "never"))
+    comes, never = (statistics.late_probabilities((name, 1, 2)) for name in ("comes", "never"))
     assert never[0] < 0.01
-    assert max(never[10:NUM_BINS]) < 0.01
+    assert max(never[10:NUM_BINS]) < 0.05
     assert comes[0] > 0.5
     assert comes[12] > 0.2
-    # What the pools evict by is as it was: they are to learn of such ages.
+    # What leaves the pools is given the benefit of the doubt: so such ages are learnt of.
+    assert statistics.return_probabilities(("never", 1, 2))[12] > 0.05
     assert statistics.index(("never", 1, 2))[12] == pytest.approx(statistics.index(("comes", 1, 2))[12])
 
 
