@@ -150,7 +150,12 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "tier_read_seconds",
         ),
         "tier",
-        {"disk": "`--kv-tier disk:`", "shared": "`--kv-tier shared:`"},
+        {
+            "host": "`--kv-tier host:`",
+            "disk": "`--kv-tier disk:`",
+            "shared": "`--kv-tier shared:`",
+            "mooncake": "`--kv-tier mooncake:`",
+        },
     ),
     LabelValues(("tier_bytes_total",), "op", {"read": "read back", "write": "written"}),
     LabelValues(

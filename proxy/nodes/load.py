@@ -52,6 +52,8 @@ class LoadReport:
     pull: Measured | None = None
     kv_bytes_per_token: float = DEFAULT_KV_BYTES
     state_bytes: float = 0.0
+    tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By kind, of the tiers that are read now: seconds of a read, and of each byte."""
 
     @classmethod
     def from_json(cls, body: object) -> LoadReport | None:
@@ -73,6 +75,12 @@ class LoadReport:
             trust = weight / (weight + TRUSTED_OBSERVATIONS) * 0.5 ** (age_s / TRUST_HALF_LIFE_S)
             return Measured(fixed_s, unit_s, trust) if fixed_s >= 0 and unit_s > 0 else None
 
+        def tiers(value: Any) -> dict[str, tuple[float, float]]:
+            rows = value.items() if isinstance(value, Mapping) else ()
+            pairs = {str(kind): row for kind, row in rows if isinstance(row, list | tuple) and len(row) == 2}
+            read = {kind: (number(row[0], -1.0), number(row[1], -1.0)) for kind, row in pairs.items()}
+            return {kind: row for kind, row in read.items() if min(row) >= 0}
+
         step_s = number(body.get("decode_step_seconds"), 0.0)
         return cls(
             num_running=int(number(body.get("running"), 0)),
@@ -85,6 +93,7 @@ class LoadReport:
             pull=line(body.get("pull"), "seconds_per_pull", "seconds_per_byte"),
             kv_bytes_per_token=number(body.get("kv_bytes_per_token"), DEFAULT_KV_BYTES),
             state_bytes=number(body.get("state_bytes"), 0.0),
+            tiers=tiers(body.get("tiers")),
         )
 
 

@@ -5,7 +5,7 @@ of its role, which is mixed with the mean of all nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from proxy.nodes.load import DEFAULT_KV_BYTES, LoadReport, Measured
 from proxy.nodes.node import Node, NodeRole
@@ -34,6 +34,8 @@ class Rates:
     byte_s: float = 1e-9
     kv_s: float = DEFAULT_KV_BYTES * 1e-9
     state_s: float = 0.003
+    tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By kind of tier, of reading: ``kv_s`` and ``state_s`` there."""
 
 
 class RateTable:
@@ -60,7 +62,11 @@ def _own(others: Rates, report: LoadReport) -> Rates:
     pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
     decode_step_s = others.decode_step_s if report.decode_step_s is None else report.decode_step_s
     kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
-    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s, kv_s, state_s)
+    tiers = {
+        kind: (report.kv_bytes_per_token * s_per_byte, fixed_s + report.state_bytes * s_per_byte)
+        for kind, (fixed_s, s_per_byte) in report.tiers.items()
+    }
+    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s, kv_s, state_s, tiers)
 
 
 def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:

@@ -109,7 +109,7 @@ class CostChooser:
         ways: list[_Way] = []
         for decode in options.decode:
             base_s = estimator.stream_price_s(decode) - bonus_s.get(decode.url, 0.0)
-            if not bids or (options.may_be_local and _goes_on(decode, weighed)):
+            if not bids or (options.may_be_local and _goes_on(decode, weighed, estimator)):
                 ways.append(_local(decode, weighed, scale, estimator, base_s))
             if bids:
                 ways.append(_remote(decode, weighed, scale, bids, estimator, base_s))
@@ -179,13 +179,13 @@ class CostChooser:
             self._last_turn.clear()
 
 
-def _goes_on(decode: Node, prompts: Sequence[Prompt]) -> bool:
-    """Whether the decode node has a state of every prompt to go on from, behind all its images. A prompt that is new to
-    it is for the prefill nodes, even where a few milliseconds would be saved: keeping such work from the streams is
-    what they are for."""
+def _goes_on(decode: Node, prompts: Sequence[Prompt], estimator: Estimator) -> bool:
+    """Whether the decode node has a state of every prompt to go on from, in memory or in a tier, behind all its images.
+    A prompt that is new to it is for the prefill nodes, even where a few milliseconds would be saved: keeping such work
+    from the streams is what they are for."""
     for prompt in prompts:
         have = prompt.coverage.get(decode.url)
-        if have is None or have.state_tokens < max(1, prompt.images_end):
+        if have is None or estimator.own_tokens(decode, prompt) < max(1, prompt.images_end):
             return False
     return True
 

@@ -41,8 +41,8 @@ has (see ``Estimator.apart_price_s``)."""
 class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL, with what will be there when a node has done what it
     is doing; ``holders``: nodes from which a part of it can be pulled now, and how many tokens that is, the deepest
-    state first. ``deepest``: tokens before the deepest state that any node has or will have. ``images_end``: tokens up
-    to the last image, which only a prefill node computes."""
+    state first. ``deepest``: tokens before the deepest state that any node has, in memory or in a tier, or will have.
+    ``images_end``: tokens up to the last image, which only a prefill node computes."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
@@ -69,7 +69,7 @@ class Prompt:
         if expected:
             coverage = _with_expected(coverage, expected, num_tokens)
         # One more than a reader is told of: it may be among them itself.
-        deepest = max((have.state_tokens for have in coverage.values()), default=0)
+        deepest = max((max(have.state_tokens, have.tier_tokens) for have in coverage.values()), default=0)
         return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest, images_end)
 
     def on(self, node: Node) -> Coverage:
@@ -88,7 +88,8 @@ def _with_expected(
     for url, num_expected in expected.items():
         have = merged.get(url, NO_COVERAGE)
         state_tokens = max(have.state_tokens, min(num_expected, num_tokens - 1))
-        merged[url] = Coverage(max(have.attention_tokens, num_expected), state_tokens)
+        attention_tokens = max(have.attention_tokens, num_expected)
+        merged[url] = have._replace(attention_tokens=attention_tokens, state_tokens=state_tokens)
     return merged
 
 
@@ -123,9 +124,10 @@ class Estimator:
         return self._queue_s[node.url]
 
     def fill(self, node: Node, prompt: Prompt) -> Fill:
-        """The cheaper of computing all that ``node`` has no state for, and pulling a deeper state first."""
+        """The cheapest of computing all that ``node`` has no state for, reading a deeper one from its tier, and pulling
+        one first."""
         rates, chunk = self._rates[node.url], node.load.report.chunk
-        attention_tokens, state_tokens = prompt.coverage.get(node.url, NO_COVERAGE)
+        attention_tokens, state_tokens, tier_tokens, tier = prompt.coverage.get(node.url, NO_COVERAGE)
         num_tokens, holders = prompt.num_tokens, prompt.holders
         num_left = num_tokens - state_tokens
         compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
@@ -133,6 +135,13 @@ class Estimator:
         waste_s = WASTE_PRICE * max(0, prompt.deepest - state_tokens) * again_s
         best = Fill(compute_s, compute_s, num_left, None, waste_s)
         least = state_tokens + MIN_GAIN_TOKENS
+        if tier_tokens > state_tokens and tier in rates.tiers:
+            kv_s, state_s = rates.tiers[tier]
+            num_left, num_read = num_tokens - tier_tokens, max(0, tier_tokens - attention_tokens)
+            compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
+            waste_s = (WASTE_PRICE * max(0, prompt.deepest - tier_tokens) + COPY_PRICE * num_read) * again_s
+            read = Fill(state_s + num_read * kv_s + compute_s, compute_s, num_left, None, waste_s)
+            best = min(best, read, key=lambda fill: fill.seconds + fill.waste_s)
         if not holders or holders[0][1] < least or not node.info.pull:
             return best
         for source, depth in holders:
@@ -150,6 +159,14 @@ class Estimator:
             if rates.kv_s <= rates.token_s:
                 break
         return best
+
+    def own_tokens(self, node: Node, prompt: Prompt) -> int:
+        """Of the prompt, what ``node`` has a state of: in memory, or in a tier from which reading it is best."""
+        have = prompt.on(node)
+        if have.tier_tokens <= have.state_tokens:
+            return have.state_tokens
+        fill = self.fill(node, prompt)
+        return have.state_tokens if fill.source is not None else prompt.num_tokens - fill.num_computed
 
     def apart_price_s(self, node: Node, num_tokens: int) -> float:
         """The price of computing a prompt on ``node`` when another node has ``num_tokens`` more of its blocks, and

@@ -26,6 +26,7 @@ def load_report(node: Node) -> dict[str, Any]:
         "pull": _cost(node.peer_reader.pull_times, "pull", "byte"),
         "kv_bytes_per_token": block_bytes / cache.block_size,
         "state_bytes": layout.slot_bytes,
+        "tiers": node.tiers.read_rates() if node.tiers is not None else {},
     }
 
 
