@@ -415,6 +415,7 @@ def test_memory_when_it_changes_while_it_is_written_then_the_object_is_not(
             monkeypatch.setattr(ObjectFolder, "put", wait)
             await node.generate(PROMPT)
             await node.until(began.is_set)
+            await node.until(lambda: not len(node.manager.leases))
             await node.forget_memory()
             for seed in range(3, 9):  # other prompts get that memory
                 await node.generate(tokens(seed, 900))
