@@ -8,9 +8,12 @@ how much was right. A draft changes no answer: it is taken where it equals what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from common.engine.drafting.drafter import Drafter
 from common.engine.drafting.pay import Acceptance, RowCost, num_paying
+from common.engine.plan import Segment
 from common.engine.sequence import Sequence
 
 MAX_SAVE_BYTES = 1 << 20
@@ -19,10 +22,15 @@ what was right of the drafts runs again with the next ones, which takes less tim
 of a step with 3 drafts of granite's 20 MB, 33 % with 7; running 1 to 3 rows again takes 2 to 5 %)."""
 
 
+Head = Callable[[SequenceOf[Segment], SequenceOf[Any], SequenceOf[int]], list[list[int]]]
+"""The model's own head: ``ModelRunner.draft``."""
+
+
 class Speculation:
-    """Owned by the engine thread.
+    """Owned by the engine thread. Without ``create_drafter`` the model's ``head`` drafts.
 
     Attributes:
+        head: drafts for all sequences of a step at once, if anybody does.
         num_tokens: drafted tokens of a sequence in a step, at most.
         saves_each: whether a state is saved behind every drafted token.
         adapts: whether fewer are run where they do not pay.
@@ -33,13 +41,16 @@ class Speculation:
 
     def __init__(
         self,
-        create_drafter: Callable[[], Drafter],
+        create_drafter: Callable[[], Drafter] | None,
         *,
         num_tokens: int,
         max_model_len: int,
         slot_bytes: int,
         adapts: bool = True,
+        head: Head | None = None,
     ) -> None:
+        assert (create_drafter is None) != (head is None), "either one drafter for each sequence or one head for all"
+        self.head = head
         self._create_drafter = create_drafter
         self._max_model_len = max_model_len
         self.num_tokens = num_tokens
@@ -54,27 +65,36 @@ class Speculation:
 
     def propose(self, sequence: Sequence, max_tokens: int, num_sequences: int) -> list[int]:
         """What to run behind the sequence's last token, at most ``max_tokens``, in a step of ``num_sequences``."""
-        limit = min(max_tokens, self._limit(sequence))
-        if limit <= 0:
-            return []
-        if sequence.drafter is None:
-            sequence.drafter = self._create_drafter()
-            sequence.acceptance = Acceptance(self._usual.rate)
-        if self.adapts:
-            # Before a guess is made: where none pays that is not free either.
-            acceptance = sequence.acceptance
-            limit = num_paying(acceptance.rate, limit, num_sequences, self.cost.of_rows()) or acceptance.hold_back()
+        if self._create_drafter is None:
+            drafts, sequence.guessed = sequence.guessed[:max_tokens], []
+        else:
+            limit = self.num_wanted(sequence, max_tokens, num_sequences)
             if not limit:
                 return []
-        drafts = sequence.drafter.propose(sequence.token_ids, limit)
+            if sequence.drafter is None:
+                sequence.drafter = self._create_drafter()
+            drafts = sequence.drafter.propose(sequence.token_ids, limit)
         drafts = drafts[: _num_before_end(sequence, drafts)]
         if drafts and sequence.grammar is not None:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
         return drafts
 
+    def num_wanted(self, sequence: Sequence, max_tokens: int, num_sequences: int) -> int:
+        """How many tokens to guess. Asked before a guess is made: where none pays that is not free either."""
+        limit = min(max_tokens, self._limit(sequence))
+        if limit <= 0:
+            return 0
+        if sequence.acceptance is None:
+            sequence.acceptance = Acceptance(self._usual.rate)
+        if not self.adapts:
+            return limit
+        acceptance = sequence.acceptance
+        return num_paying(acceptance.rate, limit, num_sequences, self.cost.of_rows()) or acceptance.hold_back()
+
     def observe(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Of a draft of ``num_drafts`` tokens the first ``num_right`` were right."""
-        sequence.acceptance.observe(num_drafts, num_right)
+        if sequence.acceptance is not None:
+            sequence.acceptance.observe(num_drafts, num_right)
         self._usual.observe(num_drafts, num_right)
         sequence.num_draft_tokens += num_drafts
         sequence.num_accepted_tokens += num_right

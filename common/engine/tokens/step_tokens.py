@@ -146,6 +146,7 @@ class StepTokens:
             done = self._manager.complete_drafts(sequence.seq_id, item.end, num_known + num_right)
             sequence.num_computed_tokens = done
             sequence.num_to_replay = num_known + num_right - done
+            sequence.last_row = item.rows[num_right]
             assert self._scheduler.speculation is not None
             if item.drafts:
                 self._scheduler.speculation.observe(sequence, len(item.drafts), num_right)

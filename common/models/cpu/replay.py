@@ -65,6 +65,23 @@ class Replay:
 
         return self._run("forward", call, inputs, context.group_metadata)
 
+    def draft(
+        self,
+        draft: Callable[[Tensor, Tensor, Tensor], Tensor],
+        context: ForwardContext,
+        hidden: Tensor,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+    ) -> Tensor:
+        """``draft``(rows [num_rows, hidden], token ids, positions) -> [num_rows, hidden], in ``context``."""
+
+        def call(*tensors: Tensor) -> Tensor:
+            with set_forward_context(context):
+                return draft(*tensors)
+
+        inputs = (hidden, torch.tensor(token_ids), torch.tensor(positions))
+        return self._run("draft", call, inputs, context.group_metadata)
+
     def head(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """``head``(rows [num_rows, hidden]) -> [num_rows, vocab]."""
         return self._run("head", head, (rows,), ())
