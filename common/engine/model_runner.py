@@ -144,7 +144,8 @@ class ModelRunner:
         pictured = [s for s in segments if s.images and overlapping(s.images, s.start, s.start + s.num_tokens)]
         only_decodes = plan.only_decodes or len(token_ids) == len(segments)
         if self._replay is not None and only_decodes and not pictured:
-            hidden = self._replay.forward(self._run, context, token_ids, _positions(segments))
+            has_drafts = len(token_ids) > len(segments)
+            hidden = self._replay.forward(self._run, context, token_ids, _positions(segments), has_drafts=has_drafts)
         else:
             # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
             ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
@@ -161,14 +162,15 @@ class ModelRunner:
             rows.append(hidden[end - wanted : end])
         return rows
 
-    def logits(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
-        """[R, hidden] rows of a forward, or single ones [hidden], also from host memory -> [R, vocab] float32."""
+    def logits(self, rows: Tensor | Sequence[Tensor], *, has_drafts: bool = False) -> Tensor:
+        """[R, hidden] rows of a forward, or single ones [hidden], also from host memory -> [R, vocab] float32.
+        ``has_drafts``: some of the rows are behind drafts, and there may be another number of them each time."""
         with torch.inference_mode():
             if not isinstance(rows, Tensor):
                 rows = torch.stack([row.to(self._model.device) for row in rows])
             if self._replay is None:
                 return self._model.head.logits(rows)
-            return self._replay.head(self._model.head.forward, rows).float()
+            return self._replay.head(self._model.head.forward, rows, has_drafts=has_drafts).float()
 
     def _embeddings(self, token_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """[num_tokens, hidden]: the tokens' own, and in the place of an image's those of the vision tower."""

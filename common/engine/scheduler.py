@@ -112,6 +112,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.tiers: LowerTiers | None = None
         self.num_preemptions = 0
+        self.end: Callable[[Sequence, bool], None] | None = None
         self._num_steps = 0
         self._suspects: list[Sequence] = []
 
@@ -204,7 +205,9 @@ class Scheduler:
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
         spare = max(0, budget - sum(each.num_uncomputed_tokens for each in decoding))
-        if self.speculation is not None and self.speculation.head is not None and spare:
+        assert self.speculation is not None
+        self.speculation.begin_step(len(decoding))
+        if self.speculation.head is not None and spare:
             self._ask_head(self.speculation, self.speculation.head, decoding, spare)
         num_rows = 0
         for sequence in decoding:
@@ -256,7 +259,8 @@ class Scheduler:
         limits: list[int] = []
         for sequence in decoding:
             end = sequence.num_tokens
-            if sequence.last_row is None or sequence.pending_row is not None:
+            sequence.guessed = []
+            if sequence.last_row is None or sequence.pending_row is not None or sequence.finish_reason is not None:
                 continue
             limit = speculation.num_wanted(sequence, self._manager.max_drafts(end, max_drafts), len(decoding))
             if not limit or not self._manager.extend(sequence.seq_id, end + limit):
@@ -292,7 +296,11 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, *, donate: bool = True) -> None:
         """Takes the sequence's memory back. ``donate``: its state becomes a checkpoint, so that it goes on from there
-        if that is still cached when its turn comes again."""
+        if that is still cached when its turn comes again. One that has only its state left to compute ends."""
+        if sequence.finish_reason is not None:
+            assert self.end is not None
+            self.end(sequence, donate)
+            return
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
         self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
@@ -392,8 +400,9 @@ class Scheduler:
             sequence.save_positions.setdefault(position, "junction")
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""
-        num_tokens = min(sequence.num_tokens - start, budget)
+        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary. Of an
+        answer that is told the last token is not run."""
+        num_tokens = min(sequence.num_tokens - (sequence.finish_reason is not None) - start, budget)
         if num_tokens <= 1:
             return num_tokens
         return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)

@@ -52,6 +52,7 @@ class Sequence:
         last_row: hidden row [hidden] of a forward, that its last token was sampled from: what the model's head drafts
             from. None: no forward was run of it since it got its memory, or nobody wants it.
         guessed: what the head says will come next.
+        is_forced: its grammar drafts: no other tokens can come.
     """
 
     def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
@@ -83,6 +84,7 @@ class Sequence:
         self.acceptance: Acceptance | None = None
         self.last_row: Any = None
         self.guessed: list[int] = []
+        self.is_forced = False
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

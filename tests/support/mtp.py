@@ -117,7 +117,7 @@ def _last_matrix(mlp: Any) -> tuple[nn.Linear, float]:
 
 
 def _stock_rows(head: MtpHead, base: Any, ids: Tensor, hidden: Tensor) -> Tensor:
-    """[num_tokens, hidden] before the last norm: of each token with the hidden row before it, zeros before the first."""
+    """[num_tokens, hidden] before the last norm: of each token with the hidden row before it, 0 for the first."""
     before = torch.cat([torch.zeros(1, hidden.shape[1]), hidden[:-1]])
     rows = head._join(base.get_input_embeddings()(ids[0]), before)[None]
     count = ids.shape[1]

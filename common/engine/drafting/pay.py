@@ -36,8 +36,8 @@ class Acceptance:
         self._num_held_back = 0
 
     @classmethod
-    def usual(cls) -> Acceptance:
-        return cls(fade=_USUAL_FADE)
+    def usual(cls, rate: float = _FIRST_RATE) -> Acceptance:
+        return cls(rate, _USUAL_FADE)
 
     @property
     def rate(self) -> float:
@@ -69,6 +69,12 @@ class RowCost:
         if 0 < self._num_outliers <= _MAX_OUTLIERS:
             return
         self._cost.observe(num_rows, seconds)
+
+    @property
+    def row_s(self) -> float | None:
+        """Seconds of a row more. None: not known."""
+        line = self._cost.line
+        return None if line is None or line.fixed_s == 0.0 else line.unit_s
 
     def of_rows(self) -> tuple[float, float]:
         """(fixed, per row), in a unit of their own."""

@@ -164,7 +164,7 @@ class StepTokens:
             rows += item.rows
             tasks.append(self._task(item.sequence))
             tasks += [self._task_behind(item, count) for count in range(1, len(item.rows))]
-        return self._sampler.sample(self._runner.logits(rows), tasks)
+        return self._sampler.sample(self._runner.logits(rows, has_drafts=bool(to_verify)), tasks)
 
     def _task(self, sequence: Sequence) -> SampleTask:
         assert sequence.sampling is not None

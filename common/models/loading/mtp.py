@@ -53,7 +53,8 @@ def load_mtp(folder: Path, model: Any, family: Family, geometry: ModelGeometry, 
         head.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as exc:
         raise _error(f"the head's weights do not fit the config: {str(exc).strip()}") from exc
-    return head.to(model.device).eval().requires_grad_(False)
+    placed: MtpHead = head.to(model.device).eval().requires_grad_(False)
+    return placed
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
