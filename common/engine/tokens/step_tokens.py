@@ -8,6 +8,7 @@ right, 3 publish of the step what the right tokens have written, and take the st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -136,6 +137,10 @@ class StepTokens:
         included; then the step is complete for the sequence."""
         sequence, num_right = item.sequence, 0
         num_known = sequence.num_tokens
+        if item.drafts:  # first, because the answer's last output reports it
+            same = (token.token_id == draft for token, draft in zip(tokens, item.drafts, strict=False))
+            assert self._scheduler.speculation is not None
+            self._scheduler.speculation.observe(sequence, len(item.drafts), sum(itertools.takewhile(bool, same)))
         for token, draft in zip(tokens, [*item.drafts, None], strict=True):
             if not self._take(sequence, token):
                 return
@@ -147,9 +152,6 @@ class StepTokens:
             sequence.num_computed_tokens = done
             sequence.num_to_replay = num_known + num_right - done
             sequence.last_row = item.rows[num_right]
-            assert self._scheduler.speculation is not None
-            if item.drafts:
-                self._scheduler.speculation.observe(sequence, len(item.drafts), num_right)
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this sequence's
             self._fail(sequence, exc)
             return
