@@ -14,7 +14,7 @@ from typing import Any
 
 from common.engine.drafting.allowance import Allowance
 from common.engine.drafting.drafter import Drafter
-from common.engine.drafting.pay import Acceptance, RowCost, num_paying
+from common.engine.drafting.pay import Acceptance, num_paying
 from common.engine.plan import Segment
 from common.engine.sequence import Sequence
 
@@ -38,7 +38,7 @@ class Speculation:
         num_tokens: drafted tokens of a sequence in a step, at most.
         saves_each: whether a state is saved behind every drafted token.
         adapts: whether fewer are run where they do not pay.
-        cost: of rows, learned by whoever runs the steps.
+        allowance: what a step and its rows take, and what drafts may cost.
         num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_by_place: drafts that were run, their tokens,
             those of them that were right, and by their place in the draft.
     """
@@ -60,9 +60,8 @@ class Speculation:
         self.num_tokens = num_tokens
         self.saves_each = slot_bytes <= MAX_SAVE_BYTES
         self.adapts = adapts
-        self.cost = RowCost()
         self._usual, self._forced = Acceptance.usual(), Acceptance.usual(FORCED_RATE)
-        self._allowance = Allowance()
+        self.allowance = Allowance()
         self._num_generating = 0
         self._in_step = (0, 0)
         self.num_drafts = 0
@@ -73,17 +72,16 @@ class Speculation:
     def begin_step(self, num_sequences: int) -> None:
         """A step is planned in which so many generate."""
         self._num_generating = num_sequences
-        self._allowance.begin_step(num_sequences, self.cost.row_s)
+        self.allowance.begin_step(num_sequences)
 
     def end_step(self, num_sequences: int, num_rows: int, seconds: float, *, has_prompts: bool) -> None:
         """A step of so many sequences took so long; ``has_prompts``: some of them computed a prompt."""
         num_drafted, num_accepted = self._in_step
         self._in_step = (0, 0)
         if has_prompts:
-            self._allowance.end_step_with_prompts(self._num_generating, num_drafted, num_accepted)
+            self.allowance.end_step_with_prompts(self._num_generating, num_drafted, num_accepted)
         else:
-            self.cost.observe(num_rows, seconds)
-            self._allowance.end_step(num_sequences, num_rows, num_accepted, seconds)
+            self.allowance.end_step(num_sequences, num_rows, num_accepted, seconds)
 
     def propose(self, sequence: Sequence, max_tokens: int, num_sequences: int) -> list[int]:
         """What to run behind the sequence's last token, at most ``max_tokens``, in a step of ``num_sequences``."""
@@ -93,7 +91,7 @@ class Speculation:
                 if sequence.drafter is None:
                     sequence.drafter = self._create_drafter()
                 sequence.guessed = sequence.drafter.propose(sequence.token_ids, limit)
-                self._allowance.give_back(limit - len(sequence.guessed))
+                self.allowance.give_back(limit - len(sequence.guessed))
         drafts, sequence.guessed = sequence.guessed[:max_tokens], []
         drafts = drafts[: _num_before_end(sequence, drafts)]
         if drafts and sequence.grammar is not None:
@@ -112,8 +110,8 @@ class Speculation:
         sequence.is_forced = bool(forced)
         if self.adapts:
             rate, limit = (self._forced.rate, len(forced)) if forced else (sequence.acceptance.rate, limit)
-            wanted = num_paying(rate, limit, num_sequences, self.cost.of_rows())
-            limit = self._allowance.take(wanted or (0 if forced else sequence.acceptance.hold_back()))
+            wanted = num_paying(rate, limit, num_sequences, self.allowance.cost(num_sequences))
+            limit = self.allowance.take(wanted or (0 if forced else sequence.acceptance.hold_back()))
         if forced:
             sequence.guessed = forced[:limit]
             return 0

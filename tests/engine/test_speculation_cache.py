@@ -23,9 +23,9 @@ ROOMY = {"kv_cache_memory": 64 << 20, "max_model_len": 1024, "max_num_batched_to
 # About 20 blocks and 15 slots: four sequences cannot all grow to their ends, and states are evicted.
 SMALL = {
     "granitemoehybrid": {"kv_cache_memory": 490_000, "state_memory_share": 0.62},
-    "qwen3_next": {"kv_cache_memory": 352_000, "state_memory_share": 0.72},
+    "qwen3_next": {"kv_cache_memory": 315_000, "state_memory_share": 0.82},
     "lfm2": {"kv_cache_memory": 182_000, "state_memory_share": 0.09},
-    "jamba": {"kv_cache_memory": 548_000, "state_memory_share": 0.8},
+    "jamba": {"kv_cache_memory": 501_500, "state_memory_share": 0.89},
 }
 MODES = ("none", "align", "all", "auto")
 SHORT = [("granitemoehybrid", "align", False)]

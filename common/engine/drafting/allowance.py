@@ -25,39 +25,58 @@ _UNKNOWN_ROW = 0.3
 """Of a step's time, what a row more of a small batch takes as long as nobody knows: a CPU without bfloat16."""
 
 
-class _Plain:
-    """Steps without drafts of one number of sequences."""
+_LEAST_ROW = 0.01
+"""Of a step's time, what a row is taken to need at least before it is run."""
+_OUTLIER = 2.5
+"""Times the expected time from which a step with drafts is not believed: it is recorded, or the machine is busy."""
 
-    __slots__ = ("count", "seconds", "since")
+
+class _Batch:
+    """Steps of one number of sequences: ``plain_s`` without drafts, ``row_s`` for each row more; None: nobody knows."""
+
+    __slots__ = ("num_plain", "plain_s", "row_s", "since_plain")
 
     def __init__(self, seconds: float) -> None:
-        self.count, self.seconds, self.since = 0, seconds, 0
+        self.num_plain, self.plain_s, self.since_plain = 0, seconds, 0
+        self.row_s: float | None = None
 
     def observe(self, seconds: float) -> None:
-        self.count, self.since = self.count + 1, 0
-        if seconds < self.seconds:
-            self.seconds += 0.5 * (seconds - self.seconds)
+        self.num_plain, self.since_plain = self.num_plain + 1, 0
+        if seconds < self.plain_s:
+            self.plain_s += 0.5 * (seconds - self.plain_s)
         else:  # one slow step is the machine's
-            self.seconds += 0.1 * (min(seconds, 2 * self.seconds) - self.seconds)
+            self.plain_s += 0.1 * (min(seconds, 2 * self.plain_s) - self.plain_s)
+
+    def observe_rows(self, num_rows: int, seconds: float) -> None:
+        row_s = max(0.0, seconds - self.plain_s) / num_rows
+        self.row_s = row_s if self.row_s is None else self.row_s + 0.2 * (row_s - self.row_s)
 
 
 class Allowance:
     def __init__(self) -> None:
-        self._plain: dict[int, _Plain] = {}
+        self._batches: dict[int, _Batch] = {}
         self._left_s: float | None = None
-        self._row_s = 0.0
         self._num_rows = 0
 
-    def begin_step(self, num_sequences: int, row_s: float | None) -> None:
-        """A step of so many sequences is planned. ``row_s``: what a row more takes; None: nobody knows."""
+    def cost(self, num_sequences: int) -> tuple[float, float]:
+        """Seconds of a step of so many sequences without drafts, and of each row more; in a unit of their own."""
+        batch = self._batches.get(num_sequences)
+        plain_s = 1.0 if batch is None else batch.plain_s
+        if batch is None or batch.row_s is None:
+            return plain_s, plain_s * min(_UNKNOWN_ROW, 1 / num_sequences)
+        return plain_s, batch.row_s
+
+    def begin_step(self, num_sequences: int) -> None:
+        """A step of so many sequences is planned."""
         self._num_rows = 0
-        plain = self._plain.get(num_sequences)
-        if plain is None or plain.count < _MIN_PLAIN or plain.since >= _PLAIN_EVERY or self._left_s is None:
+        batch = self._batches.get(num_sequences)
+        if batch is None or batch.num_plain < _MIN_PLAIN or batch.since_plain >= _PLAIN_EVERY or self._left_s is None:
             return
-        self._row_s = row_s or plain.seconds * min(_UNKNOWN_ROW, 1 / num_sequences)
-        rows = self._left_s / self._row_s
+        plain_s, row_s = self.cost(num_sequences)
+        row_s = max(row_s, _LEAST_ROW * plain_s)
+        rows = self._left_s / row_s
         if num_sequences > 1:
-            rows = min(rows, (_SLOWER - 1.0) * plain.seconds / self._row_s)
+            rows = min(rows, (_SLOWER - 1.0) * plain_s / row_s)
         self._num_rows = max(0, int(rows))
 
     def take(self, num_rows: int) -> int:
@@ -71,27 +90,32 @@ class Allowance:
 
     def end_step(self, num_sequences: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         """A step that only generates took so long, with ``num_rows`` of ``num_sequences``."""
-        plain = self._plain.get(num_sequences)
+        batch = self._batches.get(num_sequences)
         if num_rows == num_sequences:
-            if plain is None:
-                plain = self._plain[num_sequences] = _Plain(seconds)
-            plain.observe(seconds)
+            if batch is None:
+                batch = self._batches[num_sequences] = _Batch(seconds)
+            batch.observe(seconds)
             if self._left_s is None:
                 self._left_s = _FIRST * seconds
-            self._earn(plain.seconds)
-        elif plain is not None and self._left_s is not None:
-            plain.since += 1
-            # Beyond what the rows by themselves would take it is no draft's fault: a step is recorded, or interrupted.
-            taken = min(seconds, plain.seconds * num_rows / num_sequences)
-            self._left_s += plain.seconds * (num_sequences + num_accepted) / num_sequences - taken
-            self._earn(plain.seconds)
+            self._earn(batch.plain_s)
+        elif batch is not None and self._left_s is not None:
+            batch.since_plain += 1
+            plain_s, row_s = self.cost(num_sequences)
+            expected = plain_s + row_s * (num_rows - num_sequences)
+            if seconds > _OUTLIER * expected:
+                seconds = expected
+            else:
+                batch.observe_rows(num_rows - num_sequences, seconds)
+            self._left_s += plain_s * (num_sequences + num_accepted) / num_sequences - seconds
+            self._earn(plain_s)
 
     def end_step_with_prompts(self, num_sequences: int, num_drafted: int, num_accepted: int) -> None:
         """A step that computed prompts too: what its drafts cost is not seen, so it is what it would be by itself."""
-        plain = self._plain.get(num_sequences)
-        if num_drafted and plain is not None and self._left_s is not None:
-            self._left_s += plain.seconds * num_accepted / num_sequences - self._row_s * num_drafted
-            self._earn(plain.seconds)
+        batch = self._batches.get(num_sequences)
+        if num_drafted and batch is not None and self._left_s is not None:
+            plain_s, row_s = self.cost(num_sequences)
+            self._left_s += plain_s * num_accepted / num_sequences - row_s * num_drafted
+            self._earn(plain_s)
 
     def _earn(self, step_s: float) -> None:
         assert self._left_s is not None
