@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,3 @@ def _stock_rows(head: MtpHead, base: Any, ids: Tensor, hidden: Tensor) -> Tensor
     for layer in head.layers:
         rows = layer(rows, attention_mask=mask, **kwargs)
     return rows[0]
-
-
-def in_folder(make: Callable[[Path], Path]) -> Path:
-    return make(Path(tempfile.mkdtemp(prefix="tandem-mtp-")) / "model")
