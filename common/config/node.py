@@ -95,8 +95,8 @@ class NodeConfig(ProcessConfig):
     max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
     speculative_config: str = flag(
         "",
-        'drafts that the model checks several of in one step: JSON with "method" (ngram, suffix), '
-        '"num_speculative_tokens" (7), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
+        'drafts that the model checks several of in one step: JSON with "method" (ngram, suffix, mtp), '
+        '"num_speculative_tokens" (7; mtp: 3), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
         metavar="JSON",
     )
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)

@@ -106,8 +106,9 @@ class EngineCore:
             max_model_len=max_model_len,
             clock=clock,
             fail=self._fail,
-            end=self._end,
+            end=self._end_exactly,
         )
+        scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
         self._is_stalled = False
         self._is_in_flight = False
         self._num_failed_forwards = 0
@@ -203,10 +204,10 @@ class EngineCore:
         self._check_collected()
         not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
-            if sequence.index == index and sequence.status not in not_now:
+            if sequence.index == index and sequence.status not in not_now and sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.STOP
                 self._outputs.add(sequence)
-                self._end(sequence)
+                self._end_exactly(sequence)
 
     def finish_pull(self, seq_id: str, result: PullResult) -> None:
         """The pull of a remote prefix ended. A prompt that came whole, with its last row, is sampled from in the next
@@ -321,9 +322,12 @@ class EngineCore:
         self._tokens.sample(to_sample)
         if schedule.sequences:
             self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
-            if schedule.plan.only_decodes and self.speculation is not None:
+            if self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
-                self.speculation.cost.observe(num_rows, self._clock() - step.started_s)
+                seconds = self._clock() - step.started_s
+                self.speculation.end_step(
+                    len(schedule.sequences), num_rows, seconds, has_prompts=not schedule.plan.only_decodes
+                )
         return self._outputs.take()
 
     def _complete(
@@ -342,12 +346,19 @@ class EngineCore:
         self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
             self._append_prompt_logprobs(sequence, segment.start, hidden)
+        if sequence.finish_reason is not None:
+            # Its answer has been told; the state behind a wrong draft has caught up with it.
+            sequence.num_to_replay -= segment.num_tokens
+            if not sequence.num_to_replay:
+                self._end(sequence)
+            return
         if sequence.num_uncomputed_tokens:
             self._prompts.report_progress(sequence)
             return
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
         sequence.num_to_replay = 0
         if sequence.is_prompt_done:
+            sequence.last_row = hidden[-1]
             to_sample.append((sequence, hidden[-1]))
         else:
             # Kept in host memory: a view would pin the whole step's rows, and manifests are made on other threads.
@@ -397,6 +408,12 @@ class EngineCore:
             self._live.end(sequence, donate=True)
         except Exception as exc:  # noqa: BLE001  # as in finish_pull
             self._fail(sequence, exc)
+
+    def _end_exactly(self, sequence: Sequence) -> None:
+        """The answer is told. Where wrong drafts have left its state behind, what is right of it runs once more with
+        the next step, so that the next turn finds its end."""
+        if not (sequence.num_to_replay and self._manager.config.caches_states):
+            self._end(sequence)
 
     def _append_prompt_logprobs(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
         assert sequence.prompt_logprobs is not None

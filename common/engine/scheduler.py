@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
-from common.engine.speculation import Speculation
+from common.engine.speculation import Head, Speculation
 from common.errors import TransferError
 from common.images.span import ImageSpan, end_of_images, overlapping
 from common.kv_cache.keys import PrefixKeys
@@ -114,6 +114,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.tiers: LowerTiers | None = None
         self.num_preemptions = 0
+        self.end: Callable[[Sequence, bool], None] | None = None
         self._num_steps = 0
         self._suspects: list[Sequence] = []
 
@@ -206,6 +207,10 @@ class Scheduler:
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
         spare = max(0, budget - sum(each.num_uncomputed_tokens for each in decoding))
+        assert self.speculation is not None
+        self.speculation.begin_step(len(decoding))
+        if self.speculation.head is not None and spare:
+            self._ask_head(self.speculation, self.speculation.head, decoding, spare)
         num_rows = 0
         for sequence in decoding:
             num_rows += self._plan(schedule, sequence, budget - num_rows, spare, len(decoding))
@@ -246,6 +251,40 @@ class Scheduler:
             return []
         return drafts
 
+    def _ask_head(self, speculation: Speculation, head: Head, decoding: list[Sequence], max_drafts: int) -> None:
+        """Lets the model's head guess for all who generate. It writes to their blocks, so they get those first; where
+        the known tokens of all do not fit, nobody drafts."""
+        if not all(self._manager.extend(each.seq_id, each.num_tokens) for each in decoding):
+            return
+        asked: list[Sequence] = []
+        segments: list[Segment] = []
+        limits: list[int] = []
+        for sequence in decoding:
+            end = sequence.num_tokens
+            sequence.guessed = []
+            if sequence.last_row is None or sequence.pending_row is not None or sequence.finish_reason is not None:
+                continue
+            limit = speculation.num_wanted(sequence, self._manager.max_drafts(end, max_drafts), len(decoding))
+            if not limit or not self._manager.extend(sequence.seq_id, end + limit):
+                continue
+            view = self._manager.sequence(sequence.seq_id)
+            segments.append(
+                Segment(
+                    request_id=sequence.seq_id,
+                    token_ids=sequence.token_ids[-1:],
+                    start=end - 1,
+                    tables=view.tables,
+                    src_slot=view.src_slot,
+                    dst_slot=view.dst_slot,
+                    images=sequence.request.images,
+                )
+            )
+            limits.append(limit)
+            asked.append(sequence)
+        if asked:
+            for sequence, guessed in zip(asked, head(segments, [each.last_row for each in asked], limits), strict=True):
+                sequence.guessed = guessed
+
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need
         be; False: it was preempted itself."""
@@ -259,14 +298,18 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, *, donate: bool = True) -> None:
         """Takes the sequence's memory back. ``donate``: its state becomes a checkpoint, so that it goes on from there
-        if that is still cached when its turn comes again."""
+        if that is still cached when its turn comes again. One that has only its state left to compute ends."""
+        if sequence.finish_reason is not None:
+            assert self.end is not None
+            self.end(sequence, donate)
+            return
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
         self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_to_replay = 0
-        sequence.drafts = []
-        sequence.pending_row = None
+        sequence.drafts, sequence.guessed = [], []
+        sequence.pending_row = sequence.last_row = None
         sequence.remote = None
         sequence.num_preemptions += 1
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
@@ -362,8 +405,9 @@ class Scheduler:
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary, and an
-        image that is not processed yet ends it."""
-        num_tokens = max(0, min(sequence.num_tokens - start, budget))
+        image that is not processed yet ends it. Of an answer that is told the last token is not run."""
+        num_known = sequence.num_tokens - (sequence.finish_reason is not None)
+        num_tokens = max(0, min(num_known - start, budget))
         if num_tokens > 1:
             num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
         images = sequence.request.images

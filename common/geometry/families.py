@@ -44,6 +44,7 @@ class Family:
         functions: globals of the mixer's module that are replaced by varlen ops; none: the mixer's forward is replaced.
         probe_tolerance: largest allowed float32 logit difference of the numeric probe, in standard deviations.
         is_wrapped: a vision-language checkpoint, whose text model's fields are in ``text_config``.
+        has_mtp: checkpoints may bring a head for further tokens (``common.models.adapter.mtp``).
         sees_images: its images are computed too, not only its text.
     """
 
@@ -52,6 +53,7 @@ class Family:
     functions: tuple[str, ...] = ()
     probe_tolerance: float = 5e-3
     is_wrapped: bool = False
+    has_mtp: bool = False
     sees_images: SeesImages | None = None
 
 
@@ -76,7 +78,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mamba2": Family(mamba.pure_mamba2, "Mamba2Mixer", (CONV, MAMBA2)),
         "minimax": Family(linear.minimax, "MiniMaxLightningAttention"),
         "mistral": Family(dense.mistral),
-        "nemotron_h": Family(mamba.nemotron_h, "NemotronHMamba2Mixer", (CONV, MAMBA2)),
+        "nemotron_h": Family(mamba.nemotron_h, "NemotronHMamba2Mixer", (CONV, MAMBA2), has_mtp=True),
         "olmo_hybrid": Family(linear.olmo_hybrid, "OlmoHybridGatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
         "qwen3": Family(dense.qwen3),
         "qwen3_5": Family(
@@ -85,6 +87,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             (CONV, GATED_DELTA),
             5e-2,
             is_wrapped=True,
+            has_mtp=True,
             sees_images=SeesImages(has_axes=True),
         ),
         "qwen3_5_moe": Family(
@@ -93,11 +96,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             (CONV, GATED_DELTA),
             5e-2,
             is_wrapped=True,
+            has_mtp=True,
             sees_images=SeesImages(has_axes=True),
         ),
-        "qwen3_5_moe_text": Family(linear.qwen_gated_delta, "Qwen3_5MoeGatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
-        "qwen3_5_text": Family(linear.qwen_gated_delta, "Qwen3_5GatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
-        "qwen3_next": Family(linear.qwen_gated_delta, "Qwen3NextGatedDeltaNet", (CONV, GATED_DELTA), 5e-2),
+        "qwen3_5_moe_text": Family(
+            linear.qwen_gated_delta, "Qwen3_5MoeGatedDeltaNet", (CONV, GATED_DELTA), 5e-2, has_mtp=True
+        ),
+        "qwen3_5_text": Family(
+            linear.qwen_gated_delta, "Qwen3_5GatedDeltaNet", (CONV, GATED_DELTA), 5e-2, has_mtp=True
+        ),
+        "qwen3_next": Family(
+            linear.qwen_gated_delta, "Qwen3NextGatedDeltaNet", (CONV, GATED_DELTA), 5e-2, has_mtp=True
+        ),
         "zamba": Family(mamba.zamba, "ZambaMambaMixer", (CONV, MAMBA1)),
         "zamba2": Family(mamba.zamba2, "Zamba2MambaMixer", (CONV, MAMBA2)),
     }

@@ -10,6 +10,7 @@ or a call of a shared attention block before it (zamba, zamba2). Multi-head late
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError
@@ -120,4 +121,17 @@ def kimi_delta_state(
     return "kimi_delta", (
         StateTensorSpec("conv", (3 * num_heads * head_dim, kernel - 1), dtype),
         StateTensorSpec("recurrent", (num_heads, head_dim, head_dim), "float32"),
+    )
+
+
+def with_mtp(geometry: ModelGeometry) -> ModelGeometry:
+    """The model with its head for further tokens (``common.models.adapter.mtp``), as one more layer: it keeps K/V like
+    the model's full attention, and as its state the hidden row before a position, which its next row is made of."""
+    full = next(layer for layer in geometry.attention_layers if layer.kind is GroupKind.FULL_ATTENTION)
+    attention = replace(full, layer_idx=geometry.num_layers)
+    row = StateTensorSpec("conv", (geometry.hidden_size, 1), full.dtype)
+    return replace(
+        geometry,
+        attention_layers=(*geometry.attention_layers, attention),
+        state_layers=(*geometry.state_layers, StateLayerSpec(geometry.num_layers, "mtp", (row,))),
     )

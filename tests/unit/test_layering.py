@@ -98,7 +98,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "finished_prompts",
         "core",
     ),
-    "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "pay"),
+    "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
     "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),

@@ -19,11 +19,13 @@ import torch
 
 from common.geometry.families import FAMILIES, SeesImages
 from common.geometry.geometry import model_geometry
+from common.geometry.parts import with_mtp
 from common.images.rules import ImageRules
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.head import Head
-from common.models.adapter.patching import patch_model
+from common.models.adapter.mtp import MtpHead
+from common.models.adapter.patching import ATTENTION_NAME, patch_model
 from common.models.cpu.activations import fuse_activations
 from common.models.cpu.gated_mlps import fuse_gated_mlps
 from common.models.cpu.linears import pack_linears
@@ -38,6 +40,7 @@ from common.models.loading.checkpoint import (
 )
 from common.models.loading.fingerprint import model_fingerprint, user_cache_dir
 from common.models.loading.images import load_images
+from common.models.loading.mtp import load_mtp
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
 from common.models.vision.processor import ImageProcessor
@@ -55,7 +58,7 @@ class LoadedModel:
 
     Attributes:
         model: the transformers model, in eval mode, on ``device``, attention switched to the paged function.
-        geometry: what the cache must hold for it, checked against the loaded modules.
+        geometry: what the cache must hold for it, checked against the loaded modules; with ``mtp`` its layer too.
         dtype, device: of the weights.
         ops: the backend that the patched functions call.
         fingerprint: hex digest of config, weights, dtype and revision.
@@ -67,6 +70,7 @@ class LoadedModel:
         sees_images: of the family.
         image_rules: how many tokens an image takes; a text says why the model takes none.
         tower, image_processor: loaded on request, where the model takes images.
+        mtp: the head for further tokens, loaded on request.
     """
 
     model: Any
@@ -84,6 +88,7 @@ class LoadedModel:
     image_rules: ImageRules | str = "it is a model of text"
     tower: VisionTower | None = None
     image_processor: ImageProcessor | None = None
+    mtp: MtpHead | None = None
 
 
 def load_model(
@@ -100,6 +105,7 @@ def load_model(
     compact_weights: bool = False,
     with_images: bool = False,
     max_image_tokens: int | None = None,
+    with_mtp_head: bool = False,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
@@ -108,10 +114,11 @@ def load_model(
     ``enforce_eager``: decode steps are not replayed (:mod:`common.models.cpu.replay`). ``compact_weights``: packed for
     decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision
     tower too, if the model has one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the
-    checkpoint says.
+    checkpoint says. ``with_mtp_head``: the head for further tokens too.
 
     Raises:
-        ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
+        ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe, no
+            head where one is wanted.
     """
     begin_s = time.monotonic()
     folder = resolve_folder(model, revision)
@@ -133,13 +140,17 @@ def load_model(
         head = Head(loaded)
         tokens = probe_tokens(geometry.vocab_size, seed)
         expected = stock_logits(loaded, tokens, geometry, target)
+        mtp = load_mtp(folder, loaded, family, geometry, getattr(torch, dtype)) if with_mtp_head else None
         num_parameters = sum(p.numel() for p in loaded.parameters())
         if isinstance(ops, CppOps):
-            pack_linears(loaded, ops.linears, is_compact=compact_weights)
-            fuse_norms(loaded, ops.norms)
-            fuse_activations(loaded, ops.elementwise)
-            fuse_gated_mlps(loaded, ops.elementwise)
+            for module in (loaded, mtp) if mtp is not None else (loaded,):
+                pack_linears(module, ops.linears, is_compact=compact_weights)
+                fuse_norms(module, ops.norms)
+                fuse_activations(module, ops.elementwise)
+                fuse_gated_mlps(module, ops.elementwise)
         patch_model(loaded, family, geometry)
+        if mtp is not None:
+            mtp.config._attn_implementation = ATTENTION_NAME
         check_numbers(
             loaded,
             EngineCache(),
@@ -178,7 +189,7 @@ def load_model(
     )
     return LoadedModel(
         model=loaded,
-        geometry=geometry,
+        geometry=geometry if mtp is None else with_mtp(geometry),
         dtype=getattr(torch, dtype),
         device=target,
         ops=ops,
@@ -192,4 +203,5 @@ def load_model(
         image_rules=image_rules,
         tower=tower,
         image_processor=image_processor,
+        mtp=mtp,
     )
