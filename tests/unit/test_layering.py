@@ -108,6 +108,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "keys",
         "spec",
         "layout",
+        "shards",
         "checkpoints",
         "observe",
         "eviction",
