@@ -64,6 +64,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
     LabelValues(
+        ("step_time_error_ratio",),
+        "kind",
+        {"prompt": "steps with prompt tokens", "decode": "steps that only generate"},
+    ),
+    LabelValues(
         ("prompt_tokens_total",),
         "source",
         {"computed": "here", "cached": "found here, in memory or in a tier", "transferred": "pulled from another node"},
