@@ -50,8 +50,8 @@ a single sequence: with so many in a row it is the device or the model that fail
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was launched. ``forward``: None when nothing is to be computed. ``shape``: None when how long the step
-    takes says nothing about others."""
+    """A step that was launched. ``forward``: None when nothing is to be computed. ``shape``: None when how long it
+    takes says nothing about other steps."""
 
     schedule: Schedule
     forward: Forward | None

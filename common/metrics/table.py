@@ -141,7 +141,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("preemptions_total", "Requests whose memory the scheduler took back.", roles=NODES, sourced=True),
     _histogram(
         "step_time_error_ratio",
-        "Share by which the predicted time of an engine's step was wrong; kind: with prompt tokens, or only generating.",
+        "Share by which the predicted time of an engine's step was wrong.",
         "kind",
         buckets=ERRORS,
         roles=NODES,
@@ -197,6 +197,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
     _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
+    _counter(
+        "proxy_elastic_placements_total",
+        "Placements in which a node takes the other role's work, by that work.",
+        "work",
+        roles=PROXY,
+    ),
     _histogram(
         "proxy_predicted_ttft_seconds",
         "Estimated time from a stream's placement to its first byte.",

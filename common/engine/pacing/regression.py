@@ -58,7 +58,7 @@ class FadingRegression:
     def _solve_free(self, free: Sequence[int]) -> list[float]:
         """Gaussian elimination over ``free``; the holds make every pivot positive."""
         mean = 1.0 / self.weight
-        rows = []
+        rows: list[list[float]] = []
         for index in free:
             row = [self._products[index][other] for other in free]
             hold = self._holds[index] * self._products[index][index] * mean

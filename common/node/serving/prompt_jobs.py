@@ -73,8 +73,8 @@ class EncodedPrompt:
 @dataclass(slots=True)
 class PromptJob:
     """One prompt of a request on its way through the engine. ``handoff_result``: what ``handoff`` came to, once it was
-    read. ``itl_target_s``: as of the engine's request. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``prompt_logprobs``: once the
-    prompt is computed, if they were asked for."""
+    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``itl_target_s``: as of the
+    engine's request. ``prompt_logprobs``: once the prompt is computed, if they were asked for."""
 
     index: int
     request_id: str
