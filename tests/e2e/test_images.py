@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,30 +204,35 @@ def test_text_turn_after_images_when_placed_on_the_decode_node_then_it_goes_on_t
 @contextlib.contextmanager
 def web_server() -> Iterator[int]:
     """On the address that ``open_proxy`` takes for a public one; its port."""
-    world, loop, started = World(), asyncio.new_event_loop(), threading.Event()
+    world, started = World(), threading.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, IndexError):
-            await world.answer(reader, writer)
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, IndexError):
+                await world.answer(reader, writer)
+        finally:
+            writer.close()
 
-    async def serve() -> None:
+    async def serve(stop: list[Callable[[], object]]) -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        stop.append(lambda: loop.call_soon_threadsafe(stopped.set))
         server = await asyncio.start_server(answer, open_proxy.SERVER, 0)
         world.port = server.sockets[0].getsockname()[1]
         started.set()
+        await stopped.wait()
+        server.close()
 
-    def run() -> None:
-        loop.run_until_complete(serve())
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
+    stop: list[Callable[[], object]] = []
+    # What it still answers, slowly or without an end, is cancelled with the loop.
+    thread = threading.Thread(target=lambda: asyncio.run(serve(stop)), daemon=True)
     thread.start()
     assert started.wait(10)
     try:
         yield world.port
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        stop[0]()
         thread.join(10)
+        assert not thread.is_alive()
 
 
 def asking_for(*urls: str) -> dict[str, Any]:
