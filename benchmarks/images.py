@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.models.vision.image_input import ImageInput
+from common.models.vision.image_input import inputs_of
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
 from common.wire.routes import CHAT_ROUTE
@@ -138,7 +138,7 @@ def ask(core: EngineCore, model: NodeModel, parts: Sequence[Part], salt: str) ->
         cache_salt=salt or None,
         semantic_boundaries=(spans[-1].end + 1,),
         images=spans,
-        image_inputs=[ImageInput(processor, encoded(part)) for part in parts if isinstance(part, bytes)],
+        image_inputs=[x for part in parts if isinstance(part, bytes) for x in inputs_of(processor, encoded(part))],
     )
     core.add_request(request)
     outputs = []

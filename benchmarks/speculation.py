@@ -8,7 +8,7 @@ time of both, so that whatever else the machine does hits both alike. Two kinds 
 - the built-in one (``--built-in``), with the drafters of a service on texts of different kinds: documentation to be
   continued, a text to be repeated, and tokens drawn at random, which repeat nothing.
 
-``rows``: a step with 8 rows of one sequence over a step with 1.
+``7 rows more``: the time of a step with seven more rows than sequences over that of one without.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from common.config.node import NodeConfig
 from common.demo_model import FOLDER
 from common.engine.core import EngineCore
 from common.engine.drafting.drafter import Drafter
-from common.engine.drafting.pay import RowCost
 from common.engine.speculation import Speculation
 from common.node.runtime import create_core, load_node_model
 from common.request import Request, SamplingParams
@@ -121,7 +120,7 @@ def of_random_models(args: argparse.Namespace) -> None:
             off, *_ = create(path, args.dtype, max(args.batch), "")
             on, max_model_len, slot_bytes = create(path, args.dtype, max(args.batch), DRAFTED % ("ngram", NUM_DRAFTS))
         assert on.speculation is not None
-        vocab_size, cost = SIZES[args.size]["vocab"], RowCost()
+        vocab_size = SIZES[args.size]["vocab"]
         for batch in args.batch:
             rng = random.Random(batch)
             prompts = [[rng.randrange(6, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
@@ -135,14 +134,13 @@ def of_random_models(args: argparse.Namespace) -> None:
                     slot_bytes=slot_bytes,
                     adapts=not args.fixed,
                 )
-                speculation.cost = cost  # as in a service that has run for a while
                 ratio, tokens, right = compare(off, on, prompts, params, args.repeat)
-                fixed, row = cost.of_rows()
+                plain, row = speculation.allowance.cost(batch)
                 states = "saved" if speculation.saves_each else "computed again"
                 print(
                     f"{family:<17} {args.size} {args.dtype:<9} batch {batch:<3} right {share:4.2f}: {ratio:5.2f} x, "
-                    f"{tokens:4.2f} tokens a step, {right:4.2f} of drafted ones right, 8 rows / 1 row "
-                    f"{(fixed + 8 * row) / (fixed + row):4.2f}, states {states}",
+                    f"{tokens:4.2f} tokens a step, {right:4.2f} of drafted ones right, 7 rows more: "
+                    f"{(plain + 7 * row) / plain:4.2f} x the time, states {states}",
                     flush=True,
                 )
 

@@ -19,7 +19,7 @@ from common.config.flag import (
     urls_flag,
 )
 from common.config.process import ProcessConfig
-from common.config.tiers import TierSpec, parse_tier
+from common.config.tiers import SHARED_KINDS, TierSpec, parse_tier
 from common.config.values import GIB, MIB, parse_node_url
 from common.errors import ConfigError
 
@@ -95,8 +95,8 @@ class NodeConfig(ProcessConfig):
     max_num_batched_tokens: int = int_flag(2048, "tokens of one step; longer prompts are computed in chunks", 1)
     speculative_config: str = flag(
         "",
-        'drafts that the model checks several of in one step: JSON with "method" (ngram, suffix), '
-        '"num_speculative_tokens" (7), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
+        'drafts that the model checks several of in one step: JSON with "method" (ngram, suffix, mtp), '
+        '"num_speculative_tokens" (7; mtp: 3), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
         metavar="JSON",
     )
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
@@ -160,8 +160,9 @@ class NodeConfig(ProcessConfig):
     )
     kv_tier: tuple[TierSpec, ...] = flag(
         (),
-        "where prefixes go that leave the cache, to be read back: a folder of this machine, disk:/path?size=500GiB, or "
-        "one that nodes share, shared:/path?size=2TiB; at most one of each",
+        "where prefixes go that leave the cache, to be read back: memory of this node, host:64GiB, a folder of this "
+        "machine, disk:/path?size=500GiB, one that nodes share, shared:/path?size=2TiB, or a Mooncake store, "
+        "mooncake:master:50051?size=1TiB&lend=64GiB; at most one of each",
         parse=parse_tier,
         many=True,
         metavar="TIER",
@@ -201,13 +202,12 @@ class NodeConfig(ProcessConfig):
         option = "--kv-tier"
         for number, tier in enumerate(self.kv_tier):
             reason = None
-            if tier.kind == "host":
-                reason = "nodes keep tiers in folders; host memory is for pools on a device, and is not built yet"
-            elif tier.kind == "shared" and self.cluster_key_file is None:
-                reason = "a shared folder needs --cluster-key-file: without it anybody who writes there is believed"
+            if tier.kind in SHARED_KINDS and self.cluster_key_file is None:
+                what = "a shared folder" if tier.is_folder else "a store that nodes share"
+                reason = f"{what} needs --cluster-key-file: without it anybody who writes there is believed"
             elif tier.kind in [other.kind for other in self.kv_tier[:number]]:
                 reason = f"there is another tier of kind {tier.kind}, at most one of each is possible"
-            elif tier.path in [other.path for other in self.kv_tier[:number]]:
+            elif tier.path and tier.path in [other.path for other in self.kv_tier[:number]]:
                 reason = "another tier has that folder"
             elif not self.enable_prefix_caching:
                 reason = "with --no-enable-prefix-caching nothing is kept that could be written"

@@ -23,11 +23,11 @@ from common.engine.finished_prompts import FinishedPrompts
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
+from common.engine.pacing.step_model import StepModel, StepShape
 from common.engine.plan import Segment
-from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler import LowerTiers, Schedule, Scheduler
+from common.engine.scheduler import LowerTiers, Schedule, Scheduler, shape_of
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import Sampled, StepGrammars
@@ -50,12 +50,12 @@ a single sequence: with so many in a row it is the device or the model that fail
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was launched. ``forward``: None when nothing is to be computed; ``num_prompt_tokens`` of it are a
-    prompt's."""
+    """A step that was launched. ``forward``: None when nothing is to be computed. ``shape``: None when how long it
+    takes says nothing about other steps."""
 
     schedule: Schedule
     forward: Forward | None
-    num_prompt_tokens: int
+    shape: StepShape | None
     started_s: float
 
 
@@ -106,12 +106,12 @@ class EngineCore:
             max_model_len=max_model_len,
             clock=clock,
             fail=self._fail,
-            end=self._end,
+            end=self._end_exactly,
         )
+        scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
         self._is_stalled = False
         self._is_in_flight = False
         self._num_failed_forwards = 0
-        self.step_times = StepTimes()
 
     def pull_with(self, source: PrefixSource, tiers: LowerTiers | None = None) -> None:
         """Sets who moves prefixes here, and what is below this node's memory. Called once, before the first request."""
@@ -143,6 +143,11 @@ class EngineCore:
         the cache is counted too. Readable from any thread."""
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+
+    @property
+    def step_model(self) -> StepModel:
+        """How long this engine's steps take; its lines are readable from any thread."""
+        return self._scheduler.step_model
 
     @property
     def speculation(self) -> Speculation | None:
@@ -203,10 +208,10 @@ class EngineCore:
         self._check_collected()
         not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
-            if sequence.index == index and sequence.status not in not_now:
+            if sequence.index == index and sequence.status not in not_now and sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.STOP
                 self._outputs.add(sequence)
-                self._end(sequence)
+                self._end_exactly(sequence)
 
     def finish_pull(self, seq_id: str, result: PullResult) -> None:
         """The pull of a remote prefix ended. A prompt that came whole, with its last row, is sampled from in the next
@@ -284,7 +289,7 @@ class EngineCore:
                 schedule = Schedule()
         self._is_in_flight = True
         self.grammars.launch(schedule)
-        return StepInFlight(schedule, forward, _num_prompt_tokens(schedule), started_s)
+        return StepInFlight(schedule, forward, shape_of(schedule), started_s)
 
     def collect(self, step: StepInFlight) -> list[RequestOutput]:
         """Waits for the device, publishes what the step computed, and returns what it produced.
@@ -320,10 +325,14 @@ class EngineCore:
                 self._fail(sequence, exc)
         self._tokens.sample(to_sample)
         if schedule.sequences:
-            self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
-            if schedule.plan.only_decodes and self.speculation is not None:
+            if step.shape is not None:
+                self.step_model.observe(step.shape, self._clock() - step.started_s)
+            if self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
-                self.speculation.cost.observe(num_rows, self._clock() - step.started_s)
+                seconds = self._clock() - step.started_s
+                self.speculation.end_step(
+                    len(schedule.sequences), num_rows, seconds, has_prompts=not schedule.plan.only_decodes
+                )
         return self._outputs.take()
 
     def _complete(
@@ -342,12 +351,19 @@ class EngineCore:
         self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
             self._append_prompt_logprobs(sequence, segment.start, hidden)
+        if sequence.finish_reason is not None:
+            # Its answer has been told; the state behind a wrong draft has caught up with it.
+            sequence.num_to_replay -= segment.num_tokens
+            if not sequence.num_to_replay:
+                self._end(sequence)
+            return
         if sequence.num_uncomputed_tokens:
             self._prompts.report_progress(sequence)
             return
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
         sequence.num_to_replay = 0
         if sequence.is_prompt_done:
+            sequence.last_row = hidden[-1]
             to_sample.append((sequence, hidden[-1]))
         else:
             # Kept in host memory: a view would pin the whole step's rows, and manifests are made on other threads.
@@ -398,6 +414,12 @@ class EngineCore:
         except Exception as exc:  # noqa: BLE001  # as in finish_pull
             self._fail(sequence, exc)
 
+    def _end_exactly(self, sequence: Sequence) -> None:
+        """The answer is told. Where wrong drafts have left its state behind, what is right of it runs once more with
+        the next step, so that the next turn finds its end."""
+        if not (sequence.num_to_replay and self._manager.config.caches_states):
+            self._end(sequence)
+
     def _append_prompt_logprobs(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
         assert sequence.prompt_logprobs is not None
         assert sequence.sampling is not None
@@ -407,8 +429,3 @@ class EngineCore:
             logits = self._runner.logits(hidden[begin : begin + len(next_ids)])
             num_top = sequence.sampling.prompt_logprobs or 0
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
-
-
-def _num_prompt_tokens(schedule: Schedule) -> int:
-    planned = zip(schedule.sequences, schedule.plan.segments, strict=True)
-    return sum(segment.num_tokens for sequence, segment in planned if not sequence.is_prompt_done)

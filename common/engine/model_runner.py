@@ -4,7 +4,8 @@
 which reads and writes blocks and slots in place; of decode rows and drafts alone, a recorded one is replayed; rows of
 an image are the vision tower's, put where the image is in its prompt. 4 hand back the wanted rows. ``launch`` may
 return before the device has done any of it: blocks, slots and rows are the device's until ``Forward.wait`` has
-returned. Owns nothing but views of the storage.
+returned. Owns nothing but views of the storage. Between two steps ``draft`` asks the model's own head, if it has one,
+for the tokens after the next ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -72,6 +73,7 @@ class ModelRunner:
         self._config = config
         self._views = PoolViews.of(storage, model.geometry)
         self._cache = EngineCache()
+        self._has_axes = model.sees_images is not None and model.sees_images.has_axes
         self._replay = Replay(model.ops, self._views) if model.is_replayed else None
 
     def forward(self, plan: StepPlan) -> list[Tensor]:
@@ -87,6 +89,42 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
             return Forward(rows, event)
+
+    def draft(self, segments: Sequence[Segment], rows: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
+        """Tokens that may follow each segment's one token, ``limits`` (1 or more) of them. ``rows``: the hidden rows,
+        [hidden] each, that those tokens were sampled from. Writes K/V of the head's layer alone, from the segments'
+        positions on, which the sequences' next forwards write again."""
+        with torch.inference_mode():
+            return self._draft(list(segments), torch.stack([row.to(self._model.device) for row in rows]), limits)
+
+    def _draft(self, segments: list[Segment], hidden: Tensor, limits: Sequence[int]) -> list[list[int]]:
+        head = self._model.mtp
+        assert head is not None, "the model was loaded without its head"
+        drafts: list[list[int]] = [[] for _ in segments]
+        places = list(range(len(segments)))
+        while True:
+            context = ForwardContext.of(
+                segments, self._views, self._model.ops, block_size=self._config.block_size, device=self._model.device
+            )
+            token_ids = [segment.token_ids[0] for segment in segments]
+            if self._replay is not None:
+                hidden = self._replay.draft(head.draft, context, hidden, token_ids, _positions(segments))
+            else:
+                inputs = torch.tensor([token_ids, _positions(segments)]).to(self._model.device)
+                with set_forward_context(context):
+                    hidden = head.draft(hidden, *inputs)
+            following = self.logits(hidden).argmax(-1).tolist()
+            for place, token in zip(places, following, strict=True):
+                drafts[place].append(token)
+            left = [index for index, place in enumerate(places) if len(drafts[place]) < limits[place]]
+            if not left:
+                return drafts
+            segments = [
+                replace(segments[index], token_ids=[following[index]], start=segments[index].start + 1)
+                for index in left
+            ]
+            if len(left) < len(places):
+                hidden, places = hidden[left], [places[index] for index in left]
 
     def synchronize(self) -> None:
         """Returns when the device runs nothing of this process; raises when it cannot go on."""
@@ -107,13 +145,14 @@ class ModelRunner:
         pictured = [s for s in segments if s.images and overlapping(s.images, s.start, s.start + s.num_tokens)]
         only_decodes = plan.only_decodes or len(token_ids) == len(segments)
         if self._replay is not None and only_decodes and not pictured:
-            hidden = self._replay.forward(self._run, context, token_ids, _positions(segments))
+            has_drafts = len(token_ids) > len(segments)
+            hidden = self._replay.forward(self._run, context, token_ids, _positions(segments), has_drafts=has_drafts)
         else:
             # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
             ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
             embeddings = (self._embeddings(ids, segments),) if pictured else ()
             at = context.metadata.positions
-            if any(s.images for s in segments):
+            if self._has_axes and any(s.images for s in segments):
                 at = torch.cat([at[None], _rope_axes(segments).to(device)])
             with set_forward_context(context):
                 hidden = self._run(ids, at, *embeddings)
@@ -124,14 +163,15 @@ class ModelRunner:
             rows.append(hidden[end - wanted : end])
         return rows
 
-    def logits(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
-        """[R, hidden] rows of a forward, or single ones [hidden], also from host memory -> [R, vocab] float32."""
+    def logits(self, rows: Tensor | Sequence[Tensor], *, has_drafts: bool = False) -> Tensor:
+        """[R, hidden] rows of a forward, or single ones [hidden], also from host memory -> [R, vocab] float32.
+        ``has_drafts``: some of the rows are behind drafts, and there may be another number of them each time."""
         with torch.inference_mode():
             if not isinstance(rows, Tensor):
                 rows = torch.stack([row.to(self._model.device) for row in rows])
             if self._replay is None:
                 return self._model.head.logits(rows)
-            return self._replay.head(self._model.head.forward, rows).float()
+            return self._replay.head(self._model.head.forward, rows, has_drafts=has_drafts).float()
 
     def _embeddings(self, token_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """[num_tokens, hidden]: the tokens' own, and in the place of an image's those of the vision tower."""
@@ -154,6 +194,8 @@ class ModelRunner:
         output = self._base(**given, **step_arguments(self._base, self._cache, positions))
         # A family with a float32 residual hands out float32 rows; its head rounds them to its own dtype anyway.
         hidden: Tensor = output.last_hidden_state[0].to(self._model.dtype)
+        if self._model.mtp is not None:
+            self._model.mtp.keep(hidden, token_ids, positions, embeddings)
         return hidden
 
 

@@ -39,6 +39,8 @@ class Segment:
             segment is written to the slot, inside the same forward.
         rows: which rows of the last hidden state to return.
         images, image_inputs: as of the request.
+        whole: [start, end) of positions that see each other in both directions, those which have tokens here; none ends
+            behind the segment.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Segment:
     rows: Rows = Rows.LAST
     images: Sequence[ImageSpan] = ()
     image_inputs: Sequence[Any] = ()
+    whole: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -2,8 +2,9 @@
 tensors.
 
 Continuous batching with chunked prefill: first a decode row of each sequence that generates, then the next chunks of
-running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get a part
-of ``max_num_batched_tokens`` only, so that no stream stands still for a long prompt. When memory runs out, the last
+running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get what
+fits into the time between two tokens that those rows' requests ask for, or a part of ``max_num_batched_tokens`` where
+none is asked for, so that no stream stands still for a long prompt. When memory runs out, the last
 running sequence in order is preempted: its state is donated to the cache, and it is later resumed from whatever of it
 is still there.
 
@@ -20,12 +21,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from common.engine.pacing.step_model import StepModel, StepShape, chunk_attended
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
-from common.engine.speculation import Speculation
+from common.engine.speculation import Head, Speculation
 from common.errors import TransferError
-from common.images.span import end_of_images
+from common.images.span import ImageSpan, end_of_images, overlapping
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -34,12 +36,17 @@ from common.kv_cache.sharing.remote_prefix import PullPlan
 logger = logging.getLogger(__name__)
 
 PROMPT_SHARE = 4
-"""Beside decode rows prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row waits for the
-whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little longer."""
+"""Beside decode rows without a target prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row
+waits for the whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little
+longer."""
 
 PROMPT_FLOOR = 16
 """Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
-however many generate."""
+however many generate, and whatever targets they have."""
+
+TARGET_SHARE = 0.9
+"""Of the time that a request asks for between two tokens, what a step with prompts is planned to take: between two
+steps there is work too, and predictions miss by a tenth."""
 
 LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
@@ -71,10 +78,12 @@ class LowerTiers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """``max_num_seqs``: sequences that hold memory at a time. ``max_num_batched_tokens``: tokens computed in a step."""
+    """``max_num_seqs``: sequences that hold memory at a time. ``max_num_batched_tokens``: tokens computed in a step, of
+    which an image may be the last that does not fit. ``images_are_whole``: no step may end inside an image."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    images_are_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +114,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self.speculation = speculation
+        self.step_model = StepModel(clock)
         self._manager = manager
         self._clock = clock
         self.waiting: list[Sequence] = []
@@ -112,6 +122,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.tiers: LowerTiers | None = None
         self.num_preemptions = 0
+        self.end: Callable[[Sequence, bool], None] | None = None
         self._num_steps = 0
         self._suspects: list[Sequence] = []
 
@@ -196,14 +207,34 @@ class Scheduler:
             num_rows = len(schedule.sequences)
         else:
             num_rows = self._plan_with_drafts(schedule, decoding, budget)
-        budget = min(limit - num_rows, max(1, limit // PROMPT_SHARE)) if num_rows else limit
+        budget = min(limit - num_rows, self._prompt_share(schedule, prompts)) if num_rows else limit
         for sequence in prompts:
             budget -= self._plan(schedule, sequence, budget)
         return budget
 
+    def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
+        """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time,
+        and the floor in any case."""
+        limit = self._config.max_num_batched_tokens
+        share, floor = max(1, limit // PROMPT_SHARE), max(1, limit // PROMPT_FLOOR)
+        targets = [each.request.itl_target_s for each in schedule.sequences]
+        known = [target for target in targets if target is not None]
+        if not known or not (prompts or self.waiting):
+            return share
+        first = prompts[0] if prompts else self.waiting[0]
+        rows = shape_of(schedule) or StepShape()
+        fits = self.step_model.max_prompt_tokens(rows, first.num_computed_tokens, limit, TARGET_SHARE * min(known))
+        if fits is None:
+            return share
+        return max(floor, fits if len(known) == len(targets) else min(fits, share))
+
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
         spare = max(0, budget - sum(each.num_uncomputed_tokens for each in decoding))
+        assert self.speculation is not None
+        self.speculation.begin_step(len(decoding))
+        if self.speculation.head is not None and spare:
+            self._ask_head(self.speculation, self.speculation.head, decoding, spare)
         num_rows = 0
         for sequence in decoding:
             num_rows += self._plan(schedule, sequence, budget - num_rows, spare, len(decoding))
@@ -244,6 +275,40 @@ class Scheduler:
             return []
         return drafts
 
+    def _ask_head(self, speculation: Speculation, head: Head, decoding: list[Sequence], max_drafts: int) -> None:
+        """Lets the model's head guess for all who generate. It writes to their blocks, so they get those first; where
+        the known tokens of all do not fit, nobody drafts."""
+        if not all(self._manager.extend(each.seq_id, each.num_tokens) for each in decoding):
+            return
+        asked: list[Sequence] = []
+        segments: list[Segment] = []
+        limits: list[int] = []
+        for sequence in decoding:
+            end = sequence.num_tokens
+            sequence.guessed = []
+            if sequence.last_row is None or sequence.pending_row is not None or sequence.finish_reason is not None:
+                continue
+            limit = speculation.num_wanted(sequence, self._manager.max_drafts(end, max_drafts), len(decoding))
+            if not limit or not self._manager.extend(sequence.seq_id, end + limit):
+                continue
+            view = self._manager.sequence(sequence.seq_id)
+            segments.append(
+                Segment(
+                    request_id=sequence.seq_id,
+                    token_ids=sequence.token_ids[-1:],
+                    start=end - 1,
+                    tables=view.tables,
+                    src_slot=view.src_slot,
+                    dst_slot=view.dst_slot,
+                    images=sequence.request.images,
+                )
+            )
+            limits.append(limit)
+            asked.append(sequence)
+        if asked:
+            for sequence, guessed in zip(asked, head(segments, [each.last_row for each in asked], limits), strict=True):
+                sequence.guessed = guessed
+
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need
         be; False: it was preempted itself."""
@@ -257,14 +322,18 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, *, donate: bool = True) -> None:
         """Takes the sequence's memory back. ``donate``: its state becomes a checkpoint, so that it goes on from there
-        if that is still cached when its turn comes again."""
+        if that is still cached when its turn comes again. One that has only its state left to compute ends."""
+        if sequence.finish_reason is not None:
+            assert self.end is not None
+            self.end(sequence, donate)
+            return
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
         self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_to_replay = 0
-        sequence.drafts = []
-        sequence.pending_row = None
+        sequence.drafts, sequence.guessed = [], []
+        sequence.pending_row = sequence.last_row = None
         sequence.remote = None
         sequence.num_preemptions += 1
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
@@ -278,7 +347,7 @@ class Scheduler:
         num_passed = 0  # sequences at the front of the queue that stay there
         while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
             sequence = self.waiting[num_passed]
-            if sequence.remote is None and budget == 0:
+            if sequence.remote is None and budget <= 0:
                 return
             num_tokens = self._try_to_admit(schedule, sequence, budget)
             if num_tokens is None:
@@ -313,6 +382,8 @@ class Scheduler:
         num_computed = hit.num_tokens if hit is not None else 0
         _check_images(sequence, num_computed)
         num_tokens = self._chunk_size(sequence, num_computed, budget)
+        if num_tokens == 0 and num_computed < sequence.num_tokens:
+            return 0  # for an image that is being processed
         if not self._manager.admit(
             sequence.seq_id,
             sequence.keys,
@@ -357,11 +428,28 @@ class Scheduler:
             sequence.save_positions.setdefault(position, "junction")
 
     def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary."""
-        num_tokens = min(sequence.num_tokens - start, budget)
-        if num_tokens <= 1:
+        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary, and an
+        image that is not processed yet ends it. Of an answer that is told the last token is not run."""
+        num_known = sequence.num_tokens - (sequence.finish_reason is not None)
+        num_tokens = max(0, min(num_known - start, budget))
+        if num_tokens > 1:
+            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
+        images = sequence.request.images
+        if not num_tokens or start >= end_of_images(images):
             return num_tokens
-        return self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
+        end = start + num_tokens
+        if self._config.images_are_whole:
+            cut = [image for image in images if image.start < end < image.end]
+            if cut:
+                # Whatever the budget: in two steps it would be another image.
+                end = cut[0].start if cut[0].start > start else cut[0].end
+        needed = [
+            (image, given)
+            for image, given in zip(images, sequence.request.image_inputs, strict=False)
+            if image.start < end and image.end > start
+        ]
+        missing = [image.start for image, given in needed if not given.is_ready()]
+        return max(0, min([end, *missing]) - start)
 
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
         if self.tiers is None or sequence.num_tier_reads == MAX_TIER_READS:
@@ -423,10 +511,16 @@ class Scheduler:
                 rows=rows,
                 images=sequence.request.images,
                 image_inputs=sequence.request.image_inputs,
+                whole=self._whole(sequence.request.images, start, end),
             )
         )
         schedule.sequences.append(sequence)
         sequence.last_step = self._num_steps
+
+    def _whole(self, images: tuple[ImageSpan, ...], start: int, end: int) -> tuple[tuple[int, int], ...]:
+        if not self._config.images_are_whole:
+            return ()
+        return tuple((image.start, image.end) for image in overlapping(images, start, end))
 
     def _plan_rollback(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
         """States to go back to from the sequence's drafts; without a slot for one it has no drafts."""
@@ -447,6 +541,22 @@ class Scheduler:
         if sequence.sampling is not None:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
+
+
+def shape_of(schedule: Schedule) -> StepShape | None:
+    """What a step's time depends on; None when images may be computed in it, which take a time of their own."""
+    num_rows = row_attended = num_tokens = attended = 0
+    for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True):
+        positions = chunk_attended(segment.start, segment.num_tokens)
+        if sequence.is_decoding:
+            num_rows += segment.num_tokens
+            row_attended += positions
+        elif segment.image_inputs:
+            return None
+        else:
+            num_tokens += segment.num_tokens
+            attended += positions
+    return StepShape(num_rows, row_attended, num_tokens, attended)
 
 
 def _check_images(sequence: Sequence, num_computed: int) -> None:

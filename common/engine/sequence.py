@@ -49,6 +49,10 @@ class Sequence:
         num_to_replay: output tokens whose K/V and state must be computed again, because the drafts after them were
             wrong: the state has seen those.
         drafter, acceptance: who guesses its next tokens, and how often they were right; made with the first draft.
+        last_row: hidden row [hidden] of a forward, that its last token was sampled from: what the model's head drafts
+            from. None: no forward was run of it since it got its memory, or nobody wants it.
+        guessed: what the head says will come next.
+        is_forced: its grammar drafts: no other tokens can come.
     """
 
     def __init__(self, request: Request, index: int, keys: PrefixKeys) -> None:
@@ -77,7 +81,10 @@ class Sequence:
         self.drafts: list[int] = []
         self.num_to_replay = 0
         self.drafter: Drafter | None = None
-        self.acceptance = Acceptance()
+        self.acceptance: Acceptance | None = None
+        self.last_row: Any = None
+        self.guessed: list[int] = []
+        self.is_forced = False
         self.save_positions: dict[int, str] = {}
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

@@ -14,6 +14,7 @@ states by head, Mamba-1's by channel.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError
@@ -147,3 +148,17 @@ def short_conv_state(dtype: str, *, width: int, kernel: int) -> tuple[str, tuple
 def by_head(name: str, shape: tuple[int, ...], dtype: str) -> StateTensorSpec:
     """A state whose first axis counts heads."""
     return StateTensorSpec(name, shape, dtype, (ShardPart("heads", shape[0]),))
+
+
+def with_mtp(geometry: ModelGeometry) -> ModelGeometry:
+    """The model with its head for further tokens (``common.models.adapter.mtp``), as one more layer: it keeps K/V like
+    the model's full attention, and as its state the hidden row before a position, which its next row is made of."""
+    full = next(layer for layer in geometry.attention_layers if layer.kind is GroupKind.FULL_ATTENTION)
+    attention = replace(full, layer_idx=geometry.num_layers)
+    whole = ShardPart("row", 1, geometry.hidden_size, may_repeat=True)
+    row = StateTensorSpec("conv", (geometry.hidden_size, 1), full.dtype, (whole,))
+    return replace(
+        geometry,
+        attention_layers=(*geometry.attention_layers, attention),
+        state_layers=(*geometry.state_layers, StateLayerSpec(geometry.num_layers, "mtp", (row,))),
+    )

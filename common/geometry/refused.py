@@ -32,14 +32,6 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-WITHOUT_IMAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "gemma3": "tokens of an image see each other in both directions there, which paged attention does not do",
-        "lfm2_vl": "its image processor needs torchvision, and cuts images into tiles",
-    }
-)
-"""Vision-language families whose text is served and whose images are refused, each with its reason."""
-
 
 def unsupported_family(model_type: object, supported: Iterable[str]) -> ConfigError:
     """The error for a ``model_type`` that cannot be served: its own reason if it has one, and what can be served."""

@@ -89,7 +89,7 @@ class StateTensorSpec:
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
     """State of one recurrent layer. ``mixer`` is mamba2 | mamba1 | gated_delta | kimi_delta |
-    short_conv | lightning."""
+    short_conv | lightning, or mtp: a head for further tokens, no mixer, whose state is a row."""
 
     layer_idx: int
     mixer: str

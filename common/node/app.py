@@ -197,4 +197,4 @@ def _add_peer_routes(app: FastAPI, node: Node) -> None:
         manifests=node.manifests,
         drain=node.drain,
     )
-    add_event_route(app, manager, node.engine)
+    add_event_route(app, manager, node.engine, node.tiers)

@@ -38,7 +38,8 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
 
             check_plugins(config.nixl_backends)
             for tier in config.kv_tier:
-                open_folder(tier.path)
+                if tier.is_folder:
+                    open_folder(tier.path)
             from common.node.app import create_node_app
             from common.node.runtime import load_node_model
 

@@ -19,7 +19,7 @@ import torch
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.engine.drafting.config import SpeculativeConfig
+from common.engine.drafting.config import MTP, SpeculativeConfig
 from common.engine.model_runner import ModelRunner
 from common.engine.sampling.grammar import GrammarMasks
 from common.engine.sampling.grammar_compiler import GrammarCompiler
@@ -73,7 +73,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
     Raises:
         ConfigError: naming what cannot work.
     """
-    has_drafts = SpeculativeConfig.from_json(config.speculative_config) is not None
+    speculative = SpeculativeConfig.from_json(config.speculative_config)
     torch.set_num_threads(config.num_threads)
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
@@ -92,6 +92,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         compact_weights=compact_weights,
         with_images=with_images,
         max_image_tokens=config.max_image_tokens,
+        with_mtp_head=speculative is not None and speculative.method == MTP,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
     plan = plan_cache(
@@ -107,7 +108,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
         enable_events=True,
-        has_drafts=has_drafts,
+        has_drafts=speculative is not None,
     )
     for line in str(plan.report).splitlines():
         logger.info("%s", line)
@@ -135,8 +136,10 @@ def _max_model_len(config: NodeConfig, max_position: int) -> int:
 
 
 def root_key(loaded: LoadedModel) -> bytes:
-    """The start of every key chain: two nodes share prefixes only if model, dtype and layout are the same."""
-    identity = f"{loaded.fingerprint}|{loaded.dtype}|{LAYOUT_VERSION}"
+    """The start of every key chain: two nodes share prefixes only if model, dtype and layout are the same, and both or
+    neither keep what the model's head for further tokens needs."""
+    head = "" if loaded.mtp is None else "|mtp"
+    identity = f"{loaded.fingerprint}|{loaded.dtype}|{LAYOUT_VERSION}{head}"
     return hashlib.blake2b(identity.encode(), digest_size=32).digest()
 
 
@@ -180,7 +183,9 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
 
 
 def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
-    limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens)
+    sees_images = model.loaded.sees_images
+    is_whole = sees_images is not None and sees_images.is_whole
+    limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, images_are_whole=is_whole)
     scheduler = Scheduler(limits, model.manager, speculation=create_speculation(config, model))
     return EngineCore(
         scheduler,
@@ -205,6 +210,7 @@ def create_speculation(config: NodeConfig, model: NodeModel) -> Speculation | No
         num_tokens=speculative.num_speculative_tokens,
         max_model_len=model.max_model_len,
         slot_bytes=make_layout(model.cache_config.geometry, model.cache_config.block_size).slot_bytes,
+        head=model.runner.draft if speculative.method == MTP else None,
     )
     logger.info(
         "speculative decoding method=%s num_speculative_tokens=%d states=%s",

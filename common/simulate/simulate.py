@@ -30,7 +30,7 @@ from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
 from common.kv_cache.spec import DTYPE_BYTES
 from common.kv_cache.tiers.tier import MIN_RETURN, TierSettings
 from common.simulate.ideal_cache import IdealCache
-from common.simulate.tiers import SimulatedTiers, tier_settings
+from common.simulate.tiers import SimulatedTiers, replay_settings
 from common.simulate.trace import TraceRequest, read_trace
 
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -263,7 +263,7 @@ def _read_tiers(args: argparse.Namespace) -> list[TierSettings]:
     if write_rate == 0:
         raise ConfigError("--kv-tier-write-rate 0 is below its minimum of 1", param="--kv-tier-write-rate")
     specs = [read("--kv-tier", word, parse_tier) for word in args.kv_tier]
-    return [tier_settings(spec.kind, spec.size_bytes, min_return, write_rate) for spec in specs]
+    return [replay_settings(spec.kind, spec.size_bytes, min_return, write_rate) for spec in specs]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.tiers.break_even import BreakEven
+from common.kv_cache.tiers.break_even import ASSUMED_READS, BreakEven
 from common.kv_cache.tiers.leaving import LeavingPrefixes
 from common.kv_cache.tiers.stack import TierStack, Write
-from common.kv_cache.tiers.tier import Tier, TierSettings
+from common.kv_cache.tiers.tier import Tier, TierSettings, tier_settings
 
-READ_BYTES_PER_SECOND = {"host": 50e9, "disk": 3e9, "shared": 3e9}
-READ_FIXED_SECONDS = {"host": 0.0005, "disk": 0.005, "shared": 0.005}
 PREFILL_TOKENS_PER_SECOND = 15_000
-"""What break-even assumes; a node measures its own. From docs/tiers.md: one accelerator, NVMe drives, host memory."""
+"""What break-even assumes, beside ``ASSUMED_READS``; a node measures its own. One accelerator."""
 SLOTS_PER_REQUEST = 6
 """Slots that one request of a replay may take: the running one, and those of its kept positions."""
 
@@ -122,8 +119,7 @@ class SimulatedTiers:
         return rows
 
 
-def tier_settings(kind: str, size_bytes: int, min_return: float, write_rate: float | None) -> TierSettings:
+def replay_settings(kind: str, size_bytes: int, min_return: float, write_rate: float | None) -> TierSettings:
     """Of a tier as the flags name it."""
-    rates = BreakEven(READ_FIXED_SECONDS[kind], 1 / READ_BYTES_PER_SECOND[kind], 1 / PREFILL_TOKENS_PER_SECOND)
-    settings = TierSettings(kind, size_bytes, rates, min_return, write_rate)
-    return settings if settings.wears else replace(settings, min_return=0.0, write_rate=None)
+    rates = BreakEven(*ASSUMED_READS[kind], 1 / PREFILL_TOKENS_PER_SECOND)
+    return tier_settings(kind, size_bytes, rates, min_return, write_rate)

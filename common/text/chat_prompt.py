@@ -1,7 +1,8 @@
 """A chat as its model gets it: token ids, the places in them that are worth a state, and the images among them.
 
 1 the template writes one placeholder for each image, 2 the images' headers say how many tokens each takes (nothing is
-decoded), 3 each placeholder becomes as many. A text that spells the placeholder is refused where it would be taken for
+decoded), 3 each placeholder becomes as many, with what else the model's processor puts there; a large image may be
+several pieces, each with a place of its own. A text that spells the placeholder is refused where it would be taken for
 an image: then there are more of them than images.
 """
 
@@ -21,7 +22,7 @@ from common.text.tokenizer import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """``encoded``: the images that ``ids.images`` are the places of, in order."""
+    """``encoded``: the images whose pieces ``ids.images`` are the places of, in order."""
 
     ids: PromptIds
     encoded: tuple[EncodedImage, ...] = ()
@@ -45,12 +46,12 @@ def make_chat_prompt(
         return ChatPrompt(PromptIds(token_ids, boundaries))
     rules = codec.image_rules
     assert isinstance(rules, ImageRules), "the codec refuses images of other models"
-    expanded, images = expand(token_ids, encoded, rules)
-    if keeps_boundaries and len(expanded) <= max_model_len:
-        ends = [_after(image, expanded, rules) for image in images]
-        found = codec.chat_boundaries(request, token_ids, [_shrunk(end, images) for end in reversed(ends)])
-        boundaries = tuple(_grown(position, images) for position in found)
-    return ChatPrompt(PromptIds(expanded, boundaries, images), encoded)
+    expanded = expand(token_ids, encoded, rules)
+    if keeps_boundaries and len(expanded.token_ids) <= max_model_len:
+        ends = [expanded.after(index, rules) for index in range(len(encoded))]
+        found = codec.chat_boundaries(request, token_ids, [expanded.shrunk(end) for end in reversed(ends)])
+        boundaries = tuple(expanded.grown(position) for position in found)
+    return ChatPrompt(PromptIds(expanded.token_ids, boundaries, expanded.images), encoded)
 
 
 def read_images(request: ChatRequest, limits: ImageLimits) -> tuple[EncodedImage, ...]:
@@ -69,9 +70,39 @@ def read_images(request: ChatRequest, limits: ImageLimits) -> tuple[EncodedImage
     return tuple(source.read(limits) for source in sources)
 
 
-def expand(
-    token_ids: Sequence[int], encoded: Sequence[EncodedImage], rules: ImageRules
-) -> tuple[list[int], tuple[ImageSpan, ...]]:
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A prompt with a token for each part of its images.
+
+    Attributes:
+        images: where the images' pieces are.
+        places: for each image where it begins and ends, with what the processor puts round it.
+    """
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def after(self, index: int, rules: ImageRules) -> int:
+        """The position behind an image and the token that closes it."""
+        end = self.places[index][1]
+        is_closed = end < len(self.token_ids) and self.token_ids[end] == rules.end_id
+        return end + is_closed
+
+    def shrunk(self, position: int) -> int:
+        """A position that is within no image, where each is one placeholder."""
+        return position - sum(end - start - 1 for start, end in self.places if end <= position)
+
+    def grown(self, position: int) -> int:
+        """The other way."""
+        for start, end in self.places:
+            if position <= start:
+                break
+            position += end - start - 1
+        return position
+
+
+def expand(token_ids: Sequence[int], encoded: Sequence[EncodedImage], rules: ImageRules) -> Expanded:
     """The ids with a placeholder for each token of each image, and where the images are.
 
     Raises:
@@ -86,32 +117,21 @@ def expand(
         )
     expanded: list[int] = []
     images: list[ImageSpan] = []
+    places: list[tuple[int, int]] = []
     begin = 0
     for image in encoded:
-        rows, columns = rules.grid(image.header, image.name)
         at = token_ids.index(rules.placeholder_id, begin)
         expanded += token_ids[begin:at]
-        images.append(ImageSpan(len(expanded), rows, columns, rules.digest(image.data, rows, columns)))
-        expanded += [rules.placeholder_id] * (rows * columns)
+        start, num_pieces = len(expanded), 0
+        for part in rules.layout(image.header, image.name):
+            if isinstance(part, int):
+                expanded.append(part)
+                continue
+            rows, columns = rules.span_shape(part)
+            digest = rules.digest(image.data, part.rows, part.columns, num_pieces)
+            images.append(ImageSpan(len(expanded), rows, columns, digest))
+            expanded += [rules.placeholder_id] * (rows * columns)
+            num_pieces += 1
+        places.append((start, len(expanded)))
         begin = at + 1
-    return [*expanded, *token_ids[begin:]], tuple(images)
-
-
-def _after(image: ImageSpan, token_ids: Sequence[int], rules: ImageRules) -> int:
-    """The position behind an image and the token that closes it."""
-    is_closed = image.end < len(token_ids) and token_ids[image.end] == rules.end_id
-    return image.end + is_closed
-
-
-def _shrunk(position: int, images: Sequence[ImageSpan]) -> int:
-    """A position that is within no image, where each is one placeholder."""
-    return position - sum(image.length - 1 for image in images if image.end <= position)
-
-
-def _grown(position: int, images: Sequence[ImageSpan]) -> int:
-    """The other way."""
-    for image in images:
-        if position <= image.start:
-            break
-        position += image.length - 1
-    return position
+    return Expanded([*expanded, *token_ids[begin:]], tuple(images), tuple(places))

@@ -323,8 +323,9 @@ class TextCodec:
         raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
     def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
-        """Text or token ids of ``messages`` with the request's tools and arguments. Raises what the template raises."""
-        return self.tokenizer.apply_chat_template(
+        """Text or token ids of ``messages`` with the request's tools and arguments; in a text with images, what the
+        model's processor writes for one. Raises what the template raises."""
+        rendered = self.tokenizer.apply_chat_template(
             [self._for_template(message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             return_dict=False,
@@ -334,6 +335,10 @@ class TextCodec:
             **self._effort_variables(request),
             **request.chat_template_kwargs,
         )
+        rules = self.image_rules
+        if request.images and isinstance(rules, ImageRules) and rules.marker and isinstance(rendered, str):
+            return rendered.replace(*rules.marker)
+        return rendered
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message with its calls as the template needs them."""

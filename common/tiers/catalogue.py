@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix, blocks_per_extent
-from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind
+from common.tiers.object_header import ObjectHeader, ObjectKind, file_bytes
 
 
 class Catalogue:
@@ -72,9 +72,9 @@ class Catalogue:
         if closure is None or (state.tail_tokens and self._first_needed and tail is None):
             return None
         own = [state, tail] if tail is not None else [state]
-        sizes = tuple(_file_bytes(self._extents[extent]) for extent in closure)
+        sizes = tuple(file_bytes(self._extents[extent]) for extent in closure)
         checkpoint, has_row = _checkpoint(state), state.row_bytes > 0
-        return StoredPrefix(checkpoint, has_row, tuple(closure), sizes, sum(map(_file_bytes, own)))
+        return StoredPrefix(checkpoint, has_row, tuple(closure), sizes, sum(map(file_bytes, own)))
 
     def _closure(self, state: ObjectHeader) -> list[Extent] | None:
         per_extent = blocks_per_extent(self._block_size)
@@ -105,7 +105,3 @@ def _checkpoint(state: ObjectHeader) -> Checkpoint:
         origin=state.origin,
         history=state.history,
     )
-
-
-def _file_bytes(header: ObjectHeader) -> int:
-    return HEADER_BYTES + header.payload_bytes

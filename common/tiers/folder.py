@@ -24,6 +24,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.tiers.folder_use import FolderRoom
 from common.tiers.object_header import (
     HEADER_BYTES,
     BadHeaderError,
@@ -31,6 +32,7 @@ from common.tiers.object_header import (
     decode_header,
     object_name,
 )
+from common.tiers.store import ObjectReadError, ObjectWriteError
 
 TEMPORARY = ".tmp"
 SUFFIX = ".kv"
@@ -41,27 +43,11 @@ OLD_S = 3600.0
 """Age at which a file that another process may have begun is taken for a dead one's."""
 
 
-class ObjectReadError(Exception):
-    """``reason``: missing, unreadable (an I/O error, or no plain file), short, header (not ours, or damaged), other
-    (whole, but not what was asked for) or digest."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class ObjectWriteError(Exception):
-    """``reason``: full, io, or stale (the memory changed while it was read). Nothing of the object is left."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 class ObjectFolder:
-    """``is_shared``: other clusters may write here too; what cannot be read with this secret may be theirs.
-    ``alone_until``: files that are older, in ``time.time``, are no other living process's; default: all, in a shared
-    folder none. Temporaries of others are left alone for an hour."""
+    """``common.tiers.store.ObjectStore``. ``is_shared``: other clusters may write here too; what cannot be read with
+    this secret may be theirs. ``alone_until``: files that are older, in ``time.time``, are no other living process's;
+    default: all, in a shared folder none. Temporaries of others are left alone for an hour. ``room``: the bound that
+    all who write there keep; ``FolderWatch`` looks for it."""
 
     def __init__(
         self,
@@ -71,21 +57,27 @@ class ObjectFolder:
         is_shared: bool = False,
         alone_until: float | None = None,
         syncs: bool = True,
+        room: FolderRoom | None = None,
     ) -> None:
         self.folder = folder
         self._alone_until = alone_until if alone_until is not None else 0.0 if is_shared else math.inf
         self._secret = secret
         self._is_shared = is_shared
         self._syncs = syncs
+        self.room = room
+
+    @property
+    def place(self) -> str:
+        return str(self.folder)
 
     def put(
         self, header: ObjectHeader, buffers: Sequence[memoryview], is_unchanged: Callable[[], bool] = lambda: True
     ) -> int:
-        """Write an object; returns the file's length. ``is_unchanged`` is asked once the digest is made: whether the
-        buffers still held what they should. Raises ObjectWriteError."""
         assert sum(buffer.nbytes for buffer in buffers) == header.payload_bytes
         name = object_name(self._secret, header)
         path = self._path(name)
+        if self.room is not None and not self.room.take(HEADER_BYTES + header.payload_bytes):
+            raise ObjectWriteError("others")
         temporary = path.with_name(f"{name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -108,14 +100,14 @@ class ObjectFolder:
         except (OSError, ObjectWriteError) as exc:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            if self.room is not None:
+                self.room.give_back(HEADER_BYTES + header.payload_bytes)
             if isinstance(exc, ObjectWriteError):
                 raise
             raise ObjectWriteError("full" if exc.errno in FULL_ERRORS else "io") from exc
         return HEADER_BYTES + header.payload_bytes
 
     def get(self, wanted: ObjectHeader, buffers: Sequence[memoryview]) -> ObjectHeader:
-        """Read the payload of what ``wanted`` names into ``buffers``, which are as long as it together. When this
-        raises ObjectReadError, they hold anything. Of a state, ``history`` and ``origin`` are as stored."""
         descriptor = self._open(self._path(object_name(self._secret, wanted)))
         try:
             header, payload_digest, size = self._read_header(descriptor)
@@ -143,29 +135,22 @@ class ObjectFolder:
         return False
 
     def touch(self, header: ObjectHeader) -> None:
-        """It was used: the next scan hears of it. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._path(object_name(self._secret, header)))
 
     def age_s(self, header: ObjectHeader) -> float:
-        """Since it was written or touched; 0 when it is gone."""
         with contextlib.suppress(OSError):
             return time.time() - self._path(object_name(self._secret, header)).stat().st_mtime
         return 0.0
 
     def delete(self, header: ObjectHeader) -> None:
-        """It may be gone already. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path(object_name(self._secret, header)).unlink()
+        self._unlink(self._path(object_name(self._secret, header)))
 
     def sweep(self, header: ObjectHeader) -> bool:
-        """Deletes an object that nothing needs, unless another process may be about to write what does. Returns whether
-        it did. Raises OSError."""
         path = self._path(object_name(self._secret, header))
         with contextlib.suppress(FileNotFoundError):
             if self._is_nobodys(path):
-                path.unlink()
-                return True
+                return self._unlink(path)
         return False
 
     def scan(self, fingerprint: bytes) -> Iterator[ObjectHeader | str]:
@@ -209,6 +194,16 @@ class ObjectFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
         return reason
+
+    def _unlink(self, path: Path) -> bool:
+        try:
+            num_bytes = path.lstat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        if self.room is not None:
+            self.room.give_back(num_bytes)
+        return True
 
     def _is_nobodys(self, path: Path) -> bool:
         written_s = path.lstat().st_mtime

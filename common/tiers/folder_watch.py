@@ -7,25 +7,16 @@ a folder in which nothing happened costs a ``stat`` for each of its 256 sub-fold
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.tiers.folder import ObjectFolder
-from common.tiers.object_header import ObjectHeader
+from common.tiers.object_header import ObjectHeader, file_bytes
+from common.tiers.store import Changes
 
 SETTLED_S = 2.0
 """A sub-folder that changed this short before it was listed is listed again: times of change are that coarse on some
 filesystems."""
-
-
-@dataclass(slots=True)
-class Changes:
-    """``useless``: files that are no objects of this model's and this secret's, by reason."""
-
-    added: list[ObjectHeader] = field(default_factory=list)
-    removed: list[ObjectHeader] = field(default_factory=list)
-    useless: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -36,21 +27,27 @@ class _Listing:
 
 
 class FolderWatch:
-    """Used by one thread. ``fingerprint``: of the model whose objects are told."""
+    """``common.tiers.store.Watch``. ``fingerprint``: of the model whose objects are told."""
 
     def __init__(self, store: ObjectFolder, fingerprint: bytes) -> None:
         self._store = store
         self._fingerprint = fingerprint
         self._listings: dict[Path, _Listing] = {}
+        self._num_bytes = 0
 
     def look(self) -> Changes:
-        """Since the last look. Raises OSError."""
         changes = Changes()
+        room = self._store.room
+        if room is not None:
+            room.begin_look()
         folders = self._store.folders()
         for folder in self._listings.keys() - set(folders):
             changes.removed += filter(None, self._listings.pop(folder).headers.values())
         for folder in folders:
             self._look_into(folder, changes)
+        self._num_bytes += sum(map(file_bytes, changes.added)) - sum(map(file_bytes, changes.removed))
+        if room is not None:
+            room.end_look(self._num_bytes)
         return changes
 
     def _look_into(self, folder: Path, changes: Changes) -> None:

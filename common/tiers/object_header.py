@@ -130,6 +130,10 @@ def decode_header(raw: bytes, secret: bytes) -> tuple[ObjectHeader, bytes]:
     return header, payload_digest
 
 
+def file_bytes(header: ObjectHeader) -> int:
+    return HEADER_BYTES + header.payload_bytes
+
+
 def has_room(tail_tokens: Sequence[int]) -> bool:
     """Whether a state's header can say that tail."""
     return len(_pack(tail_tokens)) <= MAX_TAIL_TOKENS * _ID_BYTES

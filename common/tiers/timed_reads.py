@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from common.tiers.folder import ObjectReadError
+from common.tiers.store import ObjectReadError
 
 logger = logging.getLogger(__name__)
 

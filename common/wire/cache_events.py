@@ -25,12 +25,19 @@ MAX_KEYS = 4096
 
 STORED, REMOVED = "+", "-"
 CHECKPOINT = "state"
-"""The group of checkpoints; all others are attention groups."""
+"""The group of checkpoints in memory."""
+TIER_PREFIX = "tier_"
+"""Before a tier's kind: the group of checkpoints that are there with everything that resuming reads. All others are
+attention groups."""
 
 
 def truncate_key(key: bytes) -> bytes:
     """A cache key as it travels."""
     return key[:TRUNCATED_KEY_BYTES]
+
+
+def is_of_checkpoints(group: str) -> bool:
+    return group == CHECKPOINT or group.startswith(TIER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class CacheChange:
 
     Attributes:
         is_stored: else removed.
-        group: label of an attention group, or CHECKPOINT.
+        group: label of an attention group, CHECKPOINT, or TIER_PREFIX with a kind.
         keys: the prefixes concerned; one for a checkpoint.
         boundary, position, has_row: of a stored checkpoint: key of the block boundary it hangs on, its exact token
             position, and whether a prompt that ends there needs nothing computed.
@@ -54,7 +61,7 @@ class CacheChange:
 
     def to_json(self) -> list[Any]:
         row: list[Any] = [STORED if self.is_stored else REMOVED, self.group, b"".join(self.keys).hex()]
-        if self.is_stored and self.group == CHECKPOINT:
+        if self.is_stored and is_of_checkpoints(self.group):
             row += [self.boundary.hex(), self.position, int(self.has_row)]
         return row
 
@@ -67,7 +74,7 @@ class CacheChange:
         if not data or len(data) % TRUNCATED_KEY_BYTES:
             raise ValueError(f"{len(data)} bytes are no keys of {TRUNCATED_KEY_BYTES}")
         keys = tuple(data[start : start + TRUNCATED_KEY_BYTES] for start in range(0, len(data), TRUNCATED_KEY_BYTES))
-        if kind == STORED and group == CHECKPOINT:
+        if kind == STORED and is_of_checkpoints(group):
             boundary, position, has_row = row[3:6]
             return cls(True, group, keys[:1], bytes.fromhex(boundary), int(position), bool(has_row))
         return cls(kind == STORED, group, keys)

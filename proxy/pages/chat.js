@@ -1,8 +1,9 @@
 // The chat page: a conversation that lives in this page alone, sent as a whole with each question.
-// A turn is {kind, element} and, by its kind: "user" text; "answer" answer (stream.js) and the body that asked for it;
+// A turn is {kind, element} and, by its kind: "user" text and images; "answer" answer (stream.js) and the body that asked for it;
 // "tool" id, name and text of a result.
 
 import { answerParts, button, incomplete, isJson, said, toolResult } from "./answer.js";
+import { clearImages, content, pictures, receiveImages, waitingImages } from "./images.js";
 import { authorization, byId, el, forgetKey, hasKey, keepKey, number, patch, say } from "./parts.js";
 import { asCurl, asJson, clearFieldErrors, FieldError, readSettings, readSystem, showFieldError } from "./settings.js";
 import { Answer, ask } from "./stream.js";
@@ -37,7 +38,7 @@ const whole = (text) => text.toWellFormed();
 
 function messages(before) {
   return [...readSystem(), ...before.flatMap((turn) => {
-    if (turn.kind === "user") return [{ role: "user", content: whole(turn.text) }];
+    if (turn.kind === "user") return [{ role: "user", content: content(whole(turn.text), turn.images) }];
     if (turn.kind === "tool") return [{ role: "tool", tool_call_id: turn.id, content: whole(turn.text) }];
     return assistant(turn.answer);
   })];
@@ -82,10 +83,12 @@ function cut(index) {
   arrange();
 }
 
-function addUser(text) {
-  const turn = add({ kind: "user", text }, "user", "You");
-  bodyOf(turn).append(said(text));
+function addUser(text, images) {
+  const turn = add({ kind: "user", text, images }, "user", "You");
+  bodyOf(turn).append(...userParts(turn));
 }
+
+const userParts = ({ text, images }) => [...pictures(images), ...(text.trim() ? [said(text)] : [])];
 
 function addResult(call, text) {
   const turn = add({ kind: "tool", id: call.id, name: call.name, text }, "tool", "Tool result");
@@ -155,15 +158,15 @@ function edit(turn) {
   area.rows = Math.min(12, turn.text.split("\n").length + 1);
   area.setAttribute("aria-label", "Your message");
   const leave = () => {
-    patch(bodyOf(turn), [said(turn.text)]);
+    patch(bodyOf(turn), userParts(turn));
     arrange();
     turn.element.querySelector(".actions button")?.focus();
   };
   const save = () => {
     const index = turns.indexOf(turn);
-    if (!area.value.trim() || running || !isReady()) return;
+    if (!(area.value.trim() || turn.images.length) || running || !isReady()) return;
     cut(index);
-    send(area.value);
+    send(area.value, turn.images);
   };
   bodyOf(turn).replaceChildren(area, el("div", "row", button("Send", "", save), button("Cancel", "quiet", leave)));
   area.focus();
@@ -189,9 +192,9 @@ function isReady() {
   }
 }
 
-function send(text) {
+function send(text, images = []) {
   if (running || !isReady()) return false;
-  addUser(text);
+  addUser(text, images);
   return generate();
 }
 
@@ -265,6 +268,7 @@ function newChat() {
   running?.abort();
   running = null;
   cut(0);
+  clearImages();
   tell("New chat.");
   byId("message").focus();
 }
@@ -286,7 +290,8 @@ function drawRequest() {
 function exportAll() {
   if (!isReady()) return;
   const draft = byId("message").value;
-  showRequest(request(draft.trim() ? [...turns, { kind: "user", text: draft }] : turns));
+  const images = waitingImages();
+  showRequest(request(draft.trim() || images.length ? [...turns, { kind: "user", text: draft, images }] : turns));
 }
 
 async function copyRequest() {
@@ -353,9 +358,10 @@ function fit() {
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const message = byId("message");
-  if (!message.value.trim()) return message.focus();
-  if (send(message.value)) {
+  if (!message.value.trim() && !waitingImages().length) return message.focus();
+  if (send(message.value, waitingImages())) {
     message.value = "";
+    clearImages();
     fit();
   }
 });
@@ -396,6 +402,7 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("starters").append(button(STARTER, "quiet", () => send(STARTER)));
 byId("settings").open = WIDE.matches;
+receiveImages(tell);
 showKey();
 arrange();
 look();

@@ -1,7 +1,7 @@
 """The pages' routes: open to all, because they hold no data.
 
-A page may load from this proxy and from nowhere else, and runs no script but its files (``POLICY``); the browser
-enforces it.
+A page may load from this proxy and from nowhere else (``data:`` images are its own), and runs no script but its files
+(``POLICY``); the browser enforces it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 HEADERS = {
@@ -31,6 +31,7 @@ _PARTS = (
     "status.js",
     "chat.js",
     "answer.js",
+    "images.js",
     "markdown.js",
     "settings.js",
     "stream.js",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from common.wire.cache_events import CacheChange
 from proxy.prefix_index.assumed_cache import AssumedCache
-from proxy.prefix_index.coverage import Coverage
+from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
 
@@ -52,7 +52,7 @@ class PrefixIndex:
             if cache.block_size != keys.block_size:
                 continue
             coverage = cache.coverage(keys)
-            if coverage.attention_tokens or coverage.state_tokens:
+            if coverage != NO_COVERAGE:
                 found[url] = coverage
                 if touches:
                     cache.touch(keys.truncated_keys[1 : coverage.attention_tokens // keys.block_size + 1])

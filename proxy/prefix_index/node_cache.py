@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from common.wire.cache_events import CHECKPOINT, CacheChange, truncate_key
+from common.wire.cache_events import CHECKPOINT, TIER_PREFIX, CacheChange, truncate_key
 from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
 
@@ -37,22 +37,20 @@ class NodeCache:
         self._has_groups = bool(groups)
         # Truncated key of a block -> bits of the groups that have it; least recently used first.
         self._blocks: dict[bytes, int] = {}
-        # Truncated key of a boundary -> checkpoints in the block behind it -> (position, has the last token's row).
-        self._checkpoints_behind: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
-        self._boundary_of: dict[bytes, bytes] = {}
+        self._checkpoints = _Checkpoints(block_size)
+        self._tiers: dict[str, _Checkpoints] = {}  # by kind
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._boundary_of)
+        return len(self._blocks) + len(self._checkpoints) + sum(map(len, self._tiers.values()))
 
     def apply(self, change: CacheChange) -> None:
         """Removals of what is not known are ignored: it was forgotten here before."""
         if change.group == CHECKPOINT:
-            for key in change.keys:
-                self._remove_checkpoint(key)
-            if change.is_stored:
-                key = change.keys[0]
-                self._checkpoints_behind.setdefault(change.boundary, {})[key] = (change.position, change.has_row)
-                self._boundary_of[key] = change.boundary
+            self._checkpoints.apply(change)
+            return
+        if change.group.startswith(TIER_PREFIX):
+            kind = change.group.removeprefix(TIER_PREFIX)
+            self._tiers.setdefault(kind, _Checkpoints(self.block_size)).apply(change)
             return
         bit, blocks = self._bit_of.get(change.group), self._blocks
         if bit is None:
@@ -69,21 +67,14 @@ class NodeCache:
             else:
                 blocks.pop(key, None)
 
-    def _remove_checkpoint(self, key: bytes) -> None:
-        boundary = self._boundary_of.pop(key, None)
-        if boundary is not None:
-            checkpoints = self._checkpoints_behind[boundary]
-            del checkpoints[key]
-            if not checkpoints:
-                del self._checkpoints_behind[boundary]
-
     def forget(self, num_entries: int) -> None:
         """Forget so many entries, the least recently used first."""
         num_blocks = min(num_entries, len(self._blocks))
         for key in list(itertools.islice(self._blocks, num_blocks)):
             del self._blocks[key]
-        for key in list(itertools.islice(self._boundary_of, num_entries - num_blocks)):
-            self._remove_checkpoint(key)
+        num_left = num_entries - num_blocks
+        for checkpoints in (self._checkpoints, *self._tiers.values()):
+            num_left -= checkpoints.forget(num_left)
 
     def touch(self, truncated: Iterable[bytes]) -> None:
         """These blocks were used; the deepest is the last one."""
@@ -96,14 +87,29 @@ class NodeCache:
     # --- lookup
 
     def coverage(self, keys: PromptKeys) -> Coverage:
+        found = self._in_memory(keys)
+        return self._with_tiers(found, keys) if self._tiers else found
+
+    def _with_tiers(self, found: Coverage, keys: PromptKeys) -> Coverage:
+        num_blocks, least = len(keys.truncated_keys) - 1, found.state_tokens // self.block_size
+        for kind, checkpoints in self._tiers.items():
+            for position, _, has_row in checkpoints.of(keys, num_blocks, least):
+                if position == keys.num_tokens and not has_row:
+                    continue
+                if position > max(found.state_tokens, found.tier_tokens):
+                    found = found._replace(tier_tokens=position, tier=kind)
+                break
+        return found
+
+    def _in_memory(self, keys: PromptKeys) -> Coverage:
         size, truncated = self.block_size, keys.truncated_keys
         run = self._run(truncated)
-        if not run and truncated[0] not in self._checkpoints_behind:
+        if not run and not self._checkpoints.are_behind(truncated[0]):
             return NO_COVERAGE
         windows = _Windows(self._windows, self._blocks, truncated, size) if self._windows else None
         num_attention = run * size if self._full_bits else 0
         deepest, resume = 0, 0
-        for position, num_blocks, has_row in self._checkpoints(keys, run):
+        for position, num_blocks, has_row in self._checkpoints.of(keys, run):
             deepest = max(deepest, position)
             is_end = position == keys.num_tokens
             if is_end and self._has_state and not has_row:
@@ -137,18 +143,58 @@ class NodeCache:
             run += 1
         return run
 
-    def _checkpoints(self, keys: PromptKeys, run: int) -> Iterable[tuple[int, int, bool]]:
-        """(position, full blocks below it, has a row) of this prompt's checkpoints, the deepest first."""
-        get, truncated = self._checkpoints_behind.get, keys.truncated_keys
-        for num_blocks in range(run, -1, -1):
-            checkpoints = get(truncated[num_blocks])
+
+class _Checkpoints:
+    """Places to go on from, in memory or in one tier."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # Truncated key of a boundary -> checkpoints in the block behind it -> (position, has the last token's row).
+        self._behind: dict[bytes, dict[bytes, tuple[int, bool]]] = {}
+        self._boundary_of: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._boundary_of)
+
+    def are_behind(self, boundary: bytes) -> bool:
+        return boundary in self._behind
+
+    def apply(self, change: CacheChange) -> None:
+        for key in change.keys:
+            self._remove(key)
+        if change.is_stored:
+            key = change.keys[0]
+            self._behind.setdefault(change.boundary, {})[key] = (change.position, change.has_row)
+            self._boundary_of[key] = change.boundary
+
+    def forget(self, num_entries: int) -> int:
+        """Forgets so many, the oldest first; returns how many there were."""
+        keys = list(itertools.islice(self._boundary_of, max(0, num_entries)))
+        for key in keys:
+            self._remove(key)
+        return len(keys)
+
+    def of(self, keys: PromptKeys, num_blocks: int, least: int = 0) -> Iterable[tuple[int, int, bool]]:
+        """(position, full blocks below it, has a row) of this prompt's checkpoints behind its first ``num_blocks``
+        blocks, down to ``least``; the deepest first."""
+        get, truncated = self._behind.get, keys.truncated_keys
+        for number in range(num_blocks, least - 1, -1):
+            checkpoints = get(truncated[number])
             if checkpoints is None:
                 continue
             places = sorted(((position, row, key) for key, (position, row) in checkpoints.items()), reverse=True)
             for position, has_row, key in places:
-                is_here = position <= keys.num_tokens and position // self.block_size == num_blocks
+                is_here = position <= keys.num_tokens and position // self._block_size == number
                 if is_here and truncate_key(keys.key_at(position)) == key:
-                    yield position, num_blocks, has_row
+                    yield position, number, has_row
+
+    def _remove(self, key: bytes) -> None:
+        boundary = self._boundary_of.pop(key, None)
+        if boundary is not None:
+            checkpoints = self._behind[boundary]
+            del checkpoints[key]
+            if not checkpoints:
+                del self._behind[boundary]
 
 
 class _Windows:

@@ -10,9 +10,12 @@ import httpx
 import pytest
 
 from common.demo_model import FOLDER
+from common.wire.routes import CHAT_ROUTE
 from tests.e2e.conftest import NODE_FLAGS
 from tests.e2e.test_answers import FIXED, FREE, model_with
+from tests.support import images
 from tests.support.chromium import Page, chromium
+from tests.support.client import metric, post
 from tests.support.service import Service
 
 pytestmark = pytest.mark.full
@@ -181,3 +184,74 @@ def test_chat_when_the_model_calls_tools_then_calls_and_reasoning_are_folded_and
             page.screenshot(tmp_path / f"result-{width}.png")
         assert page.complaints == []
         assert page.hosts_asked(caller.url) == {"127.0.0.1"}
+
+
+def test_chat_when_an_image_is_dropped_then_it_is_asked_about_and_stays_in_the_conversation(tmp_path: Path) -> None:
+    program = chromium()
+    if program is None:
+        pytest.skip("chromium is not installed (Debian package chromium)")
+    (tmp_path / "boxes.png").write_bytes(images.picture(1))
+    (tmp_path / "words.txt").write_text("no image")
+    with Service(images.image_checkpoint(), NODE_FLAGS, NODE_FLAGS) as service, Page(tmp_path, program) as page:
+        page.resize(1300, 900)
+        page.call("Page.navigate", url=service.url + "/chat")
+        page.wait_for("document.getElementById('state').innerText === 'Ready'")
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        page.evaluate("document.getElementById('max_tokens').value = '8'")
+        drop(page, tmp_path / "words.txt")
+        page.wait_for("document.getElementById('images-refused').innerText.startsWith('Not taken: words.txt')")
+        drop(page, tmp_path / "boxes.png")
+        page.wait_for("document.querySelector('#images img')?.naturalWidth === 64")
+        assert page.evaluate("document.getElementById('images-refused').innerText") == ""
+        page.screenshot(tmp_path / "dropped.png")
+        page.evaluate("document.querySelector('#images button').click()")  # and is taken back
+        assert page.evaluate("document.images.length") == 0
+        drop(page, tmp_path / "boxes.png")
+        page.wait_for("document.querySelector('#images img')")
+        ask(page, "What is this?")
+        page.wait_for(f"{ANSWERS}.length === 1 && {IS_DONE}")
+        expected = post(
+            service.url,
+            CHAT_ROUTE,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            images.image_part(images.picture(1)),
+                            {"type": "text", "text": "What is this?"},
+                        ],
+                    }
+                ],
+                "temperature": 0,
+                "max_tokens": 8,
+            },
+        )
+        assert page.evaluate(f"{LAST}.querySelector('.failure')") is None
+        said = expected["choices"][0]["message"]["content"]
+        assert page.evaluate(f"{LAST}.querySelector('.text').innerText").split() == said.split()
+        assert expected["usage"]["prompt_tokens_details"]["cached_tokens"] == expected["usage"]["prompt_tokens"]
+        encoded = sum(metric(node, "images_encoded_total") for node in service.prefill)
+        ask(page, "And now?")  # the image goes with the conversation, and is not computed again
+        page.wait_for(f"{ANSWERS}.length === 2 && {IS_DONE}")
+        assert page.evaluate(f"{LAST}.querySelector('.failure')") is None
+        num_cached = int(facts(page)["cached"].replace(",", "").split()[0])
+        assert num_cached >= expected["usage"]["prompt_tokens"]
+        assert sum(metric(node, "images_encoded_total") for node in service.prefill) == encoded
+        for width in (1300, 360):
+            page.resize(width, 800)
+            page.screenshot(tmp_path / f"images-{width}.png")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.complaints == []
+
+
+def drop(page: Page, path: Path) -> None:
+    """As a person drops a file on the page."""
+    data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        page.call("Input.dispatchDragEvent", type=kind, x=300, y=300, data=data)
+
+
+def ask(page: Page, text: str) -> None:
+    page.evaluate(f"document.getElementById('message').value = {text!r}")
+    page.evaluate("document.getElementById('send').click()")

@@ -125,9 +125,8 @@ def test_service_with_a_tier_when_nodes_are_killed_then_no_answer_is_wrong_and_i
     folder, size = tmp_path / "tier", 3 << 20
     tier = ("--kv-cache-memory", "3600KiB", "--kv-tier", f"disk:{folder}?size={size}")
     soak(reference, duration_s, interval_s, seed=3, node_flags=tier)
-    # Each of four nodes keeps to the size by what it saw of the others a second ago.
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*.kv"))
-    assert size // 8 < num_bytes < 2 * size
+    assert size // 8 < num_bytes <= size
 
 
 @pytest.mark.full

@@ -3,12 +3,16 @@ never seen an image."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,16 +21,20 @@ import pytest
 from common.wire.headers import PLACEMENT_HEADER
 from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEST_TRANSFER_FAULT_ROUTE
 from tests.e2e.conftest import NODE_FLAGS
-from tests.support import foreign, images
+from tests.e2e.test_worst_bodies import longest_allowed_s, num_busy
+from tests.support import foreign, images, open_proxy
 from tests.support.client import metric, post, wait_settled
 from tests.support.images import data_url, image_part, picture
 from tests.support.reference import tolerance
-from tests.support.service import Service, wait_ready
-from tests.unit.images.test_security import png_of
+from tests.support.service import Node, Service, start_node, start_proxy, wait_ready
+from tests.unit.images.test_security import SVG, png_of
+from tests.unit.proxy.http.test_image_fetcher import World
 
 FAMILY = "qwen3_5"
 TOKENS = 16
 A, B, C = picture(21), picture(22, 80, 32), picture(23, 33, 70)
+LARGE = picture(25, 160, 100)
+"""Which lfm2_vl cuts into tiles."""
 SAME_SIZE = picture(24)
 ASKED: Mapping[str, Any] = {
     "max_tokens": TOKENS,
@@ -77,6 +85,7 @@ class ChatAnswer:
 @dataclass(frozen=True)
 class Site:
     service: Service
+    family: str = FAMILY
 
     def ask(self, *messages: Mapping[str, Any], headers: Mapping[str, str] | None = None, **fields: Any) -> ChatAnswer:
         body = {**ASKED, "messages": list(messages), **fields}
@@ -86,9 +95,30 @@ class Site:
 
     def check(self, answer: ChatAnswer, pictures: Sequence[bytes]) -> None:
         """It is stock's answer to its own prompt with these pictures."""
-        expected = images.stock_generate(answer.prompt_token_ids, pictures, TOKENS, family=FAMILY)
-        mismatch = expected.mismatch(answer.token_ids, answer.logprobs, tolerance(FAMILY))
+        expected = images.stock_generate(answer.prompt_token_ids, pictures, TOKENS, family=self.family)
+        mismatch = expected.mismatch(answer.token_ids, answer.logprobs, tolerance(self.family))
         assert mismatch is None, mismatch
+
+    def first_placeholder(self, answer: ChatAnswer) -> int:
+        return answer.prompt_token_ids.index(images.rules(self.family).placeholder_id)
+
+    def stream(self, *parts: Part, salt: str, strike: bool) -> str:
+        """The text of a long answer; with ``strike`` its decode node is killed in the middle."""
+        body = {**ASKED, "messages": [user(*parts)], "max_tokens": 1500, "stream": True, "cache_salt": salt}
+        del body["logprobs"]
+        text = ""
+        with httpx.stream("POST", self.service.url + CHAT_ROUTE, json=body, timeout=120) as got:
+            assert got.status_code == 200, got.read()
+            for number, line in enumerate(filter(None, got.iter_lines())):
+                if line == "data: [DONE]":
+                    return text
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                if strike and number == 20:
+                    busy = [node for node in self.service.decode if metric(node, "requests_running")]
+                    os.kill(busy[0].process.pid, signal.SIGKILL)
+        raise AssertionError("the stream broke")
 
     def num_encoded(self) -> float:
         return sum(metric(node, "images_encoded_total", source="computed") for node in self.service.prefill)
@@ -120,9 +150,39 @@ def test_chat_when_it_has_images_then_answers_equal_transformers_cold_repeated_a
     # The other image of the same size shares nothing from its start on, and is another image.
     other = site.ask(user("What is this?", SAME_SIZE, "And this?", B))
     site.check(other, [SAME_SIZE, B])
-    assert other.cached_tokens <= other.prompt_token_ids.index(images.PAD_ID)
+    assert other.cached_tokens <= site.first_placeholder(other)
     assert other.token_ids != cold.token_ids
     wait_settled(*site.service.prefill, *site.service.decode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in images.FAMILIES if family != FAMILY])
+def test_family_when_asked_cold_repeated_in_two_turns_and_moved_then_equals_transformers(family: str) -> None:
+    with Service(
+        images.image_checkpoint(family),
+        prefill_flags=[*NODE_FLAGS, "--max-num-batched-tokens", "10"],  # cuts images where that is allowed
+        decode_flags=NODE_FLAGS,
+        proxy_flags=("--migration-limit", "2"),
+        num_decode=2,
+    ) as running:
+        site = Site(running, family)
+        first = user("What is this?\n", A, "\nAnd this?", LARGE)
+        cold = site.ask(first)
+        site.check(cold, [A, LARGE])
+        encoded = site.num_encoded()
+        for _ in range(2):  # by both decode nodes
+            repeated = site.ask(first)
+            assert (repeated.token_ids, repeated.cached_tokens) == (cold.token_ids, len(cold.prompt_token_ids))
+        second = site.ask(first, {"role": "assistant", "content": cold.text}, user("Now these.", C, "and", A))
+        site.check(second, [A, LARGE, C, A])
+        assert second.cached_tokens >= len(cold.prompt_token_ids)
+        assert site.num_encoded() == encoded + 1  # what came before is known by its digest
+        other = site.ask(user("What is this?\n", SAME_SIZE, "\nAnd this?", LARGE))
+        site.check(other, [SAME_SIZE, LARGE])
+        assert other.cached_tokens <= site.first_placeholder(other)
+        expected = site.stream("Tell:", A, LARGE, salt="whole", strike=False)
+        assert site.stream("Tell:", A, LARGE, salt="cut", strike=True) == expected
+        assert metric(running.proxy, "proxy_migrations_total", outcome="resumed") == 1
 
 
 @pytest.mark.full
@@ -141,33 +201,147 @@ def test_text_turn_after_images_when_placed_on_the_decode_node_then_it_goes_on_t
     assert site.ask(user("New:", B), cache_salt="local turn").token_ids
 
 
-def test_images_when_they_are_none_then_refused_by_name_and_counted(site: Site) -> None:
-    proxy, [node] = site.service.proxy, site.service.prefill
-    truncated = picture(30, 200, 200, "JPEG")[:-900]
-    for url, reason, words, teller in (
-        (data_url(png_of(100_000, 100_000)), "limit", "--max-image-pixels", proxy),
-        ("http://169.254.169.254/latest/meta-data/", "url", "--allowed-media-domains", proxy),
-        ("file:///etc/passwd", "url", "must be a data URL", proxy),
-        (data_url(b"<svg/>", "svg+xml"), "format", "must be a PNG", proxy),
-        (data_url(truncated, "jpeg"), "content", "cannot be decoded", node),
-    ):
-        before = metric(teller, "images_refused_total", reason=reason)
-        content = [text_part("See:"), {"type": "image_url", "image_url": {"url": url}}]
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-        answer = httpx.post(site.service.url + CHAT_ROUTE, json=body, timeout=60)
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["param"] == "messages[0].content[1].image_url.url", error
-        assert words in error["message"], error
-        assert metric(teller, "images_refused_total", reason=reason) == before + 1
-    many = {"messages": [user(*[A] * 17)], "max_tokens": 2}
-    answer = httpx.post(site.service.url + CHAT_ROUTE, json=many, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    spelled = {"messages": [user("Two? " + images.PAD, A)], "max_tokens": 2}
-    answer = httpx.post(site.service.url + CHAT_ROUTE, json=spelled, timeout=60)
+@contextlib.contextmanager
+def web_server() -> Iterator[int]:
+    """On the address that ``open_proxy`` takes for a public one; its port."""
+    world, started = World(), threading.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(ConnectionError, IndexError):
+                await world.answer(reader, writer)
+        finally:
+            writer.close()
+
+    async def serve(stop: list[Callable[[], object]]) -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        stop.append(lambda: loop.call_soon_threadsafe(stopped.set))
+        server = await asyncio.start_server(answer, open_proxy.SERVER, 0)
+        world.port = server.sockets[0].getsockname()[1]
+        started.set()
+        await stopped.wait()
+        server.close()
+
+    stop: list[Callable[[], object]] = []
+    # What it still answers, slowly or without an end, is cancelled with the loop.
+    thread = threading.Thread(target=lambda: asyncio.run(serve(stop)), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield world.port
+    finally:
+        stop[0]()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def asking_for(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [text_part("See:"), *parts]}], "max_tokens": 2}
+
+
+LOOPBACK = ("[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[0:0:0:0:0:ffff:7f00:1]", "[::127.0.0.1]")
+LOOPBACK += ("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[fe80::1]", "[fd00:ec2::254]", "127.0.0.1")
+POLYGLOTS = (b"<html><script>1</script>" + png_of(8, 8), b"GIF89a/*\x00\x00*/=1;alert(1)//")
+
+
+def refused_rows(port: int) -> list[tuple[str, str, str, str]]:
+    """What is asked, why it is refused, words of the error, and who refuses it."""
+    web = f"http://images.test:{port}"
+    rows = [(f"http://{host}:{port}/x.png", "fetch", "not", "proxy") for host in LOOPBACK]
+    rows += [
+        ("http://169.254.169.254/latest/meta-data/", "fetch", "not a public address", "proxy"),
+        (f"{web}/redirect?http://169.254.169.254/", "fetch", "not a public address", "proxy"),
+        (f"{web}/redirect?http://[::1]:{port}/", "fetch", "", "proxy"),
+        (f"{web}/loop", "fetch", "redirects more than 3 times", "proxy"),
+        (f"http://turns.test:{port}/redirect?http://turns.test:{port}/", "fetch", "is not public", "proxy"),
+        (f"{web}/endless", "limit", "--max-image-bytes", "proxy"),
+        (f"{web}/slow", "fetch", "--image-fetch-seconds 0.5", "proxy"),
+        ("file:///etc/passwd", "url", "must be a data URL", "proxy"),
+        (data_url(png_of(100_000, 100_000)), "limit", "--max-image-pixels", "proxy"),
+        (data_url(picture(30, 200, 200, "JPEG")[:-900], "jpeg"), "content", "cannot be decoded", "prefill"),
+        (data_url(SVG, "svg+xml"), "format", "must be a PNG", "proxy"),
+        (data_url(POLYGLOTS[0]), "format", "must be a PNG", "proxy"),
+        (data_url(POLYGLOTS[1], "gif"), "content", "at least 1 x 1 pixels", "proxy"),
+    ]
+    return rows
+
+
+def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_counted_and_no_loop_is_held_up(
+    site: Site, tmp_path: Path
+) -> None:
+    service = site.service
+    [node] = service.prefill
+    names = ["images.test", "turns.test", "169.254.169.254", *(host.strip("[]") for host in LOOPBACK)]
+    with web_server() as port:
+        flags = ["--image-fetch-seconds", "0.5", "--max-image-bytes", "5MiB", "--allowed-media-domains"]
+        flags += [each for name in names for each in (name, f"{name}:{port}")]
+        proxy = start_proxy(service.prefill, service.decode, tmp_path, *flags, program="tests.support.open_proxy")
+        try:
+            wait_ready(proxy, 30)
+            fetched = httpx.post(proxy.url + CHAT_ROUTE, json=asking_for(f"http://images.test:{port}/"), timeout=60)
+            assert fetched.status_code == 200, fetched.text  # what follows is refused for what it is
+            longest_s = longest_allowed_s()
+            num_held = [num_busy(each, longest_s) for each in (proxy, node)]
+            for url, reason, words, who in refused_rows(port):
+                check_refused(proxy, {"proxy": proxy, "prefill": node}[who], url, reason, words)
+            before = metric(proxy, "images_refused_total", reason="limit")
+            many = httpx.post(proxy.url + CHAT_ROUTE, json=asking_for(*[data_url(A)] * 1000), timeout=60)
+            assert (many.status_code, many.json()["error"]["param"]) == (400, "messages")
+            assert "at most --limit-mm-per-prompt 16 images, got 1000" in many.json()["error"]["message"]
+            assert metric(proxy, "images_refused_total", reason="limit") == before + 1
+            assert [num_busy(each, longest_s) for each in (proxy, node)] == num_held
+        finally:
+            proxy.process.stop()
+    # Without the flag nothing is fetched at all.
+    check_refused(service.proxy, service.proxy, "http://127.0.0.1/", "url", "--allowed-media-domains")
+    spelled = asking_for(data_url(A))
+    spelled["messages"][0]["content"][0]["text"] += images.PAD
+    answer = httpx.post(service.url + CHAT_ROUTE, json=spelled, timeout=60)
     assert answer.status_code == 400
     assert "one placeholder of an image for each" in answer.json()["error"]["message"]
-    wait_settled(node, *site.service.decode)
+    wait_settled(node, *service.decode)
+
+
+def check_refused(proxy: Node, teller: Node, url: str, reason: str, words: str) -> None:
+    before = metric(teller, "images_refused_total", reason=reason)
+    answer = httpx.post(proxy.url + CHAT_ROUTE, json=asking_for(url), timeout=60)
+    assert answer.status_code == 400, (url[:80], answer.text)
+    error = answer.json()["error"]
+    assert error["param"] == "messages[0].content[1].image_url.url", error
+    assert words in error["message"], error
+    assert metric(teller, "images_refused_total", reason=reason) == before + 1, (url[:80], error)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])  # loaded without its tower, and whole
+def test_memory_when_the_tower_is_large_then_only_the_prefill_node_has_it(family: str, tmp_path: Path) -> None:
+    vision = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 12, "depth": 12}
+    large = images.make_checkpoint(family, tmp_path / "model", vision_fields=vision)
+    tower_bytes = (large / "model.safetensors").stat().st_size - (
+        images.image_checkpoint(family) / "model.safetensors"
+    ).stat().st_size
+    assert tower_bytes > 200e6
+    resident = {}
+    for role in ("prefill", "decode"):
+        for path in (images.image_checkpoint(family), large):
+            node = start_node(role, path, tmp_path, *NODE_FLAGS)
+            try:
+                wait_ready(node)
+                # Weights that nobody has used yet may be pages of their file that were never read.
+                asked = user("See:", A) if role == "prefill" else user("See.")
+                post(node.url, CHAT_ROUTE, {"messages": [asked], "max_tokens": 2})
+                status = Path(f"/proc/{node.process.pid}/status").read_text()
+            finally:
+                node.process.stop()
+            [line] = [line for line in status.splitlines() if line.startswith("VmRSS")]
+            resident[role, path] = int(line.split()[1]) * 1024
+    grown = {
+        role: resident[role, large] - resident[role, images.image_checkpoint(family)] for role in ("prefill", "decode")
+    }
+    print(f"{family}: a tower of {tower_bytes} bytes adds {grown} bytes")
+    assert grown["prefill"] > 0.9 * tower_bytes
+    assert grown["decode"] < 0.1 * tower_bytes
 
 
 @pytest.mark.full
@@ -218,28 +392,8 @@ def pairs() -> Iterator[Site]:
 
 @pytest.mark.full
 def test_stream_when_its_decode_node_dies_then_it_goes_on_with_the_same_images(pairs: Site) -> None:
-    body = {**ASKED, "messages": [user("Tell:", A, B)], "max_tokens": 1500, "stream": True}
-    del body["logprobs"]
-
-    def run(salt: str, strike: bool) -> str:
-        text = ""
-        with httpx.stream(
-            "POST", pairs.service.url + CHAT_ROUTE, json={**body, "cache_salt": salt}, timeout=120
-        ) as got:
-            assert got.status_code == 200, got.read()
-            for number, line in enumerate(filter(None, got.iter_lines())):
-                if line == "data: [DONE]":
-                    return text
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-                if strike and number == 20:
-                    busy = [node for node in pairs.service.decode if metric(node, "requests_running")]
-                    os.kill(busy[0].process.pid, signal.SIGKILL)
-        raise AssertionError("the stream broke")
-
-    expected = run("whole", strike=False)
-    assert run("cut", strike=True) == expected
+    expected = pairs.stream("Tell:", A, B, salt="whole", strike=False)
+    assert pairs.stream("Tell:", A, B, salt="cut", strike=True) == expected
     assert metric(pairs.service.proxy, "proxy_migrations_total", outcome="resumed") == 1
     for node in pairs.service.decode:
         if node.process.popen.poll() is not None:

@@ -207,6 +207,27 @@ def test_answers_when_drafts_are_run_then_are_those_without_and_no_draft_is_of_a
     assert used(model) == (0, 0, 0, 0)
 
 
+def test_answers_when_a_grammar_forces_tokens_then_these_are_drafts_though_nobody_guesses(
+    shared: tuple[EngineCore, NodeModel],
+) -> None:
+    core, model = shared
+    fixed = grammar(regex="(yes|no), and that is all there is to say about it [0-9]{2}")
+    asked = [
+        request("free", tokens(1, 20), grammar=None, max_tokens=30),
+        *(request(f"r{index}", tokens(2 + index, 20), grammar=fixed, temperature=index * 0.7) for index in range(3)),
+    ]
+    expected = Results(core, *asked)
+    speculation = speculate(core, model, [], 0.0)
+    try:
+        found = Results(core, *asked)
+    finally:
+        core._scheduler.speculation = None
+    assert found.token_ids == expected.token_ids
+    assert found.reasons == expected.reasons
+    assert speculation.num_accepted_tokens > 10
+    assert used(model) == (0, 0, 0, 0)
+
+
 def test_draft_when_nothing_may_follow_it_then_the_request_goes_on_without_it(
     shared: tuple[EngineCore, NodeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

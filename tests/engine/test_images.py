@@ -4,7 +4,8 @@ and all of its images at once."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.errors import TransferError
+from common.errors import ImageRefusedError, TransferError
 from common.images.rules import ImageRules
 from common.images.span import ImageSpan
-from common.models.vision.image_input import ImageInput
+from common.models.vision.image_input import inputs_of
+from common.models.vision.processor import Inputs
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.engine.cores import SMALL_POOL, run
@@ -58,7 +60,7 @@ class Pictured:
         token_ids, spans = prompt_with(*parts, family=self.family)
         processor = self.model.loaded.image_processor
         pictures = [part for part in parts if isinstance(part, bytes)]
-        inputs = [ImageInput(processor, encoded(each)) for each in pictures] if processor is not None else []
+        inputs = [] if processor is None else [x for each in pictures for x in inputs_of(processor, encoded(each))]
         self._count += 1
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, "logprobs": 0, **sampling})
         return Request(
@@ -96,6 +98,62 @@ class Pictured:
 @pytest.fixture(scope="module")
 def pictured() -> Pictured:
     return Pictured()
+
+
+OTHERS = [
+    pytest.param(family, marks=() if family == "gemma3" else pytest.mark.full)
+    for family in images.FAMILIES
+    if family != "qwen3_5"
+]
+"""Families besides that of ``pictured``; of images that see both ways one is in the short tier."""
+LARGE = picture(5, 160, 100)
+"""Which lfm2_vl cuts into tiles."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_family_when_asked_cold_repeated_extended_and_of_another_image_then_equals_transformers(family: str) -> None:
+    pictured = Pictured(family)
+    first = ([10, 11, 12], A, [20, 21], LARGE, TEXT)
+    token_ids, spans = prompt_with(*first, family=family)
+    assert pictured.cached(*first, boundaries=[spans[-1].end + 1]) == 0
+    num_encoded = pictured.num_encoded
+    assert num_encoded == len(spans)
+    assert pictured.cached(*first) == len(token_ids)
+    assert pictured.cached(*first, [40, 41], C, TEXT) == len(token_ids)
+    assert pictured.num_encoded == num_encoded + 1
+    # Another image of the same size, another order, one twice.
+    assert pictured.cached([10, 11, 12], SAME_SIZE, [20, 21], LARGE, TEXT) <= spans[0].start
+    assert pictured.cached([10, 11, 12], LARGE, [20, 21], A, TEXT) <= spans[0].start
+    assert pictured.cached([13], A, A, [20, 21], A, TEXT) == 0
+    # Parting in the text behind the images: to the kept state, or the last whole block.
+    found = pictured.cached([10, 11, 12], A, [20, 21], LARGE, [99])
+    block_size = pictured.model.cache_config.block_size
+    assert found >= (spans[-1].end + 1) // block_size * block_size
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("budget", [7, pytest.param(16, marks=pytest.mark.full)])
+def test_family_when_its_budget_would_cut_images_then_equals_transformers(family: str, budget: int) -> None:
+    pictured = Pictured(family, max_num_batched_tokens=budget, mm_encoder_cache_memory=0)
+    parts = ([10, 11, 12], A, [20, 21], B, LARGE, C, TEXT)
+    assert pictured.cached(*parts) == 0
+    assert pictured.num_encoded == len(prompt_with(*parts, family=family)[1])
+    if family == "gemma3":  # without a compiler too
+        assert Pictured(family, max_num_batched_tokens=budget, ops_backend="torch").cached(*parts) == 0
+
+
+@pytest.mark.parametrize("damage", ["seen", "cut"])
+def test_control_when_tokens_of_an_image_do_not_all_see_each_other_then_it_is_seen(
+    damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if damage == "seen":
+        monkeypatch.setattr("common.engine.scheduler.Scheduler._whole", lambda *_: ())
+    pictured = Pictured("gemma3", max_num_batched_tokens=64 if damage == "seen" else 10)
+    if damage == "cut":
+        config = dataclasses.replace(pictured.core._scheduler._config, images_are_whole=False)
+        monkeypatch.setattr(pictured.core._scheduler, "_config", config)
+    parts = ([10, 11, 12], A, [20, 21], B, TEXT)
+    assert pictured.mismatch(pictured.outputs(pictured.request(*parts)), *parts) is not None
 
 
 def test_answer_when_a_prompt_has_images_then_equals_transformers_cold_repeated_and_extended(
@@ -174,11 +232,50 @@ def test_batch_when_images_and_texts_run_together_then_each_answer_is_its_own(pi
 def test_node_without_a_tower_when_the_images_are_not_in_its_cache_then_refused_by_name() -> None:
     pictured = Pictured(with_images=False)
     assert pictured.model.loaded.tower is None
-    assert not [name for name, _ in pictured.model.loaded.model.named_parameters() if "visual" in name]
+    assert vision_parameters(pictured) == []
     [output] = pictured.outputs(pictured.request([10], A, TEXT))
     assert isinstance(output.error, TransferError)
     assert "only a prefill node computes images" in str(output.error)
     assert pictured.cached(TEXT) == 0  # it goes on
+
+
+def test_image_when_nobody_prepared_it_then_its_prompt_waits_for_a_worker_and_others_go_on(pictured: Pictured) -> None:
+    processor = pictured.model.loaded.image_processor
+    assert processor is not None
+    waiting: list[Callable[[], None]] = []
+    parts = ([60, 61], A, TEXT)
+    request, other = pictured.request(*parts), pictured.request([62, 63, 64])
+    request.image_inputs = inputs_of(processor, encoded(A), waiting.append)
+    broken = pictured.request([65], B, TEXT)
+    cut = dataclasses.replace(encoded(B), data=B[:-40])
+    broken.image_inputs = inputs_of(processor, cut, waiting.append)
+    for each in (request, broken):
+        pictured.core.add_request(each)
+    outputs = pictured.outputs(other)
+    assert {output.request_id for output in outputs} == {other.request_id}
+    assert len(waiting) == 2
+    for prepare in waiting:
+        prepare()
+    outputs = [*pictured.core.step(), *(output for outputs in run(pictured.core) for output in outputs)]
+    [error] = [output.error for output in outputs if output.error]
+    assert isinstance(error, ImageRefusedError)
+    assert "cannot be decoded" in str(error)
+    mismatch = pictured.mismatch([each for each in outputs if each.request_id == request.request_id], *parts)
+    assert mismatch is None, mismatch
+
+
+def vision_parameters(pictured: Pictured) -> list[str]:
+    names = [name for name, _ in pictured.model.loaded.model.named_parameters()]
+    assert len(names) > 10
+    return [name for name in names if "visual" in name or "vision" in name or "multi_modal" in name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", images.FAMILIES)
+def test_parameters_when_a_node_computes_no_images_then_none_is_of_the_tower_and_text_is_answered(family: str) -> None:
+    pictured = Pictured(family, with_images=False)
+    assert vision_parameters(pictured) == []
+    assert pictured.cached(TEXT) == 0
 
 
 @pytest.mark.parametrize("damage", ["first image", "rope", "digests"])
@@ -192,8 +289,9 @@ def test_control_when_something_is_damaged_then_the_answer_is_seen_to_be_wrong(
         assert tower is not None
         encode = tower.encode
 
-        def other(pixels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-            return encode(torch.zeros_like(pixels) if columns == 4 else pixels, rows, columns)
+        def other(inputs: Inputs, num_tokens: int) -> torch.Tensor:
+            pixels = inputs["pixel_values"]
+            return encode({**inputs, "pixel_values": pixels * (num_tokens != 12)}, num_tokens)
 
         monkeypatch.setattr(tower, "encode", other)
     elif damage == "rope":
@@ -214,15 +312,8 @@ def test_image_when_it_would_take_more_tokens_than_are_allowed_then_it_is_made_s
     rows, columns = rules.grid(image.header, "image")
     assert (rows, columns) == (2, 2)
     assert pictured.model.loaded.image_processor is not None
-    assert pictured.model.loaded.image_processor.pixels(image).shape[0] == rows * columns * 4
-
-
-@pytest.mark.full
-def test_answer_when_the_text_model_has_experts_then_equals_transformers() -> None:
-    pictured = Pictured("qwen3_5_moe")
-    first = ([10, 11, 12], A, [20, 21], B, TEXT)
-    assert pictured.cached(*first) == 0
-    assert pictured.cached(*first, [40, 41], C, TEXT) == len(prompt_with(*first)[0])
+    [piece] = pictured.model.loaded.image_processor.pieces(image)
+    assert piece["pixel_values"].shape[0] == rows * columns * 4
 
 
 def test_images_when_their_prompt_comes_back_from_a_tier_then_none_is_encoded_and_another_is_not_found(

@@ -23,9 +23,6 @@ def ops() -> NormOps:
 
 KINDS = {
     "falcon_mamba": {FusedNorm.__name__, "FalconMambaWeightlessRMSNorm"},
-    # Of the image's tower, which no text goes through.
-    "gemma3_vl": {FusedNorm.__name__, "LayerNorm"},
-    "lfm2_vl": {FusedNorm.__name__, "LayerNorm"},
 }
 """Norms of families that have others than root mean square norms with a weight."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
 from common.engine.plan import Segment
+from common.errors import StepMemoryError
 from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
@@ -18,6 +21,8 @@ from tests.support.ops import OPS_BACKENDS, make_ops
 
 # (start, num_tokens): first chunks shorter and longer than a window, over a query tile; continuations; decode rows
 SHAPES = [(0, 12), (0, 700), (0, 1), (19, 600), (45, 1), (130, 1), (131, 2), (8, 16), (300, 9)]
+# Images, in some of them: begun in an earlier step, over a query tile, to the end, of the last token alone
+IMAGES = {0: ((2, 12),), 1: ((3, 40), (490, 640)), 3: ((10, 30), (300, 570)), 5: ((90, 131),), 6: ((100, 132),), 8: ()}
 
 
 @pytest.fixture(params=OPS_BACKENDS)
@@ -41,9 +46,16 @@ class Case:
 
 
 def make_case(
-    k_pool: Tensor, v_pool: Tensor, num_heads: int, window: int, values: int | None, dtype: torch.dtype
+    k_pool: Tensor,
+    v_pool: Tensor,
+    num_heads: int,
+    window: int,
+    values: int | None,
+    dtype: torch.dtype,
+    images: Mapping[int, tuple[tuple[int, int], ...]] = MappingProxyType({}),
 ) -> Case:
-    """``values``: None for values of their own, else values are that many columns of the keys."""
+    """``values``: None for values of their own, else values are that many columns of the keys. ``images``: by the place
+    in ``SHAPES``, positions that see each other."""
     num_kv_heads, head_size = k_pool.shape[2:]
     free = (torch.randperm(k_pool.shape[0] - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
     segments, parts = [], []
@@ -62,20 +74,26 @@ def make_case(
                 v_pool[block, offset] = value[position]
         passed = max(0, start - window + 1) // BLOCK_SIZE if window else 0
         held = BlockTable([0] * passed + table[passed:], write_from=start)
-        segments.append(Segment("r", [0] * count, start, [held], 0, 0))
-        parts.append((query[start:], key[start:], value[start:], attend(query, key, value, start, window)))
+        whole = images.get(i, ())
+        segments.append(Segment("r", [0] * count, start, [held], 0, 0, whole=whole))
+        parts.append((query[start:], key[start:], value[start:], attend(query, key, value, start, window, whole)))
     q, k, v, expected = (torch.cat(each) for each in zip(*parts, strict=True))
     sizes = PoolSizes(len(k_pool), 0)
     metadata = AttentionMetadata(segments, block_size=BLOCK_SIZE, device=CPU, sizes=sizes, window=window)
     return Case(q, k, v, expected, metadata)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, start: int, window: int) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, start: int, window: int, whole: tuple[tuple[int, int], ...] = ()
+) -> Tensor:
     repeat = query.shape[1] // key.shape[1]
     keys, values = (x.double().repeat_interleave(repeat, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query[start:].double(), keys) * query.shape[-1] ** -0.5
     distance = torch.arange(start, len(key))[:, None] - torch.arange(len(key))
-    hidden = (distance < 0) | (distance >= (window or len(key)))
+    later = distance < 0
+    for begin, end in whole:
+        later[max(0, begin - start) : max(0, end - start), begin:end] = False
+    hidden = later | (distance >= (window or len(key)))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
@@ -97,6 +115,26 @@ def test_attention_when_it_has_a_window_then_sees_that_many_keys(ops: Ops, windo
     ops.write_kv(case.key, case.value, k_pool, v_pool, case.metadata)
     found = ops.attention(case.query, case.key, case.value, k_pool, v_pool, case.metadata, case.scale)
     assert_close(found, case.expected, 2e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("window", [0, 7, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_when_tokens_of_images_see_each_other_then_within_the_window_and_no_others(
+    ops: Ops, window: int, dtype: torch.dtype
+) -> None:
+    k_pool, v_pool = pools(2, 16, 16, dtype)
+    case = make_case(k_pool, v_pool, 4, window, None, dtype, IMAGES)
+    plain = make_case(*pools(2, 16, 16, dtype), 4, window, None, dtype)
+    assert not torch.allclose(case.expected, plain.expected, atol=1e-2)
+    ops.write_kv(case.key, case.value, k_pool, v_pool, case.metadata)
+    found = ops.attention(case.query, case.key, case.value, k_pool, v_pool, case.metadata, case.scale)
+    assert_close(found, case.expected, 2e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_step_when_it_ends_inside_what_sees_itself_then_refused_before_a_kernel_runs() -> None:
+    segment = Segment("r", [0] * 4, 8, [BlockTable([1, 2, 3], write_from=8)], 0, 0, whole=((9, 13),))
+    with pytest.raises(StepMemoryError, match="up to 13 see each other, the step ends at 12"):
+        AttentionMetadata([segment], block_size=BLOCK_SIZE, device=CPU, sizes=PoolSizes(4, 0))
 
 
 @pytest.mark.parametrize(("width", "rank"), [(32, 24), (576, 512)])

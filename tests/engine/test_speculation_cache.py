@@ -23,9 +23,9 @@ ROOMY = {"kv_cache_memory": 64 << 20, "max_model_len": 1024, "max_num_batched_to
 # About 20 blocks and 15 slots: four sequences cannot all grow to their ends, and states are evicted.
 SMALL = {
     "granitemoehybrid": {"kv_cache_memory": 490_000, "state_memory_share": 0.62},
-    "qwen3_next": {"kv_cache_memory": 352_000, "state_memory_share": 0.72},
+    "qwen3_next": {"kv_cache_memory": 315_000, "state_memory_share": 0.82},
     "lfm2": {"kv_cache_memory": 182_000, "state_memory_share": 0.09},
-    "jamba": {"kv_cache_memory": 548_000, "state_memory_share": 0.8},
+    "jamba": {"kv_cache_memory": 501_500, "state_memory_share": 0.89},
 }
 MODES = ("none", "align", "all", "auto")
 SHORT = [("granitemoehybrid", "align", False)]
@@ -125,7 +125,7 @@ def test_turn_two_when_the_answer_was_drafted_then_goes_on_from_its_end(family: 
 
 
 @pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
-def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_before_the_draft_or_at_its_end(
+def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_from_its_end(
     saves_each: bool,
 ) -> None:
     prompt = tokens(1, 45)
@@ -143,8 +143,7 @@ def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_before
     assert answer(core, prompt, **ended) == first[: stop + 1]
     assert speculation.num_accepted_tokens < speculation.num_draft_tokens
     found, second = cached(core, follow, max_tokens=20)
-    end = 45 + stop
-    assert (found == end) if saves_each else (end - 4 < found <= end)
+    assert found == 45 + stop
     assert second == expected
 
 

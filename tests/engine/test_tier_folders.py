@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import subprocess
@@ -191,33 +192,50 @@ def test_requests_when_many_come_at_once_and_some_leave_then_answers_are_right_a
 
 
 WRITER = """
-import asyncio, sys
+import asyncio, itertools, os, sys
 from pathlib import Path
 from tests.engine.test_tiers import *
-async def main():
+async def write(life):
     async with small_node(Path(sys.argv[1])) as node:
-        print("ready", flush=True)
-        for seed in itertools.count(int(sys.argv[2])):
+        await node.until(lambda: node.tiers.is_scanned)
+        print(os.getpid(), flush=True)
+        for seed in itertools.count(life * 7):
             await node.generate(tokens(seed % 40, 60 + seed % 9), 6)
-asyncio.run(main())
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        asyncio.run(write(int(line)))
+    os.waitpid(child, 0)
+    print("dead", flush=True)
 """
+"""A process that has everything imported, and a node in a fork of it for each number that it reads."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [10])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [50])
 def test_node_when_it_is_killed_while_it_writes_then_its_folder_is_sound(tmp_path: Path, count: int) -> None:
-    rng = random.Random(3)
-    for life in range(count):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", "import itertools\n" + WRITER, str(tmp_path), str(life * 7)],
-            stdout=subprocess.PIPE, cwd=ROOT, env=child_environment(),
-        )  # fmt: skip
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(rng.random())
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
+    rng, num_torn = random.Random(3), 0
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=child_environment(), text=True,
+    ) as forks:  # fmt: skip
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        for life in range(count):
+            forks.stdin.write(f"{life}\n")
+            forks.stdin.flush()
+            pid = int(forks.stdout.readline())
+            deadline = time.monotonic() + rng.uniform(0.1, 1.0)
+            # In the middle of a write, where one is seen in time.
+            while time.monotonic() < deadline or not any((tmp_path / "tier").rglob("*.tmp")):
+                if time.monotonic() > deadline + 1:
+                    break
+            os.kill(pid, signal.SIGKILL)
+            assert forks.stdout.readline() == "dead\n"
+            num_torn += any((tmp_path / "tier").rglob("*.tmp"))
+        forks.stdin.close()
+    assert num_torn > count // 4
 
     async def main() -> None:
         async with TierNode() as reference:

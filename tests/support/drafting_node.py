@@ -1,5 +1,6 @@
 """``python -m tests.support.drafting_node``: a node whose drafts come from known answers, right by chance; its role is
-the first argument. States are taken for large ones: what is right of a draft runs again.
+the first argument. States are taken for large ones: what is right of a draft runs again. With method ``mtp`` the
+model's head drafts, as always; how much pays is not asked.
 
 ``TANDEM_DRAFT_ANSWERS`` names a file: a prompt with its answer as a JSON list in each line. It may grow.
 """
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 from common.config.node import NodeConfig
 from common.engine import speculation
-from common.engine.drafting.config import SpeculativeConfig
+from common.engine.drafting.config import MTP, SpeculativeConfig
 from common.engine.drafting.drafter import Drafter
 from common.engine.speculation import Speculation
 from common.metrics.table import Role
@@ -42,7 +43,10 @@ def known_answers(path: Path) -> Iterator[None]:
     """Nodes of this process draft from the answers in ``path``, when they draft at all."""
     rng, create = random.Random(0), runtime.create_speculation
 
-    def create_drafter(config: SpeculativeConfig) -> Callable[[], Drafter]:
+    def create_drafter(config: SpeculativeConfig) -> Callable[[], Drafter] | None:
+        if config.method == MTP:
+            return None
+
         def drafter() -> Drafter:
             answers = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
             return Oracle(answers, SHARE, rng, False)

@@ -211,6 +211,11 @@ WRAPPERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = MappingProxyType(
         "qwen3_5_moe_vl": ("qwen3_5_moe", "qwen3_5_moe", {**_QWEN_VISION, "model_type": "qwen3_5_moe_vision"}),
         "gemma3_vl": ("gemma3", "gemma3", {**_SIGLIP, **_IMAGE, "model_type": "siglip_vision_model"}),
         "lfm2_vl": ("lfm2_vl", "lfm2", {**_SIGLIP, "model_type": "siglip2_vision_model"}),
+        "lfm3_vl": (
+            "lfm3_vl",
+            "lfm3",
+            {**_SIGLIP, "model_type": "lfm3_vl_vision", "layer_types": ["full_attention"], "num_key_value_heads": 1},
+        ),
     }
 )
 """Vision-language checkpoints: model type, the family above whose text model they hold, vision config."""

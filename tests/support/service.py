@@ -142,9 +142,11 @@ def start_node(
     return Node(role, f"http://127.0.0.1:{port}", process)
 
 
-def start_proxy(prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str) -> Node:
+def start_proxy(
+    prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str, program: str = "proxy"
+) -> Node:
     port = free_port()
-    argv = [sys.executable, "-m", "proxy", "--port", str(port), "--health-interval-seconds", "0.2"]
+    argv = [sys.executable, "-m", program, "--port", str(port), "--health-interval-seconds", "0.2"]
     # Most tests are about the handoff: without other flags every prompt takes it.
     argv += ["--policy", "round_robin"]
     if prefill:

@@ -109,6 +109,18 @@ class TierNode:
             while await self.tiers.flush():
                 await asyncio.sleep(0.005)
 
+    async def settle(self) -> None:
+        """Until the first tier has what it wants of the pools, as an idle node does; the others only what that lets
+        go."""
+        tiers = self.tiers
+        assert tiers is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                await self.engine.call(lambda: tiers._look(is_whole=True))
+                if not tiers._writing.total():
+                    break
+                await asyncio.sleep(0.005)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():

@@ -10,7 +10,7 @@ from typing import Any
 from common.cli.bench.client import Sample
 
 PERCENTILES = (50, 90, 99)
-TRACE_COUNTS = ("transferred_bytes", "transferred_blocks", "transferred_states")
+TRACE_COUNTS = ("transferred_bytes", "transferred_blocks", "transferred_states", "draft_tokens", "accepted_tokens")
 BUSY_CLIENT_S = 0.02
 """Seconds by which this program's own event loop may be late (p99) before the report warns of it."""
 
@@ -108,7 +108,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     lines = [
         f"tandem bench {report['version'] or ''} {settings['url']}: {load}, {settings['prompt_tokens']} prompt tokens"
         f" ({settings['shared_tokens']} shared), {settings['max_tokens']} to generate, {settings['turns']} turns,"
-        f" seed {settings['seed']}"
+        f" {settings['dataset']}, seed {settings['seed']}"
     ]
     if report["interrupted"]:
         lines.append(f"interrupted: {report['unfinished']} requests in flight were given up; this is what ended before")
@@ -140,9 +140,11 @@ _LATENCIES = (("ttft_seconds", "TTFT"), ("itl_seconds", "ITL"), ("tpot_seconds",
 def _placement_lines(placement: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{count} {name}" for name, count in placement["placements"].items())
     moved = placement["transferred_bytes"] / 2**20
+    drafts = [f"drafts     {placement['accepted_tokens']} of {placement['draft_tokens']} drafted tokens were right"]
     return [
         f"placement  {counts}; moved {moved:.1f} MiB, {placement['transferred_blocks']} blocks,"
         f" {placement['transferred_states']} states",
+        *(drafts if placement["draft_tokens"] else ()),
         *(_line(f"  {phase}", values) for phase, values in placement["phase_seconds"].items()),
     ]
 

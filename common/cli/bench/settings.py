@@ -15,6 +15,8 @@ from common.errors import ConfigError
 FIRST_TOKEN_ID = 3
 """Smallest id of a prompt: those below are special tokens in most vocabularies."""
 DEFAULT_CONCURRENCY = 4
+DATASETS = ("random", "edits", "rag")
+"""``common.cli.bench.workload`` says what they are."""
 
 DESCRIPTION = "Load a running service and print what a client saw: latencies, throughput, what was cached and moved."
 EPILOG = """\
@@ -39,6 +41,7 @@ class BenchSettings:
     shared_tokens: int
     turns: int
     turn_tokens: int
+    dataset: str
     warmup: int
     seed: int
     vocab_size: int
@@ -101,6 +104,7 @@ def parse_settings(argv: Sequence[str]) -> BenchSettings:
         shared_tokens=_shared_tokens(given),
         turns=given.turns,
         turn_tokens=given.turn_tokens,
+        dataset=given.dataset,
         warmup=given.warmup,
         seed=given.seed,
         vocab_size=given.vocab_size,
@@ -136,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--seed", default=0, help="of prompts, lengths and arrivals [%(default)s]", **number)
     load.add_argument("--timeout-seconds", type=float, default=600.0, metavar="S", help="of silence [%(default)s]")
     prompts = parser.add_argument_group("prompts and answers")
+    prompts.add_argument(
+        "--dataset",
+        choices=DATASETS,
+        default=DATASETS[0],
+        help="nothing repeats; a text to be written again with changes; passages to be quoted [%(default)s]",
+    )
     prompts.add_argument("--prompt-tokens", default=256, help="of each (first) prompt [%(default)s]", **number)
     prompts.add_argument("--max-tokens", default=32, help="to generate [%(default)s]", **number)
     prompts.add_argument(

@@ -13,8 +13,10 @@ from common.engine.drafting.suffix import SuffixLookup
 from common.errors import ConfigError
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix")
-_REFUSED = ("mtp", "eagle", "eagle3", "medusa", "mlp_speculator", "draft_model")
+MTP = "mtp"
+METHODS = ("ngram", "suffix", MTP)
+_REFUSED = ("eagle", "eagle3", "medusa", "mlp_speculator", "draft_model")
+_DEFAULT_TOKENS = {"ngram": 7, "suffix": 7, MTP: 3}
 _BOUNDS = {"num_speculative_tokens": (1, 15), "prompt_lookup_min": (1, 32), "prompt_lookup_max": (1, 32)}
 
 
@@ -23,12 +25,13 @@ class SpeculativeConfig:
     """
     Attributes:
         method: one of ``METHODS``.
-        num_speculative_tokens: drafted tokens of a sequence in a step, at most.
+        num_speculative_tokens: drafted tokens of a sequence in a step, at most; by default 7, and 3 of a model's head,
+            which guesses the later ones from its own guesses.
         prompt_lookup_min, prompt_lookup_max: tokens that must agree, and that are compared (``ngram``).
     """
 
     method: str
-    num_speculative_tokens: int = 7
+    num_speculative_tokens: int = 0
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
 
@@ -50,15 +53,17 @@ class SpeculativeConfig:
             _check(key, value)
         if "method" not in given:
             raise _error(f"needs a method: {' or '.join(METHODS)}")
-        config = cls(**given)
+        config = cls(**{"num_speculative_tokens": _DEFAULT_TOKENS[given["method"]], **given})
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise _error(
                 f"prompt_lookup_min {config.prompt_lookup_min} is above prompt_lookup_max {config.prompt_lookup_max}"
             )
         return config
 
-    def create_drafter(self) -> Callable[[], Drafter]:
-        """Makes a sequence's drafter."""
+    def create_drafter(self) -> Callable[[], Drafter] | None:
+        """Makes a sequence's drafter. None: the model's own head drafts, for all sequences at once."""
+        if self.method == MTP:
+            return None
         if self.method == "suffix":
             return lambda: SuffixLookup(self.prompt_lookup_min)
         return lambda: PromptLookup(self.prompt_lookup_min, self.prompt_lookup_max)

@@ -7,8 +7,6 @@ can bring, as in a large batch. Then one is tried now and then, so that what cha
 
 from __future__ import annotations
 
-from common.engine.rates import LinearCost
-
 _FADE = 0.8
 """What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
 _USUAL_FADE = 0.99
@@ -17,13 +15,6 @@ _FIRST_RATE = 0.6
 """Share of right ones before any draft was run."""
 _TRY_EVERY = 64
 """Steps without drafts, before one token is tried again."""
-_ROW_SHARE = 0.08
-"""Of a step's time with one row, what a row more takes, as long as it is not known: between what CPUs with and without
-bfloat16 need."""
-_OUTLIER = 2.5
-"""Times the expected time from which a step is not believed (a recorded step, a busy machine)."""
-_MAX_OUTLIERS = 8
-"""In a row; then it is not the steps that are wrong."""
 
 
 class Acceptance:
@@ -36,8 +27,8 @@ class Acceptance:
         self._num_held_back = 0
 
     @classmethod
-    def usual(cls) -> Acceptance:
-        return cls(fade=_USUAL_FADE)
+    def usual(cls, rate: float = _FIRST_RATE) -> Acceptance:
+        return cls(rate, _USUAL_FADE)
 
     @property
     def rate(self) -> float:
@@ -55,32 +46,11 @@ class Acceptance:
         return int(self._num_held_back % _TRY_EVERY == 0)
 
 
-class RowCost:
-    """Of the steps that only generate: seconds by the number of rows."""
-
-    def __init__(self) -> None:
-        self._cost = LinearCost()
-        self._num_outliers = 0
-
-    def observe(self, num_rows: int, seconds: float) -> None:
-        line = self._cost.line
-        expected = line.fixed_s + line.unit_s * num_rows if line is not None else seconds
-        self._num_outliers = self._num_outliers + 1 if seconds > _OUTLIER * expected else 0
-        if 0 < self._num_outliers <= _MAX_OUTLIERS:
-            return
-        self._cost.observe(num_rows, seconds)
-
-    def of_rows(self) -> tuple[float, float]:
-        """(fixed, per row), in a unit of their own."""
-        line = self._cost.line
-        # A line through the origin is one through too few points.
-        return (1.0, _ROW_SHARE) if line is None or line.fixed_s == 0.0 else (line.fixed_s, line.unit_s)
-
-
 def num_paying(rate: float, max_drafts: int, num_sequences: int, cost: tuple[float, float]) -> int:
-    """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``."""
-    fixed, row = cost
-    time, tokens, gain = fixed + row * num_sequences, float(num_sequences), 1.0
+    """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``. ``cost``: of that
+    step without drafts, and of a row more."""
+    time, row = cost
+    tokens, gain = float(num_sequences), 1.0
     best, best_speed = 0, tokens / time
     for count in range(1, max_drafts + 1):
         gain *= rate

@@ -69,6 +69,11 @@ class SequenceGrammar:
         """How many of these may come next, one after the other."""
         return self.matcher.validate_tokens(list(token_ids))
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must come next, whatever is drawn; [] where there is a choice. The same text in other
+        tokens may be allowed too."""
+        return list(self.matcher.compute_ff_tokens())
+
     def trim(self, mask: memoryview) -> None:
         """Takes from a mask that was just filled the ends that may not be yet: an end token where the text could not
         end, and ``hidden_token_ids`` (of ``min_tokens``, ``ignore_eos``) as long as anything else may come. Sets

@@ -8,6 +8,7 @@ right, 3 publish of the step what the right tokens have written, and take the st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -136,6 +137,10 @@ class StepTokens:
         included; then the step is complete for the sequence."""
         sequence, num_right = item.sequence, 0
         num_known = sequence.num_tokens
+        if item.drafts:  # first, because the answer's last output reports it
+            same = (token.token_id == draft for token, draft in zip(tokens, item.drafts, strict=False))
+            assert self._scheduler.speculation is not None
+            self._scheduler.speculation.observe(sequence, len(item.drafts), sum(itertools.takewhile(bool, same)))
         for token, draft in zip(tokens, [*item.drafts, None], strict=True):
             if not self._take(sequence, token):
                 return
@@ -146,9 +151,7 @@ class StepTokens:
             done = self._manager.complete_drafts(sequence.seq_id, item.end, num_known + num_right)
             sequence.num_computed_tokens = done
             sequence.num_to_replay = num_known + num_right - done
-            assert self._scheduler.speculation is not None
-            if item.drafts:
-                self._scheduler.speculation.observe(sequence, len(item.drafts), num_right)
+            sequence.last_row = item.rows[num_right]
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this sequence's
             self._fail(sequence, exc)
             return
@@ -163,7 +166,7 @@ class StepTokens:
             rows += item.rows
             tasks.append(self._task(item.sequence))
             tasks += [self._task_behind(item, count) for count in range(1, len(item.rows))]
-        return self._sampler.sample(self._runner.logits(rows), tasks)
+        return self._sampler.sample(self._runner.logits(rows, has_drafts=bool(to_verify)), tasks)
 
     def _task(self, sequence: Sequence) -> SampleTask:
         assert sequence.sampling is not None

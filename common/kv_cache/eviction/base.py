@@ -26,10 +26,13 @@ class Outlook:
     Attributes:
         probability: that it is asked for again within a few thousand admissions.
         tokens_per_wait: tokens it saves per admission waited.
+        late_probability: as ``probability``, with less hope for ages that nobody has come to yet: of what has waited
+            in a tier before, and was not asked for.
     """
 
     probability: float
     tokens_per_wait: float
+    late_probability: float = 1.0
 
 
 class EvictionOrder(ABC):

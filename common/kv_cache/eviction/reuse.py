@@ -29,6 +29,9 @@ PRIOR_RATES = (0.1, *([0.02] * (NUM_BINS - 1)))
 RETURN_HORIZON = 4096
 """Admissions within which a return counts as one, for ``return_probabilities``."""
 
+CARRY = 0.8
+"""What a bin counts for the age of the next one, and so on: half an octave."""
+
 ReuseClass = tuple[str | int, ...]
 """From general to special: each prefix of the tuple is a class that its members are counted in too."""
 
@@ -56,7 +59,9 @@ class ReuseStatistics:
         self._totals: dict[ReuseClass, _Histogram] = {}
         self._rates: dict[ReuseClass, list[float]] = {}
         self._indices: dict[ReuseClass, list[float]] = {}
+        self._late_rates: dict[ReuseClass, list[float]] = {}
         self._probabilities: dict[ReuseClass, list[float]] = {}
+        self._late_probabilities: dict[ReuseClass, list[float]] = {}
 
     def reached(self, reuse_class: ReuseClass) -> list[float]:
         """Live counts by bin of how many of the class came to that age: the caller adds to them."""
@@ -78,7 +83,9 @@ class ReuseStatistics:
         """Let what was counted since the last refresh count in ``index``."""
         self._rates.clear()
         self._indices.clear()
+        self._late_rates.clear()
         self._probabilities.clear()
+        self._late_probabilities.clear()
         self._totals.clear()
         for reuse_class, histogram in self._histograms.items():
             for length in range(1, len(reuse_class) + 1):
@@ -99,6 +106,31 @@ class ReuseStatistics:
             probabilities = self._probabilities[reuse_class] = within_horizon(self._rates_of(reuse_class))
         return probabilities
 
+    def late_probabilities(self, reuse_class: ReuseClass) -> list[float]:
+        """As ``return_probabilities``, by what came at the ages just before rather than by the general rates."""
+        probabilities = self._late_probabilities.get(reuse_class)
+        if probabilities is None:
+            probabilities = self._late_probabilities[reuse_class] = within_horizon(self._late_rates_of(reuse_class))
+        return probabilities
+
+    def _late_rates_of(self, reuse_class: ReuseClass) -> list[float]:
+        """As ``_rates_of``, but at ages that hardly any has come to which was kept for the same reason, what stands is
+        how often such returned at the ages just before. (With the general rates there, what never returns looks as if
+        it might yet: a fifth of what host memory gave on to a disk was that, docs/tiers.md.)"""
+        rates = self._late_rates.get(reuse_class)
+        if rates is None:
+            rates = self._late_rates_of(reuse_class[:-1]) if reuse_class else list(PRIOR_RATES)
+            total = self._totals.get(reuse_class)
+            if total is not None:
+                if len(reuse_class) == 1:
+                    rates = _carried_on(total, rates)
+                rates = [
+                    min(1.0, (returned + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT))
+                    for returned, reached, rate in zip(total.returned, total.reached, rates, strict=False)
+                ]
+            self._late_rates[reuse_class] = rates
+        return rates
+
     def _rates_of(self, reuse_class: ReuseClass) -> list[float]:
         """By bin: the share of those who reached it that returned in it."""
         rates = self._rates.get(reuse_class)
@@ -112,6 +144,16 @@ class ReuseStatistics:
                 ]
             rates = self._rates[reuse_class] = parent
         return rates
+
+
+def _carried_on(total: _Histogram, rates: list[float]) -> list[float]:
+    """By bin: the share that returned in the bins before it, the nearest ones most; ``rates`` where none came there."""
+    carried, returned, reached = [], 0.0, 0.0
+    for age, rate in enumerate(rates):
+        carried.append((returned + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT))
+        returned = CARRY * returned + total.returned[age]
+        reached = CARRY * reached + total.reached[age]
+    return carried
 
 
 def gittins(rates: list[float]) -> list[float]:

@@ -146,7 +146,8 @@ class ValuePolicy(EvictionPolicy):
         if record is None:
             return None
         probability = self._statistics.return_probabilities(record.reuse_class)[record.bin]
-        return Outlook(probability, self.expected_tokens(record))
+        late = self._statistics.late_probabilities(record.reuse_class)[record.bin]
+        return Outlook(probability, self.expected_tokens(record), late)
 
     def remember(self, checkpoint: Checkpoint) -> None:
         if checkpoint.key not in self._records:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ASSUMED_READS = {
+    "host": (0.0005, 1 / 50e9),
+    "disk": (0.005, 1 / 3e9),
+    "shared": (0.005, 1 / 3e9),
+    "mooncake": (0.005, 1 / 1e9),
+}
+"""By kind of tier: seconds of a read, and of each byte, before one was measured, and in a replay. Slow ones are found
+out by reading."""
+
 
 @dataclass(slots=True)
 class BreakEven:

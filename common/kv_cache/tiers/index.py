@@ -31,6 +31,8 @@ class TierIndex:
         self.used_bytes = 0
         self.pinned: Counter[bytes] = Counter()
         """Keys of prefixes that are being written or read: they stay."""
+        self.on_change: Callable[[StoredPrefix, bool], None] = lambda prefix, is_stored: None
+        """Told of each prefix that is added, and of each that is dropped."""
         self.unwritten: set[bytes] = set()
         """Keys of those that are being written: not to be read yet."""
         self._worth = worth
@@ -106,6 +108,7 @@ class TierIndex:
         bucket.sort(key=lambda other: -other.position)
         for extent in prefix.extents:
             self._users[extent] = self._users.get(extent, 0) + 1
+        self.on_change(prefix, True)
 
     def touch(self, prefix: StoredPrefix) -> None:
         self._prefixes.move_to_end(prefix.key)
@@ -125,6 +128,7 @@ class TierIndex:
     def drop(self, prefix: StoredPrefix) -> list[Extent]:
         """Returns the extents that no other prefix needs."""
         del self._prefixes[prefix.key]
+        self.on_change(prefix, False)
         boundary_key = prefix.checkpoint.boundary_key
         bucket = self._by_boundary[boundary_key]
         bucket.remove(prefix)

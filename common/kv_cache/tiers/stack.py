@@ -7,8 +7,9 @@ Each tier keeps the closure of what it holds by itself, so that one that is lost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.prefix.hits import PrefixHit
@@ -44,6 +45,8 @@ class TierStack:
     def __init__(self, tiers: Sequence[Tier], read_bytes: Callable[[StoredPrefix, int], int]) -> None:
         self.tiers = tuple(tiers)
         self._own = [tier for tier in tiers if not tier.settings.is_shared]
+        for tier in self._own[1:]:
+            tier.is_fed_by_tier = True
         self._shared = [tier for tier in tiers if tier.settings.is_shared]
         self._read_bytes = read_bytes
 
@@ -82,6 +85,10 @@ class TierStack:
         """Whether ``offer`` of that prefix may write anything. O(1)."""
         return any(tier.wants(key) for tier in self._own[:1])
 
+    def above(self, tier: Tier) -> Tier | None:
+        """The own tier that lets go what ``tier`` takes in; None: memory does."""
+        return next((above for above, below in pairwise(self._own) if below is tier), None)
+
     def offer(self, prefix: StoredPrefix) -> list[Write]:
         """A prefix that leaves memory: what is to be written of it, and of what each own tier lets go for it."""
         return self._offer(prefix, 0)
@@ -91,13 +98,20 @@ class TierStack:
         taken = ((tier, tier.take(prefix)) for tier in self._shared)
         return [Write(tier, prefix, result[0], tuple(result[1])) for tier, result in taken if result is not None]
 
+    def sink(self) -> Iterator[Write]:
+        """What an own tier has and the next one wants: of host memory before it is lost."""
+        for above, below in pairwise(self._own):
+            for prefix in above.index:
+                if prefix.key not in above.index.unwritten and (taken := below.take(prefix)) is not None:
+                    yield Write(below, prefix, taken[0], tuple(taken[1]))
+
     def _offer(self, prefix: StoredPrefix, number: int) -> list[Write]:
         if number == len(self._own):
             return []
         tier = self._own[number]
         taken = tier.take(prefix)
-        if taken is None:
-            return []
+        if taken is None:  # what does not fit into one may fit into the next
+            return [] if prefix.key in tier.index else self._offer(prefix, number + 1)
         num_bytes, dropped = taken
         writes = [Write(tier, prefix, num_bytes, tuple(dropped))]
         for other in dropped:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.kv_cache.eviction.base import Outlook
 from common.kv_cache.keys import PrefixKeys
@@ -28,7 +28,7 @@ to go."""
 class TierSettings:
     """
     Attributes:
-        kind: host, disk or shared.
+        kind: host, disk, shared or mooncake.
         min_return: the least probability of a return that is worth a write; host memory does not wear, so it takes
             everything.
         write_rate: bytes per second on average; None: no bound.
@@ -49,7 +49,15 @@ class TierSettings:
     def is_shared(self) -> bool:
         """Whether other nodes read and write it too: then what is published is written at once, and nobody knows of
         every prefix how likely it is to return, so the longest unused goes first."""
-        return self.kind == "shared"
+        return self.kind in ("shared", "mooncake")
+
+
+def tier_settings(
+    kind: str, size_bytes: int, break_even: BreakEven, min_return: float, write_rate: float | None
+) -> TierSettings:
+    """Of a tier as the flags name it."""
+    settings = TierSettings(kind, size_bytes, break_even, min_return, write_rate)
+    return settings if settings.wears else replace(settings, min_return=0.0, write_rate=None)
 
 
 class Tier:
@@ -61,6 +69,8 @@ class Tier:
         self.settings = settings
         self.index = TierIndex(settings.size_bytes, self._worth)
         self.skipped: Counter[str] = Counter()
+        self.is_fed_by_tier = False
+        """Whether what it is offered has waited in a faster tier, and not in memory alone."""
         self._outlook = outlook
         self._budget = WriteBudget(settings.write_rate, clock)
         self._refused: dict[bytes, str] = {}
@@ -87,6 +97,10 @@ class Tier:
         self.index.add(prefix)
         return num_bytes, dropped
 
+    def refuse(self, key: bytes) -> None:
+        """The prefix did not fit after all, beside what other nodes have written."""
+        self._refused[key] = "full"
+
     def wants(self, key: bytes) -> bool:
         """Whether it lacks the prefix and would have it, if there were budget and room. O(1)."""
         if key in self.index:
@@ -111,7 +125,9 @@ class Tier:
 
     def _probability(self, key: bytes) -> float:
         outlook = self._outlook(key)
-        return 1.0 if outlook is None else outlook.probability
+        if outlook is None:
+            return 1.0
+        return outlook.late_probability if self.is_fed_by_tier else outlook.probability
 
     def _worth(self, key: bytes) -> float | None:
         if self.settings.is_shared:

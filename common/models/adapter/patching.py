@@ -29,7 +29,7 @@ from common.models.adapter.lightning_attention import lightning_forward
 from common.models.adapter.short_conv import short_conv_forward
 from common.ops.interface import StepSize
 
-_ATTENTION_NAME = "tandem_paged"
+ATTENTION_NAME = "tandem_paged"
 """Under which transformers calls :func:`_attention`. No mask function has this name, so no mask is ever built."""
 _STOCK = "__tandem_stock__"
 """Attribute of a replaced function: the one of transformers or torch that it stands for."""
@@ -202,11 +202,11 @@ def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
         _replace_functions(type(mixers[0]), family.functions)
     for owner, name in gates.PLACES:
         _replace(owner, name, functools.partial(gates.gate, name))
-    AttentionInterface.register(_ATTENTION_NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
     config = model.config
     text = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
     # Of a vision-language model only the text part: its tower is no part of a packed step.
-    model.set_attn_implementation({text[0]: _ATTENTION_NAME} if text else _ATTENTION_NAME)
+    model.set_attn_implementation({text[0]: ATTENTION_NAME} if text else ATTENTION_NAME)
 
 
 def _replace_functions(mixer_class: Any, names: tuple[str, ...]) -> None:

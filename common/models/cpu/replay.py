@@ -34,6 +34,9 @@ _ARENA_BYTES = 256 << 20
 _STEPS_BEFORE_RECORDING = 1
 """Steps with one number of rows before the next such step is recorded: recording takes as long as about ten steps of a
 small model, which a number of rows that comes once does not earn back."""
+_DRAFTS_BEFORE_RECORDING = 8
+"""The same of steps with drafts, whose numbers of rows are many: what is lost by not replaying so many is about what
+recording takes."""
 
 
 class Replay:
@@ -55,6 +58,8 @@ class Replay:
         context: ForwardContext,
         token_ids: Sequence[int],
         positions: Sequence[int],
+        *,
+        has_drafts: bool = False,
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
         inputs = (torch.tensor(token_ids), torch.tensor(positions))
@@ -63,11 +68,28 @@ class Replay:
             with set_forward_context(context):
                 return forward(*tensors)
 
-        return self._run("forward", call, inputs, context.group_metadata)
+        return self._run("forward", call, inputs, context.group_metadata, has_drafts)
 
-    def head(self, head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    def draft(
+        self,
+        draft: Callable[[Tensor, Tensor, Tensor], Tensor],
+        context: ForwardContext,
+        hidden: Tensor,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+    ) -> Tensor:
+        """``draft``(rows [num_rows, hidden], token ids, positions) -> [num_rows, hidden], in ``context``."""
+
+        def call(*tensors: Tensor) -> Tensor:
+            with set_forward_context(context):
+                return draft(*tensors)
+
+        inputs = (hidden, torch.tensor(token_ids), torch.tensor(positions))
+        return self._run("draft", call, inputs, context.group_metadata)
+
+    def head(self, head: Callable[[Tensor], Tensor], rows: Tensor, *, has_drafts: bool = False) -> Tensor:
         """``head``(rows [num_rows, hidden]) -> [num_rows, vocab]."""
-        return self._run("head", head, (rows,), ())
+        return self._run("head", head, (rows,), (), has_drafts)
 
     def _run(
         self,
@@ -75,6 +97,7 @@ class Replay:
         call: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         group_metadata: Sequence[AttentionMetadata],
+        has_drafts: bool = False,
     ) -> Tensor:
         """The result of ``call`` on ``inputs``, recorded or replayed; its memory is the caller's own."""
         num_rows = inputs[0].shape[0]
@@ -82,7 +105,7 @@ class Replay:
         if num_rows > MAX_ROWS:
             return call(*inputs)
         if key not in self._programs:
-            if self._num_steps[key] < _STEPS_BEFORE_RECORDING:
+            if self._num_steps[key] < (_DRAFTS_BEFORE_RECORDING if has_drafts else _STEPS_BEFORE_RECORDING):
                 self._num_steps[key] += 1
                 return call(*inputs)
             return self._record(key, call, inputs, group_metadata)

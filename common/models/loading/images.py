@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,58 +11,68 @@ import torch
 
 from common.errors import ConfigError
 from common.geometry.families import Family
-from common.geometry.refused import WITHOUT_IMAGES
-from common.images.rules import ImageRules, read_image_rules
-from common.models.vision.processor import ImageProcessor
-from common.models.vision.tower import VisionTower, load_tower
+from common.images.read_rules import read_image_rules
+from common.images.rules import ImageRules
+from common.models.vision.processor import ImageProcessor, read_processor
+from common.models.vision.tower import VisionTower, create_tower
 
 logger = logging.getLogger(__name__)
-
-PROCESSOR_FILE = "preprocessor_config.json"
 
 
 def load_images(
     folder: Path,
     raw_config: Mapping[str, Any],
     family: Family,
+    tokenizer: Any | None,
     max_tokens: int | None,
     *,
+    vision: Mapping[str, torch.nn.Module],
     dtype: torch.dtype,
     device: torch.device,
     with_tower: bool,
 ) -> tuple[ImageRules | str, VisionTower | None, ImageProcessor | None]:
     """The rules, or why the model takes no images here; and, ``with_tower``, what computes them. A checkpoint whose
-    images cannot be used is served with text alone. ``max_tokens``: of one image."""
+    images cannot be used is served with text alone. ``max_tokens``: of one image. ``vision``: what was loaded of its
+    vision modules already."""
     try:
-        rules = _read_rules(folder, raw_config, family)
+        rules = _read_rules(folder, raw_config, family, tokenizer)
         if max_tokens is not None:
             rules = rules.with_at_most(max_tokens)
         if not with_tower:
             return rules, None, None
         processor = ImageProcessor(folder, rules)
-        tower = load_tower(folder, merge_size=rules.merge_size, dtype=dtype, device=device)
+        tower = create_tower(folder, vision, dtype=dtype, device=device)
     except (ConfigError, ValueError) as exc:
-        if family.sees_images:
+        if family.sees_images is not None:
             logger.warning("images are refused: %s", exc)
         return str(exc), None, None
     logger.info("vision tower loaded bytes=%d tokens_per_image=%d", tower.num_bytes, _most_tokens(rules))
     return rules, tower, processor
 
 
-def _read_rules(folder: Path, raw_config: Mapping[str, Any], family: Family) -> ImageRules:
+def _read_rules(folder: Path, raw_config: Mapping[str, Any], family: Family, tokenizer: Any | None) -> ImageRules:
     """Raises ValueError with the reason."""
-    model_type = str(raw_config.get("model_type"))
-    if not family.sees_images:
-        raise ValueError(WITHOUT_IMAGES.get(model_type, "it is a model of text"))
+    if family.sees_images is None:
+        raise ValueError("it is a model of text")
+
+    def token_id(text: str) -> int | None:
+        if tokenizer is None:
+            return None
+        found = tokenizer.convert_tokens_to_ids(text)
+        return found if isinstance(found, int) and found != tokenizer.unk_token_id else None
+
     try:
-        processor = json.loads((folder / PROCESSOR_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ValueError(f"its {PROCESSOR_FILE} cannot be read: {exc}") from exc
-    try:
-        return read_image_rules(raw_config, processor)
+        processor = read_processor(folder)
+        return read_image_rules(raw_config, processor, token_id, has_axes=family.sees_images.has_axes)
+    except OSError as exc:
+        raise ValueError(f"its image processor's configuration cannot be read: {exc}") from exc
     except (KeyError, TypeError, AttributeError) as exc:
-        raise ValueError(f"its config.json or {PROCESSOR_FILE} is not as expected: {exc!r}") from exc
+        raise ValueError(f"its config.json or its image processor's is not as expected: {exc!r}") from exc
 
 
 def _most_tokens(rules: ImageRules) -> int:
-    return rules.max_pixels // (rules.patch_size * rules.merge_size) ** 2
+    most = rules.max_pixels // rules.factor**2
+    if rules.tiling is None:
+        return most
+    tile = (rules.tiling.tile_size // rules.factor) ** 2
+    return tile * rules.tiling.max_tiles + most * rules.tiling.has_overview

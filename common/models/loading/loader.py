@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-from common.geometry.families import FAMILIES
+from common.geometry.families import FAMILIES, SeesImages
 from common.geometry.geometry import model_geometry
+from common.geometry.parts import with_mtp
 from common.images.rules import ImageRules
 from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.head import Head
-from common.models.adapter.patching import patch_model
+from common.models.adapter.mtp import MtpHead
+from common.models.adapter.patching import ATTENTION_NAME, patch_model
 from common.models.cpu.activations import fuse_activations
 from common.models.cpu.gated_mlps import fuse_gated_mlps
 from common.models.cpu.linears import pack_linears
@@ -38,10 +40,11 @@ from common.models.loading.checkpoint import (
 )
 from common.models.loading.fingerprint import model_fingerprint, user_cache_dir
 from common.models.loading.images import load_images
+from common.models.loading.mtp import load_mtp
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
 from common.models.vision.processor import ImageProcessor
-from common.models.vision.tower import VisionTower
+from common.models.vision.tower import VisionTower, take_vision
 from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
 from common.ops.select import create_ops
@@ -55,7 +58,7 @@ class LoadedModel:
 
     Attributes:
         model: the transformers model, in eval mode, on ``device``, attention switched to the paged function.
-        geometry: what the cache must hold for it, checked against the loaded modules.
+        geometry: what the cache must hold for it, checked against the loaded modules; with ``mtp`` its layer too.
         dtype, device: of the weights.
         ops: the backend that the patched functions call.
         fingerprint: hex digest of config, weights, dtype and revision.
@@ -64,8 +67,10 @@ class LoadedModel:
         eos_token_ids: from the generation config and the config, sorted.
         folder: where the files are.
         is_replayed: whether a recorded decode step (:mod:`common.models.cpu.replay`) gave the same bits as the forward.
+        sees_images: of the family.
         image_rules: how many tokens an image takes; a text says why the model takes none.
         tower, image_processor: loaded on request, where the model takes images.
+        mtp: the head for further tokens, loaded on request.
     """
 
     model: Any
@@ -79,9 +84,11 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     folder: Path
     is_replayed: bool
+    sees_images: SeesImages | None = None
     image_rules: ImageRules | str = "it is a model of text"
     tower: VisionTower | None = None
     image_processor: ImageProcessor | None = None
+    mtp: MtpHead | None = None
 
 
 def load_model(
@@ -98,6 +105,7 @@ def load_model(
     compact_weights: bool = False,
     with_images: bool = False,
     max_image_tokens: int | None = None,
+    with_mtp_head: bool = False,
 ) -> LoadedModel:
     """Load ``model`` (a local folder or a hub id).
 
@@ -106,10 +114,11 @@ def load_model(
     ``enforce_eager``: decode steps are not replayed (:mod:`common.models.cpu.replay`). ``compact_weights``: packed for
     decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision
     tower too, if the model has one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the
-    checkpoint says.
+    checkpoint says. ``with_mtp_head``: the head for further tokens too.
 
     Raises:
-        ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe.
+        ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe, no
+            head where one is wanted.
     """
     begin_s = time.monotonic()
     folder = resolve_folder(model, revision)
@@ -127,16 +136,21 @@ def load_model(
     )
     with quiet_transformers():
         loaded = load_weights(folder, getattr(torch, dtype), target, trust_remote_code)
+        vision = take_vision(loaded)
         head = Head(loaded)
         tokens = probe_tokens(geometry.vocab_size, seed)
         expected = stock_logits(loaded, tokens, geometry, target)
+        mtp = load_mtp(folder, loaded, family, geometry, getattr(torch, dtype)) if with_mtp_head else None
         num_parameters = sum(p.numel() for p in loaded.parameters())
         if isinstance(ops, CppOps):
-            pack_linears(loaded, ops.linears, is_compact=compact_weights)
-            fuse_norms(loaded, ops.norms)
-            fuse_activations(loaded, ops.elementwise)
-            fuse_gated_mlps(loaded, ops.elementwise)
+            for module in (loaded, mtp) if mtp is not None else (loaded,):
+                pack_linears(module, ops.linears, is_compact=compact_weights)
+                fuse_norms(module, ops.norms)
+                fuse_activations(module, ops.elementwise)
+                fuse_gated_mlps(module, ops.elementwise)
         patch_model(loaded, family, geometry)
+        if mtp is not None:
+            mtp.config._attn_implementation = ATTENTION_NAME
         check_numbers(
             loaded,
             EngineCache(),
@@ -151,11 +165,14 @@ def load_model(
         is_replayed = (
             not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
         )
+        tokenizer = load_tokenizer(folder, trust_remote_code)
         image_rules, tower, image_processor = load_images(
             folder,
             raw_config,
             family,
+            tokenizer,
             max_image_tokens,
+            vision=vision,
             dtype=getattr(torch, dtype),
             device=target,
             with_tower=with_images,
@@ -172,17 +189,19 @@ def load_model(
     )
     return LoadedModel(
         model=loaded,
-        geometry=geometry,
+        geometry=geometry if mtp is None else with_mtp(geometry),
         dtype=getattr(torch, dtype),
         device=target,
         ops=ops,
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
-        tokenizer=load_tokenizer(folder, trust_remote_code),
+        tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(loaded),
         folder=folder,
         is_replayed=is_replayed,
+        sees_images=family.sees_images,
         image_rules=image_rules,
         tower=tower,
         image_processor=image_processor,
+        mtp=mtp,
     )

@@ -82,6 +82,7 @@ class _Piece:
     dst_slot: int
     save_offsets: tuple[int, ...] = ()
     save_slots: tuple[int, ...] = ()
+    whole: tuple[tuple[int, int], ...] = ()
     write_from: int = 0
     num_groups: int = 1
 

@@ -60,7 +60,7 @@ class ImageEncoder:
             self.stats.num_found += 1
             return found
         started_s = time.monotonic()
-        embeddings = self.tower.encode(source.take_pixels(), image.rows, image.columns)
+        embeddings = self.tower.encode(source.take_inputs(), image.length)
         self.stats.seconds += time.monotonic() - started_s
         self.stats.num_encoded += 1
         self._keep(image.digest, embeddings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -14,19 +14,26 @@ from fastapi.responses import Response
 from common.kv_cache.groups.recurrent_state import STATE_LABEL
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.observe.events import CacheEvent, CacheSnapshot, EventKind, EventLog
+from common.kv_cache.tiers.stored_prefix import StoredPrefix
 from common.node.engine_thread import EngineThread
+from common.node.tiers.node_tiers import NodeTiers
 from common.server.json_body import encode_json
-from common.wire.cache_events import CHECKPOINT, MAX_KEYS, WAIT_S, CacheChange, CacheNews, truncate_key
+from common.wire.cache_events import CHECKPOINT, MAX_KEYS, TIER_PREFIX, WAIT_S, CacheChange, CacheNews, truncate_key
 from common.wire.fields import invalid
 from common.wire.routes import CACHE_EVENTS_ROUTE
 
 POLL_S = 0.02
 """Time between two checks of the log while there is no news. It is polled so that the engine has nothing to wake."""
 
+Below = Mapping[str, Sequence[StoredPrefix]]
+"""What is in a node's tiers, by kind."""
+
 assert STATE_LABEL == CHECKPOINT
 
 
-def add_event_route(app: FastAPI, manager: KVCacheManager, engine: EngineThread) -> None:
+def add_event_route(
+    app: FastAPI, manager: KVCacheManager, engine: EngineThread, tiers: NodeTiers | None = None
+) -> None:
     @app.get(CACHE_EVENTS_ROUTE)
     async def events(http: HttpRequest) -> Response:
         """Query: ``since`` (without: a snapshot), ``epoch``, ``limit`` (blocks and checkpoints of a snapshot)."""
@@ -38,8 +45,8 @@ def add_event_route(app: FastAPI, manager: KVCacheManager, engine: EngineThread)
             news = await _wait(log, since)
             if news is not None:
                 return _answer(manager, news[1], news[0], is_snapshot=False)
-        snapshot = await engine.call(manager.snapshot)
-        return await asyncio.to_thread(_snapshot_answer, manager, snapshot, limit)
+        snapshot, below = await engine.call(lambda: (manager.snapshot(), tiers.stored() if tiers is not None else {}))
+        return await asyncio.to_thread(_snapshot_answer, manager, snapshot, below, limit)
 
 
 async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | None:
@@ -55,8 +62,11 @@ async def _wait(log: EventLog, since: int) -> tuple[list[CacheChange], int] | No
     return list(changes_of(batch)), batch[-1].sequence_number if batch else since
 
 
-def _snapshot_answer(manager: KVCacheManager, snapshot: CacheSnapshot, limit: int | None) -> Response:
-    return _answer(manager, snapshot.sequence_number, snapshot_changes(snapshot, limit), is_snapshot=True)
+def _snapshot_answer(manager: KVCacheManager, snapshot: CacheSnapshot, below: Below, limit: int | None) -> Response:
+    changes = snapshot_changes(snapshot, limit)
+    room = None if limit is None else max(0, limit - sum(len(change.keys) for change in changes))
+    changes += itertools.islice(tier_changes(below), room)
+    return _answer(manager, snapshot.sequence_number, changes, is_snapshot=True)
 
 
 def _answer(manager: KVCacheManager, last: int, changes: list[CacheChange], *, is_snapshot: bool) -> Response:
@@ -83,7 +93,7 @@ def changes_of(events: Iterable[CacheEvent]) -> Iterator[CacheChange]:
         for event in run:
             yield CacheChange(
                 True,
-                CHECKPOINT,
+                group,
                 (truncate_key(event.keys[0]),),
                 truncate_key(event.parent),
                 event.position,
@@ -105,6 +115,15 @@ def snapshot_changes(snapshot: CacheSnapshot, limit: int | None = None) -> list[
         if keys:
             changes.append(CacheChange(True, group.label, tuple(map(truncate_key, keys))))
     return [*changes, *changes_of(checkpoints)]
+
+
+def tier_changes(below: Below) -> Iterator[CacheChange]:
+    """What tiers hold, as stored changes; of each tier the latest used first."""
+    for kind, prefixes in below.items():
+        for prefix in reversed(prefixes):
+            keys = (truncate_key(prefix.key),)
+            boundary = truncate_key(prefix.checkpoint.boundary_key)
+            yield CacheChange(True, TIER_PREFIX + kind, keys, boundary, prefix.position, prefix.has_row)
 
 
 def _merge_key(event: CacheEvent) -> tuple[bool, str, int | None]:

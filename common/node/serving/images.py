@@ -1,7 +1,7 @@
 """The images of one prompt, from their bytes to what the engine takes: processed in a few workers, off the event loop.
 
 Only images beyond what the cache has of the prompt are processed. Those before it need neither the processor nor the
-tower; should their blocks be evicted before the engine comes to them, it processes them itself.
+tower; should their blocks be evicted before the engine comes to them, they are processed then, and the prompt waits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from common.images.source import EncodedImage, ImageSource
 from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.models.loading.loader import LoadedModel
-from common.models.vision.image_input import ImageInput
+from common.models.vision.image_input import TIMEOUT_S, ImageInput, inputs_of
 from common.node.engine_thread import EngineThread
 
 NUM_WORKERS = 2
 """Threads that process images: each holds one decoded image, 108 MB of the largest that is allowed by default."""
-TIMEOUT_S = 60.0
-"""Seconds for all images of a request, which other requests' images may be before."""
 
 
 class PromptImages:
@@ -57,18 +55,24 @@ class PromptImages:
                 raise ImageRefusedError(f"this node takes no images: {self._rules}", reason="model")
             return ()
         assert isinstance(self._rules, ImageRules)
-        if len(sources) != len(images):
-            raise InvalidRequestError(f"the prompt has places for {len(images)} images, got {len(sources)}")
         encoded = tuple(source.read(self.limits) for source in sources)
-        for image, each in zip(images, encoded, strict=True):
-            if self._rules.grid(each.header, each.name) != (image.rows, image.columns) or (
-                self._rules.digest(each.data, image.rows, image.columns) != image.digest
-            ):
-                raise InvalidRequestError(
-                    f"{each.name}: the image is not the one that the prompt has a place for: whoever tokenised it has "
-                    "other rules than this node",
-                    param=each.name,
-                )
+        left = iter(images)
+        for each in encoded:
+            for index, grid in enumerate(self._rules.pieces(each.header, each.name)):
+                image = next(left, None)
+                if image is None or (
+                    self._rules.span_shape(grid) != (image.rows, image.columns)
+                    or self._rules.digest(each.data, grid.rows, grid.columns, index) != image.digest
+                ):
+                    raise InvalidRequestError(
+                        f"{each.name}: the image is not the one that the prompt has a place for: whoever tokenised it "
+                        "has other rules than this node",
+                        param=each.name,
+                    )
+        if (num_left := len(list(left))) > 0:
+            raise InvalidRequestError(
+                f"the prompt has places for {len(images)} pieces of images, {num_left} more than there are"
+            )
         return encoded
 
     async def inputs(self, encoded: Sequence[EncodedImage], keys: PrefixKeys) -> Sequence[ImageInput]:
@@ -80,7 +84,7 @@ class PromptImages:
         """
         if self._processor is None or not encoded:
             return ()
-        inputs = [ImageInput(self._processor, each) for each in encoded]
+        inputs = [each for image in encoded for each in inputs_of(self._processor, image, self._submit)]
         num_cached = 0
         with contextlib.suppress(TimeoutError):
             num_cached = await self._engine.call(lambda: self._num_cached(keys))
@@ -96,6 +100,10 @@ class PromptImages:
             for each in working:
                 each.cancel()  # those that have not begun
         return inputs
+
+    def _submit(self, prepare: Callable[[], None]) -> None:
+        """From the engine's thread: which goes on when the image is there."""
+        self._workers.submit(prepare).add_done_callback(lambda _: self._engine.post(lambda: None))
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)

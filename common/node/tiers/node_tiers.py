@@ -10,6 +10,7 @@ when that is written. On the event loop: who asks for looks, and what the reader
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -27,13 +28,16 @@ from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix
 from common.metrics.metrics import Metrics, Samples
 from common.node.engine_thread import EngineThread
 from common.node.tiers.node_tier import NodeTier
-from common.node.tiers.prefix_objects import PrefixObjects
-from common.node.tiers.scanner import TierScanner
+from common.node.tiers.prefix_objects import PrefixObjects, WritableObject
+from common.node.tiers.scanner import POLL_S, TierScanner
 from common.node.tiers.tier_reader import BadObjects, TierPrefix, TierReader
 from common.node.tiers.writer import TierWriter, WriteJob
 from common.tiers.catalogue import Catalogue
+from common.tiers.host_memory import HostMemory
 from common.tiers.object_header import ObjectHeader, ObjectKind, has_room
+from common.tiers.store import ObjectReadError, Watch
 from common.tiers.timed_reads import TimedReads
+from common.wire.cache_events import TIER_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +90,13 @@ class NodeTiers:
         self._metrics = metrics
         self._step_tokens = step_tokens
         self._leaving = manager.leaving_prefixes(self._on_evict, objects.own_bytes)
+        for each in tiers:
+            each.tier.index.on_change = partial(self._tell, TIER_PREFIX + each.kind)
         self._stack = TierStack([each.tier for each in tiers], self._leaving.read_bytes)
         self._reads = TimedReads()
         self.reader = TierReader(objects, self._reads, read_timeout_s, self._on_bad, metrics)
         self._writers = {key: TierWriter(each.store, each.kind) for key, each in self._tiers.items()}
-        self._scanners = [self._scanner(each) for each in tiers]
+        self._scanners = [self._scanner(each, each.watch) for each in tiers if each.watch is not None]
         self._writing: Counter[int] = Counter()
         self._num_writes = 0
         self._num_remembered = 0
@@ -115,9 +121,10 @@ class NodeTiers:
         for writer in self._writers.values():
             await asyncio.to_thread(writer.close, CLOSE_S)
         for each in self._tiers.values():
-            each.use.close()
+            if each.use is not None:
+                await asyncio.to_thread(each.use.close)
 
-    def _scanner(self, each: NodeTier) -> TierScanner:
+    def _scanner(self, each: NodeTier, watch: Watch) -> TierScanner:
         catalogue = Catalogue(self._manager.config.block_size, self._leaving.first_needed)
 
         def on_useless(found: Counter[str]) -> None:
@@ -130,7 +137,7 @@ class NodeTiers:
             for start in range(0, len(whole), LEARNT_AT_ONCE):
                 self._engine.post(partial(learn, each, whole[start : start + LEARNT_AT_ONCE]))
 
-        scanner = TierScanner(each.store, self._objects, catalogue, on_change, on_useless)
+        scanner = TierScanner(each.store, watch, self._objects, catalogue, on_change, on_useless)
         return scanner
 
     @property
@@ -143,7 +150,7 @@ class NodeTiers:
     async def flush(self) -> int:
         """Begins to write all that is worth it; how many writes have not ended. Event loop."""
         try:
-            await self._engine.call(lambda: self._look(is_whole=True), timeout_s=LOOK_TIMEOUT_S)
+            await self._engine.call(self._look_at_all, timeout_s=LOOK_TIMEOUT_S)
         except (TimeoutError, NodeUnavailableError):
             return 0 if self._engine.death is not None else 1
         return self._writing.total()
@@ -204,8 +211,17 @@ class NodeTiers:
             if each.tier.settings.is_shared == is_shared
         )
 
+    def _look_at_all(self) -> None:
+        """With what is in host memory, which this node's end takes with it."""
+        self._look(is_whole=True)
+        if self._has_room(is_shared=False):
+            for write in self._stack.sink():
+                self._write(write)
+                if not self._has_room(is_shared=False):
+                    break
+
     def _begin(self, writes: Sequence[Write]) -> None:
-        for write in writes:
+        for write in reversed(writes):  # what a tier lets go is taken from there before it is deleted there
             self._write(write)
 
     def _write(self, write: Write) -> None:
@@ -214,8 +230,8 @@ class NodeTiers:
         deletes = [header for other in write.dropped for header in self._unneeded(each, other)]
         self._num_writes += 1
         lease_id = f"tier-write-{self._num_writes}"
-        lease = self._manager.lease_closure(prefix.key, lease_id, time.monotonic() + WRITE_LEASE_S)
-        if lease is None:
+        objects = self._source(write, lease_id)
+        if objects is None:
             index.drop(prefix)
             self._writers[key].delete(deletes)
             return
@@ -226,7 +242,18 @@ class NodeTiers:
         def on_done(num_bytes: int, reason: str) -> None:
             self._engine.post(lambda: self._end_write(write, lease_id, num_bytes, reason))
 
-        self._writers[key].submit(WriteJob(deletes, list(self._objects.writable(prefix, lease)), on_done))
+        self._writers[key].submit(WriteJob(deletes, objects, on_done))
+
+    def _source(self, write: Write, lease_id: str) -> list[WritableObject] | None:
+        """Where the bytes are: in host memory above the tier, whose objects stay as long as they are looked at; else in
+        the pools, leased. None: nowhere any more."""
+        above = self._stack.above(write.tier)
+        store = self._tiers[id(above)].store if above is not None else None
+        if isinstance(store, HostMemory):
+            with contextlib.suppress(ObjectReadError):
+                return self._objects.copies(write.prefix, store.stored)
+        lease = self._manager.lease_closure(write.prefix.key, lease_id, time.monotonic() + WRITE_LEASE_S)
+        return list(self._objects.writable(write.prefix, lease)) if lease is not None else None
 
     def _end_write(self, write: Write, lease_id: str, num_bytes: int, reason: str) -> None:
         each, prefix, index = self._tiers[id(write.tier)], write.prefix, write.tier.index
@@ -237,16 +264,37 @@ class NodeTiers:
         self._metrics.inc("tier_bytes_total", num_bytes, tier=each.kind, op="write")
         if not reason:
             return
-        self._metrics.inc("tier_write_errors_total", tier=each.kind, reason=reason)
-        logger.warning("tier %s: a prefix of %d tokens was not written: %s", each.kind, prefix.position, reason)
         index.drop(prefix)
         self._writers[id(write.tier)].delete(self._unneeded(each, prefix))
+        if reason == "others":
+            write.tier.refuse(prefix.key)
+            each.rest_from_writes(POLL_S)
+            return
+        self._metrics.inc("tier_write_errors_total", tier=each.kind, reason=reason)
+        logger.warning("tier %s: a prefix of %d tokens was not written: %s", each.kind, prefix.position, reason)
         if reason != "stale":
             each.rest_from_writes()
 
     def _on_evict(self, checkpoint: Checkpoint) -> None:
         if self._may_go(checkpoint):
             self._stack.evicted(checkpoint.key)
+
+    # --- what is told of the tiers; engine thread
+
+    def stored(self) -> dict[str, Sequence[StoredPrefix]]:
+        """By kind, the longest unused first."""
+        return {each.kind: tuple(each.tier.index) for each in self._tiers.values()}
+
+    def _tell(self, group: str, prefix: StoredPrefix, is_stored: bool) -> None:
+        events, checkpoint = self._manager.events, prefix.checkpoint
+        if events is None:
+            return
+        if is_stored:
+            events.checkpoint_stored(
+                group, checkpoint.boundary_key, prefix.key, prefix.position, has_row=prefix.has_row
+            )
+        else:
+            events.removed(group, prefix.key, prefix.position, is_checkpoint=True)
 
     # --- what the folders hold; engine thread
 
@@ -314,7 +362,7 @@ class NodeTiers:
 
     def _s_per_token(self) -> float:
         """Of computing a prompt here; nothing is known of it before the first one, and then reading is tried."""
-        line = self._core.step_times.prefill.line
+        line = self._core.step_model.prompt_line
         return float("inf") if line is None else line.unit_s + line.fixed_s / self._step_tokens
 
     def _begin_read(self, found: TierPrefix) -> None:
@@ -358,6 +406,10 @@ class NodeTiers:
         self._writers[id(each.tier)].delete(deletes)
 
     # --- metrics
+
+    def read_rates(self) -> dict[str, tuple[float, float]]:
+        """By kind, seconds of a read and of each byte, of the tiers that are read now. Readable from any thread."""
+        return {each.kind: each.rates for each in self._tiers.values() if each.may_read}
 
     def samples(self) -> Samples:
         """Readable from any thread."""

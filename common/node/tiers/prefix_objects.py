@@ -14,7 +14,7 @@ from common.kv_cache.pools.generations import GenerationTables
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.sharing.leases import LeasedClosure
 from common.kv_cache.sharing.remote_prefix import PullPlan
-from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix
+from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix, blocks_per_extent
 from common.tiers.object_header import HEADER_BYTES, KEY_BYTES, ObjectHeader, ObjectKind
 
 
@@ -112,6 +112,13 @@ class PrefixObjects:
         own = [self.state(prefix.checkpoint, has_row=prefix.has_row), self.tail(prefix.checkpoint)]
         return [header for header in own if header is not None] + [self.extent(each, b"") for each in extents]
 
+    @property
+    def largest_bytes(self) -> int:
+        """Payload of the largest object."""
+        per_extent = blocks_per_extent(self._storage.config.block_size)
+        extents = [per_extent * num_bytes for num_bytes in self._block_bytes]
+        return int(max([self._slot_bytes + self._row_bytes, sum(self._block_bytes), *extents]))
+
     # --- to be written
 
     def writable(self, prefix: StoredPrefix, lease: LeasedClosure) -> Iterator[WritableObject]:
@@ -140,6 +147,18 @@ class PrefixObjects:
             lambda: self._state(slot_id, row),
             self._unchanged("slots", (slot_id,), (lease.prefix.slot_generation,)) if slot_id else lambda: True,
         )
+
+    def copies(
+        self, prefix: StoredPrefix, stored: Callable[[ObjectHeader], tuple[ObjectHeader, memoryview]]
+    ) -> list[WritableObject]:
+        """Of what another tier has of a prefix (``HostMemory.stored``), the state last. Raises ObjectReadError."""
+        state = self.state(prefix.checkpoint, has_row=prefix.has_row)
+        named = [*(self.extent(each, b"") for each in prefix.extents), self.tail(prefix.checkpoint), state]
+        found = [stored(header) for header in named if header is not None]
+        return [
+            WritableObject(header, lambda payload=payload: [payload], lambda: True)  # type: ignore[misc]
+            for header, payload in found
+        ]
 
     def _unchanged(self, pool_name: str, unit_ids: Sequence[int], generations: Sequence[int]) -> Callable[[], bool]:
         return lambda: self._generations.generations(pool_name, unit_ids) == tuple(generations)

@@ -1,6 +1,6 @@
-"""Finds what a tier's folder holds: at the start, while the node serves already; later what others write or delete.
+"""Finds what a tier's store holds: at the start, while the node serves already; later what others write or delete.
 
-One thread for each folder: 1 it looks, 2 what has become whole, and what is whole no longer, is told, 3 at first and
+One thread for each store: 1 it looks, 2 what has become whole, and what is whole no longer, is told, 3 at first and
 now and then what nothing needs is swept away, 4 it waits.
 """
 
@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from common.kv_cache.tiers.stored_prefix import StoredPrefix
 from common.node.tiers.prefix_objects import PrefixObjects
 from common.tiers.catalogue import Catalogue
-from common.tiers.folder import ObjectFolder
-from common.tiers.folder_watch import FolderWatch
+from common.tiers.store import ObjectStore, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,8 @@ class TierScanner:
 
     def __init__(
         self,
-        store: ObjectFolder,
+        store: ObjectStore,
+        watch: Watch,
         objects: PrefixObjects,
         catalogue: Catalogue,
         on_change: Callable[[Sequence[StoredPrefix], Sequence[bytes]], None],
@@ -41,7 +41,7 @@ class TierScanner:
     ) -> None:
         self._store = store
         self._objects = objects
-        self._watch = FolderWatch(store, objects.fingerprint)
+        self._watch = watch
         self._catalogue = catalogue
         self._on_change = on_change
         self._on_useless = on_useless
@@ -63,7 +63,7 @@ class TierScanner:
             try:
                 self._look()
             except OSError as exc:
-                logger.warning("the tier in %s cannot be looked at: %s", self._store.folder, exc)
+                logger.warning("the tier in %s cannot be looked at: %s", self._store.place, exc)
             self._closing.wait(max(POLL_S, 20 * (time.monotonic() - started_s)))
 
     def _look(self) -> None:
@@ -81,7 +81,7 @@ class TierScanner:
             self._next_sweep_s = time.monotonic() + SWEEP_S
             logger.info(
                 "tier %s: %d prefixes found, %d objects that none needs deleted",
-                self._store.folder, len(whole), num_swept,
+                self._store.place, len(whole), num_swept,
             )  # fmt: skip
         if found:
             self._on_useless(found)

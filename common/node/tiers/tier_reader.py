@@ -21,8 +21,8 @@ from common.metrics.metrics import Metrics
 from common.node.pull.prefix_reader import FinishedPull
 from common.node.tiers.node_tier import NodeTier
 from common.node.tiers.prefix_objects import PrefixObjects, ReadableObject
-from common.tiers.folder import ObjectReadError
 from common.tiers.object_header import ObjectHeader, ObjectKind
+from common.tiers.store import ObjectReadError
 from common.tiers.timed_reads import TimedReads
 from common.transfer.jobs import PullReason
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.node.tiers.prefix_objects import WritableObject
-from common.tiers.folder import ObjectFolder, ObjectWriteError
 from common.tiers.object_header import ObjectHeader
+from common.tiers.store import ObjectStore, ObjectWriteError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class WriteJob:
 
 
 class TierWriter:
-    def __init__(self, store: ObjectFolder, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
         self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"tier-write-{name}", daemon=True)
@@ -65,7 +65,7 @@ class TierWriter:
             except ObjectWriteError as exc:
                 reason = exc.reason
             except Exception:
-                logger.exception("writing to %s raised", self._store.folder)
+                logger.exception("writing to %s raised", self._store.place)
                 reason = "io"
             job.on_done(num_bytes, reason)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.ops.step.check import PoolSizes, check_blocks, check_lengths, check_slots
+from common.ops.step.check import PoolSizes, check_blocks, check_lengths, check_slots, check_whole
 from common.ops.step.packed import PackedStep
 from common.ops.step.paged_metadata import PagedMetadata, build_paged
 from common.ops.step.segment import SegmentLike
@@ -72,6 +72,7 @@ class AttentionMetadata:
         if sizes.num_blocks:
             check_lengths(segments, self._tables, list(map(len, block_ids)), block_size)
             check_blocks(segments, self._block_ids, self._table_begins, sizes.num_blocks, block_size, window)
+            check_whole(segments)
 
     @functools.cached_property
     def positions(self) -> Tensor:

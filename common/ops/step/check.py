@@ -103,3 +103,14 @@ def _num_nulls(ids: Tensor, begins: Sequence[int], firsts: Sequence[int]) -> int
     own = torch.tensor([begin + first for begin, first in zip(begins, firsts, strict=False)])
     last = torch.tensor(begins[1:]) - 1
     return int((counts[last] - counts[own] + is_null[own]).sum())
+
+
+def check_whole(segments: Sequence[SegmentLike]) -> None:
+    """Raises StepMemoryError where positions that see each other end behind their segment: keys that are not there."""
+    for segment in segments:
+        end = segment.start + segment.num_tokens
+        if segment.whole and segment.whole[-1][1] > end:
+            raise StepMemoryError(
+                f"request {segment.request_id}: positions up to {segment.whole[-1][1]} see each other, the step ends "
+                f"at {end}"
+            )

@@ -32,7 +32,10 @@ class PackedStep:
         table's from its place in ``table_begins`` on."""
         saves = [sorted(zip(s.save_offsets, s.save_slots, strict=True)) for s in segments]
         flat = list(itertools.chain.from_iterable(saves))
+        # Of a step with images whose tokens see each other; else none, and each row sees as far as itself.
+        seen = list(itertools.chain.from_iterable(map(_seen_ends, segments))) if any(s.whole for s in segments) else []
         parts: list[Sequence[int]] = [
+            seen,
             begins,
             [s.src_slot for s in segments],
             [s.dst_slot for s in segments],
@@ -47,6 +50,17 @@ class PackedStep:
         base, _ = words.buffer_info()
         places = itertools.accumulate(map(len, parts[:-1]), initial=0)
         addresses = [base + words.itemsize * place for place in places]
-        header = array("q", [len(segments), block_size, *addresses, block_ids.buffer_info()[0]])
+        header = array("q", [len(segments), block_size, *addresses[1:], block_ids.buffer_info()[0]])
+        header.append(addresses[0] if seen else 0)
         self._words, self.header = (words, block_ids), header
         self.address: int = header.buffer_info()[0]
+
+
+def _seen_ends(segment: SegmentLike) -> list[int]:
+    """For each row the position behind the last one that it sees."""
+    start = segment.start
+    ends = list(range(start + 1, start + segment.num_tokens + 1))
+    for first, end in segment.whole:
+        begin = max(first, start) - start
+        ends[begin : end - start] = [end] * (end - start - begin)
+    return ends

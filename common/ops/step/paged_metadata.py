@@ -20,7 +20,7 @@ behind a tile's last row are not multiplied."""
 class AttentionTile:
     """Query rows [begin, end) against ``num_keys`` keys of their sequence.
 
-    ``block_ids`` None: the first chunk of a sequence, keys are the packed rows [key_begin, end) themselves. Else they
+    ``block_ids`` None: the first chunk of a sequence, keys are the packed rows from ``key_begin`` on. Else they
     are the first ``num_keys`` places of these blocks (with a window: the blocks from the first one that it reaches).
     ``mask`` [rows, num_keys] is True where a key may be seen; None: causal.
     """
@@ -82,7 +82,7 @@ def build_paged(
         written = torch.arange(min(max(segment.start, tables[i].write_from), end), end)  # none: all of it is shared
         rows = written + (begins[i] - segment.start)
         span_writes.append(torch.stack([rows, table[written // block_size], written % block_size]))
-        if segment.start == 0 and (not window or segment.num_tokens <= window):
+        if segment.start == 0 and not segment.whole and (not window or segment.num_tokens <= window):
             tiles.append(AttentionTile(begins[i], begins[i + 1], begins[i], segment.num_tokens, None, None))
         else:
             tiles.extend(_masked_tiles(segment, begins[i], table, block_size, window, device))
@@ -133,12 +133,19 @@ def _masked_tiles(
         b = min(a + _QUERY_TILE, segment.num_tokens)
         first = max(0, segment.start + a - window + 1) if window else 0  # position of the first key
         block_ids = None
+        # Positions [start, end) that see each other, of those with rows here; the last of them are behind the tile.
+        low, high = segment.start + a, segment.start + b
+        whole = [each for each in segment.whole if each[0] < high and each[1] > low]
+        end = max([high, *(each[1] for each in whole)])  # behind the last key
         if segment.start:
-            block_ids = table[first // block_size : -(-(segment.start + b) // block_size)].to(device)
+            block_ids = table[first // block_size : -(-end // block_size)].to(device)
             first -= first % block_size
-        num_keys = segment.start + b - first
-        own = num_keys - (b - a)  # place of the first row's own key
+        num_keys = end - first
+        own = segment.start + a - first  # place of the first row's own key
         mask = torch.ones(b - a, num_keys, dtype=torch.bool, device=device).tril_(own)
+        for begin_whole, end_whole in whole:
+            rows = slice(max(0, begin_whole - segment.start - a), max(0, end_whole - segment.start - a))
+            mask[rows, max(0, begin_whole - first) : end_whole - first] = True
         if window:
             mask.triu_(own - window + 1)
         tiles.append(AttentionTile(begin + a, begin + b, begin + first, num_keys, block_ids, mask))

@@ -38,7 +38,7 @@ def paged_attention(
     out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
     for tile in metadata.tiles:
         if tile.block_ids is None:
-            k, v = key[tile.key_begin : tile.end], value[tile.key_begin : tile.end]
+            k, v = (x[tile.key_begin : tile.key_begin + tile.num_keys] for x in (key, value))
         else:
             k = k_pool[tile.block_ids].flatten(0, 1)[: tile.num_keys]
             v = v_pool[tile.block_ids].flatten(0, 1)[: tile.num_keys]

@@ -340,3 +340,45 @@ def test_progress_when_not_on_a_terminal_then_lines_are_rare() -> None:
     hidden = io.StringIO()
     Progress(hidden, 1, is_shown=False).update(num_done=1, num_failed=0, num_in_flight=0)
     assert hidden.getvalue() == ""
+
+
+# --- datasets
+
+
+def repeated_share(units: list[Any], size: int = 3) -> float:
+    """Of all runs of ``size`` units, those that came before."""
+    runs = [tuple(units[start : start + size]) for start in range(len(units) - size + 1)]
+    return 1 - len(set(runs)) / len(runs)
+
+
+@pytest.mark.parametrize("is_text", [False, True], ids=["ids", "text"])
+@pytest.mark.parametrize(("dataset", "least", "most"), [("random", 0.0, 0.05), ("edits", 0.3, 0.5), ("rag", 0.0, 0.1)])
+def test_prompts_of_a_dataset_when_drawn_then_are_as_long_as_asked_and_repeat_what_they_should(
+    dataset: str, least: float, most: float, is_text: bool
+) -> None:
+    argv = ["--dataset", dataset, "--prompt-tokens", "300", "--vocab-size", "5000", *(["--text"] if is_text else [])]
+    settings = parse_settings(argv)
+    prompts = [each.additions[0] for each in conversations(settings, 40, "1")]
+    units = [each.split() if isinstance(each, str) else each for each in prompts]
+    assert {len(each) for each in units} == {300}
+    assert least <= sum(map(repeated_share, units)) / len(units) <= most
+    # A model that copies goes on from the end of the prompt: it was there before.
+    ends = [tuple(each[-8:]) for each in units]
+    found = [sum(tuple(each[at : at + 8]) == end for at in range(292)) for each, end in zip(units, ends, strict=True)]
+    assert all(found) if dataset != "random" else not any(found)
+    # Passages are those of other prompts too.
+    beginnings = [tuple(each[:20]) for each in units]
+    assert (len(set(beginnings)) < len(beginnings)) == (dataset == "rag")
+
+
+@pytest.mark.parametrize("dataset", ["edits", "rag"])
+@pytest.mark.parametrize("length", [1, 2, 5, 13])
+def test_prompts_of_a_dataset_when_short_then_are_as_long_as_asked(dataset: str, length: int) -> None:
+    settings = parse_settings(["--dataset", dataset, "--prompt-tokens", str(length)])
+    assert [len(each.additions[0]) for each in conversations(settings, 3, "1")] == [length] * 3
+
+
+def test_report_when_answers_were_drafted_then_says_how_much_was_right() -> None:
+    traces = [{"draft_tokens": 10, "accepted_tokens": 7}, {"draft_tokens": 4, "accepted_tokens": 0}, {}]
+    placement = summarize_traces(traces)
+    assert (placement["draft_tokens"], placement["accepted_tokens"]) == (14, 7)

@@ -204,7 +204,8 @@ def test_up_when_a_child_is_deaf_to_sigterm_then_a_second_signal_kills_it(start_
 
 
 def test_up_when_it_has_a_tier_then_every_node_gets_it_and_reads_it_back(tmp_path: Path) -> None:
-    words = [f"disk:{tmp_path}?size=1GiB", "shared:/mnt/kv?size=2048GiB"]
+    words = [f"disk:{tmp_path}?size=1GiB", "shared:/mnt/kv?size=2048GiB", "host:3GiB"]
+    words.append("mooncake:store:50051?size=64GiB&lend=8GiB&admin=9004")
     flags = ["--kv-tier", *words, "--kv-tier-write-rate", "8MiB", "--cluster-key-file", "key", "--decode-nodes", "2"]
     nodes = [spec for spec in child_specs(parse_up(flags, {}), "model") if spec.name != "proxy"]
     assert len(nodes) == 3

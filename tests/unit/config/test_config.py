@@ -69,16 +69,21 @@ def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
             "--local-prefill-limit 512 bounds what is computed here, but --kv-load-failure-policy is fail",
         ),
         (["--kv-transfer-verify", "some"], "--kv-transfer-verify some is not one of off, sample, all"),
-        (["--kv-tier", "disk:/a"], "--kv-tier 'disk:/a' is not a tier such as host:64GiB, disk:/path?size=500GiB or "),
+        (["--kv-tier", "disk:/a"], "--kv-tier 'disk:/a' is not a tier such as host:64GiB, disk:/path?size=500GiB, "),
         (["--kv-tier", "disk:/a?size=many"], "--kv-tier 'disk:/a?size=many' is not a tier: its size is not a size"),
         (
-            ["--kv-tier", "host:1GiB"],
-            "--kv-tier host:1GiB: nodes keep tiers in folders; host memory is for pools on a ",
+            ["--kv-tier", "host:1GiB", "host:2GiB"],
+            "--kv-tier host:2GiB: there is another tier of kind host, at most one of each is possible",
         ),
         (
             ["--kv-tier", "shared:/a?size=1GiB"],
             "--kv-tier shared:/a?size=1GiB: a shared folder needs --cluster-key-file",
         ),
+        (
+            ["--kv-tier", "mooncake:a:50051?size=1GiB"],
+            "--kv-tier mooncake:a:50051?size=1GiB&lend=1GiB&admin=9003: a store that nodes share needs --cluster-key-",
+        ),
+        (["--kv-tier", "mooncake:a?size=1GiB"], "--kv-tier 'mooncake:a?size=1GiB' is not a tier such as "),
         (
             ["--kv-tier", "disk:/a?size=1GiB", "disk:/b?size=1GiB"],
             "--kv-tier disk:/b?size=1GiB: there is another tier of kind disk, at most one of each is possible",

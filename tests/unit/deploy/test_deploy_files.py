@@ -119,7 +119,7 @@ def test_alerts_when_listed_then_each_has_its_runbook_entry_and_its_rule_test() 
 def test_environment_names_when_set_in_deploy_files_then_are_flags() -> None:
     known = flag_variables() | NOT_FLAGS
     files = [
-        DEPLOY / "compose.yaml",
+        *DEPLOY.glob("compose*.yaml"),
         DEPLOY / ".env.example",
         DEPLOY / "docker" / "Dockerfile",
         *(DEPLOY / "kubernetes").rglob("*.yaml"),

@@ -23,6 +23,7 @@ from common.cli.main import _commands
 from common.config.command_line import parse_config
 from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
+from common.config.tiers import TierSpec
 from common.errors import ConfigError
 from common.server.gate import OPEN_PATHS
 from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE, READY_ROUTE
@@ -206,6 +207,49 @@ def test_compose_when_its_environment_is_read_then_configures_processes_that_fin
         assert int(grace[1] or 0) * 60 + int(grace[2] or 0) > prefill.kv_lease_seconds
 
 
+def tiers_of(environment: Mapping[str, str]) -> list[TierSpec]:
+    config = config_of("decode", {**environment, "TANDEM_CLUSTER_KEY_FILE": "/key"})
+    assert isinstance(config, NodeConfig)
+    return list(config.kv_tier)
+
+
+def ports_of(words: Iterable[str]) -> set[int]:
+    return {int(word.rpartition("=")[2]) for word in words if "_port=" in word}
+
+
+def test_mooncake_component_when_rendered_then_nodes_find_the_master_that_it_starts(tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    overlay = tmp_path / "kubernetes" / "overlays" / "cpu-demo"
+    with (overlay / "kustomization.yaml").open("a") as file:
+        file.write("components: [../../components/mooncake]\n")
+    text = run_tool("kubectl", "kustomize", str(overlay))
+    found = [each for each in yaml.safe_load_all(text) if each]
+    for each in found:
+        check(each)
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in found}
+    [tier] = tiers_of(by_name["ConfigMap", "tandem-node"]["data"])
+    host, _, port = tier.path.rpartition(":")
+    master = container_of(by_name["Deployment", host])
+    assert master["command"] == ["mooncake_master"]
+    assert ports_of(master["args"]) == {int(port), tier.admin_port}
+    assert {each["port"] for each in by_name["Service", host]["spec"]["ports"]} == {int(port), tier.admin_port}
+    [rule] = by_name["NetworkPolicy", host]["spec"]["ingress"]
+    assert {each["port"] for each in rule["ports"]} == {int(port), tier.admin_port}
+    assert master["image"] == container_of(by_name["StatefulSet", "tandem-decode"])["image"]
+
+
+def test_mooncake_compose_when_read_then_nodes_find_the_master_that_it_starts() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.mooncake.yaml").read_text())["services"]
+    usual = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for name in ("prefill", "decode"):
+        [tier] = tiers_of({**services[name]["environment"], "TANDEM_MODEL": "a"})
+        host, _, port = tier.path.rpartition(":")
+        assert ports_of(services[host]["command"]) == {int(port), tier.admin_port}
+        assert "mooncake" in services[name]["build"]["args"]["NODE_EXTRAS"].split(",")
+        assert services[host]["image"] == usual[name]["image"]
+        assert "ports" not in services[host]
+
+
 # --- the Dockerfile
 
 
@@ -283,7 +327,8 @@ def test_image_when_read_then_starts_our_command_as_another_user_from_files_that
     assert ["--from=code", "/app/code"] in sources
     [packages] = {words[0].removeprefix("--from=") for words in sources if words[1] == "/app/venv"}
     [install] = [step.text for step in stages[packages] if "deploy/install.py" in step.text and step.word == "RUN"]
-    assert (" node" in install) is (target != "proxy")
+    extras = [step.text for step in stages[packages] if step == Step("ARG", "NODE_EXTRAS=node,images")]
+    assert ("$NODE_EXTRAS" in install) is bool(extras) is (target != "proxy")
     assert ("--device cpu" in install) is (target == "node-cpu")
     copied = [word for step in stages["code"] if step.word == "COPY" for word in shlex.split(step.text)[:-1]]
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}

@@ -14,7 +14,8 @@ from PIL import Image
 
 from common.errors import ConfigError, ImageRefusedError
 from common.images.header import ImageHeader, read_header
-from common.images.rules import ImageLimits, ImageRules, read_image_rules
+from common.images.read_rules import read_image_rules
+from common.images.rules import ImageLimits, ImageRules
 from common.images.source import ImageSource
 
 LIMITS = ImageLimits(max_images=2, max_pixels=10_000, max_bytes=5_000)
@@ -142,10 +143,17 @@ def test_digest_when_bytes_shape_or_processor_differ_then_differs() -> None:
         len({RULES.digest(b"a", 2, 3), RULES.digest(b"b", 2, 3), RULES.digest(b"a", 3, 2), other.digest(b"a", 2, 3)})
         == 4
     )
+    # However late the bytes differ, and pieces of one image too.
+    assert RULES.digest(bytes(100_000), 2, 3) != RULES.digest(bytes(99_999) + b"a", 2, 3)
+    assert RULES.digest(b"a", 2, 3) != RULES.digest(b"a", 2, 3, 1)
 
 
 def test_rules_when_they_travel_as_json_then_equal() -> None:
     assert ImageRules.from_json(json.loads(json.dumps(RULES.to_json()))) == RULES
+
+
+def no_token(text: str) -> None:
+    return None
 
 
 CONFIG = {"image_token_id": 9, "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
@@ -158,12 +166,19 @@ PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 
         ({"image_processor_type": "SiglipImageProcessor"}, "its image processor is 'SiglipImageProcessor'"),
         ({"do_resize": False}, "do_resize False"),
         ({"patch_size": 14}, "are not its vision tower's"),
+        (
+            {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 16},
+            "has no token <|image_start|>",
+        ),
+        ({"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 14}, "are not its vision tower's"),
+        ({"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True}, "do_pan_and_scan True"),
+        ({"image_processor_type": "Gemma3ImageProcessorPil", "size": {"height": 512}}, "its vision tower takes"),
     ],
 )
 def test_rules_when_a_checkpoint_is_processed_otherwise_then_refused(change: dict[str, Any], words: str) -> None:
-    assert read_image_rules(CONFIG, PROCESSOR).placeholder_id == 9
+    assert read_image_rules(CONFIG, PROCESSOR, no_token, has_axes=True).placeholder_id == 9
     with pytest.raises(ValueError, match=words):
-        read_image_rules(CONFIG, {**PROCESSOR, **change})
+        read_image_rules(CONFIG, {**PROCESSOR, **change}, no_token, has_axes=True)
 
 
 @pytest.mark.parametrize("text", ["16", "{", '{"image": -1}', '{"image": "2"}', '{"video": 1}', "{}"])

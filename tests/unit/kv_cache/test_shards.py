@@ -12,7 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
+from common.geometry.families import FAMILIES
 from common.geometry.geometry import model_geometry
+from common.geometry.parts import with_mtp
 from common.kv_cache import shards
 from common.kv_cache.layout import TensorPlace, make_layout
 from common.kv_cache.shards import check_tensor_parallel, shard_geometry, slices, unit_slices
@@ -72,7 +74,8 @@ ODD = (
 
 
 def geometry_of(name: str) -> ModelGeometry:
-    return model_geometry(MODELS[name], "bfloat16")
+    geometry = model_geometry(MODELS[name], "bfloat16")
+    return with_mtp(geometry) if FAMILIES[geometry.model_type].has_mtp else geometry
 
 
 def narrowed(tensor: TensorPlace) -> TensorPlace:

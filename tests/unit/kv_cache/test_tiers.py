@@ -9,10 +9,11 @@ import pytest
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.eviction.base import Outlook
-from common.kv_cache.eviction.reuse import NUM_BINS, within_horizon
+from common.kv_cache.eviction.reuse import NUM_BINS, ReuseStatistics, within_horizon
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.tiers.break_even import BreakEven
 from common.kv_cache.tiers.index import TierIndex
+from common.kv_cache.tiers.stack import TierStack
 from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix, extents_of
 from common.kv_cache.tiers.tier import Tier, TierSettings
 from common.kv_cache.tiers.write_budget import BURST_S, WriteBudget
@@ -136,6 +137,43 @@ def test_return_probability_when_rates_are_even_then_it_falls_with_the_bins_that
     assert probabilities[NUM_BINS] == 0.0
     assert probabilities == sorted(probabilities, reverse=True)
     assert within_horizon([0.0] * NUM_BINS) == [0.0] * (NUM_BINS + 1)
+
+
+def test_late_probability_when_a_class_never_returned_then_ages_that_nobody_has_seen_change_nothing() -> None:
+    """Two classes of which nobody is old yet: one returns soon in half of the cases, the other never."""
+    statistics = ReuseStatistics()
+    for name in ("comes", "never"):
+        reached = statistics.reached((name, 1, 2))
+        for age in range(10):
+            reached[age] += 400
+    for age in range(10):
+        for _ in range(30):
+            statistics.count_return(("comes", 1, 2), age)
+    statistics.refresh()
+    comes, never = (statistics.late_probabilities((name, 1, 2)) for name in ("comes", "never"))
+    assert never[0] < 0.01
+    assert max(never[10:NUM_BINS]) < 0.05
+    assert comes[0] > 0.5
+    assert comes[12] > 0.2
+    # What leaves the pools is given the benefit of the doubt: so such ages are learnt of.
+    assert statistics.return_probabilities(("never", 1, 2))[12] > 0.05
+    assert statistics.index(("never", 1, 2))[12] == pytest.approx(statistics.index(("comes", 1, 2))[12])
+
+
+def test_stack_when_a_prefix_is_larger_than_the_first_tier_then_the_next_one_is_offered_it() -> None:
+    tiers = [
+        Tier(TierSettings(kind, size, FREE_READS, 0.0), lambda key: Outlook(0.5, 1.0), lambda: 0.0)
+        for kind, size in (("host", 100), ("disk", 1000))
+    ]
+    stack = TierStack(tiers, lambda prefix, num_local: 0)
+    large, small, other = make_prefix(1, 8), make_prefix(2, 2), make_prefix(3, 3)
+    assert [(write.tier, write.prefix) for write in stack.offer(large)] == [(tiers[1], large)]
+    assert [(write.tier, write.prefix) for write in stack.offer(small)] == [(tiers[0], small)]
+    # What the first lets go is offered to the second, and taken from there.
+    assert [(write.tier, write.prefix) for write in stack.offer(other)] == [(tiers[0], other), (tiers[1], small)]
+    assert [(write.tier, write.prefix) for write in stack.sink()] == [(tiers[1], other)]
+    assert list(stack.sink()) == stack.offer(large) == []
+    assert (stack.above(tiers[1]), stack.above(tiers[0])) == (tiers[0], None)
 
 
 @pytest.mark.parametrize("policy", ["value", "lru"])

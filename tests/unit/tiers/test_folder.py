@@ -20,7 +20,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.tiers import folder as folder_module
-from common.tiers.folder import ObjectFolder, ObjectReadError, ObjectWriteError, open_folder
+from common.tiers.folder import ObjectFolder, open_folder
 from common.tiers.object_header import (
     HEADER_BYTES,
     MAX_TAIL_TOKENS,
@@ -31,6 +31,7 @@ from common.tiers.object_header import (
     object_name,
 )
 from common.tiers.secrets import SECRET_FILE, derived_secret, folder_secret
+from common.tiers.store import ObjectReadError, ObjectStore, ObjectWriteError
 from common.tiers.timed_reads import TimedReads
 
 SECRET = derived_secret("cluster key")
@@ -52,11 +53,11 @@ def buffers_of(data: bytes, *cuts: int) -> list[memoryview]:
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def put(store: ObjectFolder, header: ObjectHeader) -> None:
+def put(store: ObjectStore, header: ObjectHeader) -> None:
     assert store.put(header, buffers_of(payload_of(header), 7, 7, 200)) == HEADER_BYTES + header.payload_bytes
 
 
-def get(store: ObjectFolder, header: ObjectHeader) -> bytes:
+def get(store: ObjectStore, header: ObjectHeader) -> bytes:
     """In two buffers. Raises ObjectReadError."""
     into = bytearray(header.payload_bytes)
     store.get(header, [memoryview(into)[:100], memoryview(into)[100:]])
@@ -68,7 +69,7 @@ def path_of(root: Path, header: ObjectHeader) -> Path:
     return root / name[:2] / f"{name}.kv"
 
 
-def read_reason(store: ObjectFolder, header: ObjectHeader) -> str:
+def read_reason(store: ObjectStore, header: ObjectHeader) -> str:
     try:
         return "" if get(store, header) == payload_of(header) else "WRONG"
     except ObjectReadError as exc:

@@ -112,7 +112,13 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
     const int64_t words = kOnTiles ? padded(own_words) : own_words, dims_v = padded(a.head_size_v);
     constexpr int64_t kRows = kOnTiles ? kGroupRows : kBlockRows;
     const int64_t bytes = item_bytes(a.kv_dtype), begin = step.begin[segment], start = step.start[segment];
-    const int64_t end = start + first + count;  // after the last row's own position
+    // Behind the last position that the row of a token sees.
+    const auto seen_end = [&](int64_t token) {
+        return step.seen_end ? step.seen_end[begin + first + token] : start + first + token + 1;
+    };
+    int64_t end = start + first + count;  // after the last row's own position, and what else a row sees
+    if (step.seen_end)
+        for (int64_t token = 0; token < count; token++) end = std::max(end, seen_end(token));
 
     float* keys = scratch(kTile * (padded(words) + dims_v + 2 * kRows) +
                           num_heads * num_rows * (words + dims_v + 2) + kLanes);
@@ -183,7 +189,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         const int64_t next = find(tile + kTile, side ^ 1);
         const auto seen = [&](int64_t r) {
             const int64_t position = start + first + r / group, low = a.earliest(position) - tile;
-            const int64_t high = position + 1 - tile;
+            const int64_t high = seen_end(r / group) - tile;
             return Range{low > 0 ? low : 0, high < size ? high : size};
         };
         for (int64_t h = 0; h < num_heads; h++) {
@@ -197,7 +203,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             pack_values<kKind>(v, size, a.kv_dtype, a.head_size_v, dims_v, values);
             const Rows rows = rows_of(h);
             // The first token that sees a key of this tile.
-            const int64_t token = tile - start - first > 0 ? tile - start - first : 0;
+            const int64_t token = !step.seen_end && tile - start - first > 0 ? tile - start - first : 0;
             int64_t r = token * group;
 #if defined(TANDEM_AMX)
             if constexpr (kOnTiles) {

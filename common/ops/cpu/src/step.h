@@ -23,6 +23,7 @@ struct Step {
     const int64_t* save_slot;
     const int64_t* table_begin; // [num_segments] into table
     const int64_t* table;       // block ids
+    const int64_t* seen_end;    // [num_rows] behind the last position that a row sees; null: its own is the last
 
     int64_t rows(int64_t segment) const { return begin[segment + 1] - begin[segment]; }
     int64_t num_rows() const { return begin[num_segments]; }

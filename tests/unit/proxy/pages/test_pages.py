@@ -56,6 +56,7 @@ def test_pages_when_asked_for_then_come_with_a_policy_that_names_no_other_host_a
         policy = {kind: sources for kind, *sources in parts}
         assert policy.pop("default-src") == ["'none'"]
         assert policy.pop("require-trusted-types-for") == ["'script'"]
+        assert policy.pop("img-src") == ["'self'", "data:"]  # images that were dropped here are shown
         assert {source for sources in policy.values() for source in sources} == {"'self'", "'none'"}
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert client.get("/pages/other.js").status_code == 401

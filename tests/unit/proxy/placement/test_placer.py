@@ -10,6 +10,7 @@ import pytest
 from common.config.proxy import ProxyConfig
 from common.errors import NodeUnavailableError
 from common.images.span import ImageSpan
+from common.wire.cache_events import TIER_PREFIX, CacheChange, truncate_key
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Placer
@@ -53,9 +54,19 @@ class Rig:
         store(cache, keys, position)
         if not state:
             cache.forget(0)
-            for key in list(cache._boundary_of):
-                cache._remove_checkpoint(key)
+            for key in list(cache._checkpoints._boundary_of):
+                cache._checkpoints._remove(key)
         self.index.start(node.url, cache)
+
+    def has_below(
+        self, node: Node, token_ids: list[int], s_per_byte: float | None = 1e-9, *, kind: str = "disk", **load: Any
+    ) -> None:
+        """``node`` has these tokens in a tier alone, which is read so fast; None: not now."""
+        cache, keys = NodeCache(BLOCK_SIZE, ("full",), True), keys_of(token_ids)
+        key, boundary = keys.key_at(keys.num_tokens), keys.truncated_keys[keys.num_tokens // BLOCK_SIZE]
+        cache.apply(CacheChange(True, TIER_PREFIX + kind, (truncate_key(key),), boundary, keys.num_tokens, True))
+        self.index.start(node.url, cache)
+        busy(node, tiers={} if s_per_byte is None else {kind: (0.005, s_per_byte)}, **load)
 
     def place(self, token_ids: list[int], avoided: Avoided = NOBODY, **fields: Any) -> Placement:
         return self.placer.place(make_request(token_ids, **fields), avoided)
@@ -138,6 +149,32 @@ def test_place_when_blocks_are_there_without_a_state_then_the_prefix_is_not_take
     busy(rig.decode[0], num_running=8)
     rig.has(rig.decode[0], prompt, 3000, state=False)
     assert not rig.place(prompt).is_local
+
+
+@pytest.mark.parametrize("s_per_byte", [1e-9, 1e-6])
+def test_place_when_a_prefill_node_has_the_prefix_in_a_tier_then_that_one_where_reading_pays(s_per_byte: float) -> None:
+    rig = Rig()
+    rig.has_below(rig.prefill[1], tokens(4000), s_per_byte, num_uncomputed_tokens=3000)
+    assert rig.place(tokens(4000)).prefill == [rig.prefill[s_per_byte < 1e-7]]
+
+
+@pytest.mark.parametrize(("s_per_byte", "is_local"), [(1e-9, True), (1e-6, False), (None, False)])
+def test_place_when_a_decode_node_has_the_prefix_in_a_tier_that_is_read_then_local_there_as_if_it_were_in_memory(
+    s_per_byte: float | None, is_local: bool
+) -> None:
+    rig = Rig()
+    rig.has_below(rig.decode[1], tokens(4000), s_per_byte)
+    placement = rig.place([*tokens(4000), *tokens(30, 2)])
+    assert placement.is_local is is_local
+    assert not is_local or placement.decode is rig.decode[1]
+
+
+def test_place_when_all_nodes_have_it_in_one_shared_tier_then_the_one_without_a_queue() -> None:
+    for idle in range(2):
+        rig = Rig()
+        for number, node in enumerate(rig.prefill):
+            rig.has_below(node, tokens(4000), kind="shared", num_uncomputed_tokens=0 if number == idle else 3000)
+        assert rig.place(tokens(4000)).prefill == [rig.prefill[idle]]
 
 
 def test_place_when_two_decode_nodes_lack_the_state_then_the_one_with_the_blocks_saves_the_transfer() -> None:
