@@ -18,7 +18,7 @@ from itertools import chain
 
 from common.errors import ConfigError
 from common.kv_cache.layout import Layout, TensorPlace, make_layout
-from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry, ShardPart
+from common.kv_cache.spec import DTYPE_BYTES, KVCacheGroup, ModelGeometry, ShardPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ def unit_slices(geometry: ModelGeometry, block_size: int, local_rank: int, local
             )
         )
 
+    def blocks_of(group: KVCacheGroup) -> tuple[Slice, ...]:
+        return of(lambda layout: chain(*(layout.attention[layer.layer_idx] for layer in group.layers)))
+
     return UnitSlices(
-        blocks=tuple(
-            of(lambda layout, group=group: chain(*(layout.attention[layer.layer_idx] for layer in group.layers)))
-            for group in geometry.attention_groups
-        ),
+        blocks=tuple(map(blocks_of, geometry.attention_groups)),
         slot=of(lambda layout: chain(*(named.values() for named in layout.state.values()))),
     )
 
