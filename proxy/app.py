@@ -70,6 +70,7 @@ from proxy.nodes.discovery import Discovery, split_urls
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.pages.routes import PAGE_PATHS, add_page_routes
+from proxy.placement.estimate import Targets
 from proxy.placement.placer import Placer
 from proxy.prefix_index.event_feed import EventFeeds
 from proxy.prefix_index.index import PrefixIndex
@@ -158,7 +159,10 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         )
         recent = RecentRequests()
         board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
-        generate = GenerateService(pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars)
+        targets = Targets(_seconds(config.ttft_target_ms), _seconds(config.itl_target_ms))
+        generate = GenerateService(
+            pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars, targets
+        )
         app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
         lag = LoopLag(metrics.observe_lag)
         lag.start()
@@ -282,6 +286,10 @@ def _add_operator_routes(app: FastAPI) -> None:
     @app.get(VERSION_ROUTE)
     async def version() -> dict[str, Any]:
         return installed_versions()
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _not_ready(status: str, reasons: Sequence[str]) -> Response:

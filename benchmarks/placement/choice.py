@@ -69,7 +69,7 @@ def create_pool(num_prefill: int, num_decode: int) -> NodePool:
     )
     report = LoadReport(
         prefill=Measured(0.01, 0.0001),
-        decode_step_s=0.01,
+        decode=Measured(0.01, 0.0),
         pull=Measured(0.002, 1e-9),
         kv_bytes_per_token=20_480,
         state_bytes=5e6,

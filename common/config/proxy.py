@@ -41,6 +41,20 @@ class ProxyConfig(ProcessConfig):
     stream_delay_weight: float = number_flag(
         0.5, "cost: what a second of waiting of each running stream counts beside one of the first token", 0.0, 100.0
     )
+    elastic: bool = bool_flag(
+        False,
+        "cost: a decode node may compute prompts that are new to it, and a prefill node generate, where that is sooner",
+    )
+    ttft_target_ms: int | None = int_flag(
+        None, "milliseconds in which a request's first token is to come (default: as soon as it can)", 1, 86_400_000
+    )
+    itl_target_ms: int | None = int_flag(
+        None,
+        "milliseconds in which each further token is to come: prompts beside it are computed in chunks that leave it "
+        "so much time (default: in chunks of a quarter of a step's tokens)",
+        1,
+        86_400_000,
+    )
     prefix_sources: bool = bool_flag(
         True, "tell nodes which others have part of a prompt, so that they pull it instead of computing it"
     )

@@ -23,11 +23,11 @@ from common.engine.finished_prompts import FinishedPrompts
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.outputs import OutputList, RequestOutput
+from common.engine.pacing.step_model import StepModel, StepShape
 from common.engine.plan import Segment
-from common.engine.rates import StepTimes
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler import LowerTiers, Schedule, Scheduler
+from common.engine.scheduler import LowerTiers, Schedule, Scheduler, shape_of
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import Sampled, StepGrammars
@@ -50,12 +50,12 @@ a single sequence: with so many in a row it is the device or the model that fail
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was launched. ``forward``: None when nothing is to be computed; ``num_prompt_tokens`` of it are a
-    prompt's."""
+    """A step that was launched. ``forward``: None when nothing is to be computed. ``shape``: None when how long it
+    takes says nothing about other steps."""
 
     schedule: Schedule
     forward: Forward | None
-    num_prompt_tokens: int
+    shape: StepShape | None
     started_s: float
 
 
@@ -112,7 +112,6 @@ class EngineCore:
         self._is_stalled = False
         self._is_in_flight = False
         self._num_failed_forwards = 0
-        self.step_times = StepTimes()
 
     def pull_with(self, source: PrefixSource, tiers: LowerTiers | None = None) -> None:
         """Sets who moves prefixes here, and what is below this node's memory. Called once, before the first request."""
@@ -144,6 +143,11 @@ class EngineCore:
         the cache is counted too. Readable from any thread."""
         queued = [*self._scheduler.waiting, *self._scheduler.running]
         return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+
+    @property
+    def step_model(self) -> StepModel:
+        """How long this engine's steps take; its lines are readable from any thread."""
+        return self._scheduler.step_model
 
     @property
     def speculation(self) -> Speculation | None:
@@ -285,7 +289,7 @@ class EngineCore:
                 schedule = Schedule()
         self._is_in_flight = True
         self.grammars.launch(schedule)
-        return StepInFlight(schedule, forward, _num_prompt_tokens(schedule), started_s)
+        return StepInFlight(schedule, forward, shape_of(schedule), started_s)
 
     def collect(self, step: StepInFlight) -> list[RequestOutput]:
         """Waits for the device, publishes what the step computed, and returns what it produced.
@@ -321,7 +325,8 @@ class EngineCore:
                 self._fail(sequence, exc)
         self._tokens.sample(to_sample)
         if schedule.sequences:
-            self.step_times.observe(step.num_prompt_tokens, self._clock() - step.started_s)
+            if step.shape is not None:
+                self.step_model.observe(step.shape, self._clock() - step.started_s)
             if self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
                 seconds = self._clock() - step.started_s
@@ -424,8 +429,3 @@ class EngineCore:
             logits = self._runner.logits(hidden[begin : begin + len(next_ids)])
             num_top = sequence.sampling.prompt_logprobs or 0
             sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(logits, next_ids, num_top))
-
-
-def _num_prompt_tokens(schedule: Schedule) -> int:
-    planned = zip(schedule.sequences, schedule.plan.segments, strict=True)
-    return sum(segment.num_tokens for sequence, segment in planned if not sequence.is_prompt_done)

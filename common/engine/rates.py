@@ -68,20 +68,3 @@ class LinearCost:
             if unit_s > 0 and fixed_s >= 0:
                 return Line(fixed_s, unit_s, weight)
         return Line(0.0, mean_y / mean_x, weight)
-
-
-class StepTimes:
-    """Of the engine's steps: those that compute prompt tokens, and those that only decode. Written by the engine
-    thread."""
-
-    def __init__(self) -> None:
-        self.prefill = LinearCost()
-        self.decode_s: float | None = None
-
-    def observe(self, num_prompt_tokens: int, seconds: float) -> None:
-        """One step that ran a forward."""
-        if num_prompt_tokens:
-            self.prefill.observe(num_prompt_tokens, seconds)
-        else:
-            last = self.decode_s
-            self.decode_s = seconds if last is None else last * _FADE + seconds * (1 - _FADE)

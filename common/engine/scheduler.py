@@ -2,8 +2,9 @@
 tensors.
 
 Continuous batching with chunked prefill: first a decode row of each sequence that generates, then the next chunks of
-running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get a part
-of ``max_num_batched_tokens`` only, so that no stream stands still for a long prompt. When memory runs out, the last
+running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get what
+fits into the time between two tokens that those rows' requests ask for, or a part of ``max_num_batched_tokens`` where
+none is asked for, so that no stream stands still for a long prompt. When memory runs out, the last
 running sequence in order is preempted: its state is donated to the cache, and it is later resumed from whatever of it
 is still there.
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from common.engine.pacing.step_model import StepModel, StepShape, chunk_attended
 from common.engine.plan import Rows, Segment, StepPlan
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
@@ -34,12 +36,17 @@ from common.kv_cache.sharing.remote_prefix import PullPlan
 logger = logging.getLogger(__name__)
 
 PROMPT_SHARE = 4
-"""Beside decode rows prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row waits for the
-whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little longer."""
+"""Beside decode rows without a target prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row
+waits for the whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little
+longer."""
 
 PROMPT_FLOOR = 16
 """Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
-however many generate."""
+however many generate, and whatever targets they have."""
+
+TARGET_SHARE = 0.9
+"""Of the time that a request asks for between two tokens, what a step with prompts is planned to take: between two
+steps there is work too, and predictions miss by a tenth."""
 
 LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
@@ -107,6 +114,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self.speculation = speculation
+        self.step_model = StepModel(clock)
         self._manager = manager
         self._clock = clock
         self.waiting: list[Sequence] = []
@@ -199,10 +207,26 @@ class Scheduler:
             num_rows = len(schedule.sequences)
         else:
             num_rows = self._plan_with_drafts(schedule, decoding, budget)
-        budget = min(limit - num_rows, max(1, limit // PROMPT_SHARE)) if num_rows else limit
+        budget = min(limit - num_rows, self._prompt_share(schedule, prompts)) if num_rows else limit
         for sequence in prompts:
             budget -= self._plan(schedule, sequence, budget)
         return budget
+
+    def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
+        """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time,
+        and the floor in any case."""
+        limit = self._config.max_num_batched_tokens
+        share, floor = max(1, limit // PROMPT_SHARE), max(1, limit // PROMPT_FLOOR)
+        targets = [each.request.itl_target_s for each in schedule.sequences]
+        known = [target for target in targets if target is not None]
+        if not known or not (prompts or self.waiting):
+            return share
+        first = prompts[0] if prompts else self.waiting[0]
+        rows = shape_of(schedule) or StepShape()
+        fits = self.step_model.max_prompt_tokens(rows, first.num_computed_tokens, limit, TARGET_SHARE * min(known))
+        if fits is None:
+            return share
+        return max(floor, fits if len(known) == len(targets) else min(fits, share))
 
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
@@ -517,6 +541,22 @@ class Scheduler:
         if sequence.sampling is not None:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
+
+
+def shape_of(schedule: Schedule) -> StepShape | None:
+    """What a step's time depends on; None when images may be computed in it, which take a time of their own."""
+    num_rows = row_attended = num_tokens = attended = 0
+    for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True):
+        positions = chunk_attended(segment.start, segment.num_tokens)
+        if sequence.is_decoding:
+            num_rows += segment.num_tokens
+            row_attended += positions
+        elif segment.image_inputs:
+            return None
+        else:
+            num_tokens += segment.num_tokens
+            attended += positions
+    return StepShape(num_rows, row_attended, num_tokens, attended)
 
 
 def _check_images(sequence: Sequence, num_computed: int) -> None:

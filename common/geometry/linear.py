@@ -5,13 +5,15 @@ from __future__ import annotations
 from common.geometry.parts import (
     RawConfig,
     assemble,
+    by_head,
     common_fields,
     delta_state,
     get,
     kimi_delta_state,
     layer_kinds,
+    short_conv_state,
 )
-from common.kv_cache.spec import ModelGeometry, StateTensorSpec
+from common.kv_cache.spec import ModelGeometry
 
 _QWEN_DEFAULTS = {
     "qwen3_next": (2048, 151936, 48, 2),
@@ -151,7 +153,7 @@ def minimax(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:
         layer_kinds(listed),
         num_kv_heads=int(num_heads if num_kv_heads is None else num_kv_heads),
         head_dim=head_dim,
-        state=("lightning", (StateTensorSpec("recurrent", (num_heads, head_dim, head_dim), "float32"),)),
+        state=("lightning", (by_head("recurrent", (num_heads, head_dim, head_dim), "float32"),)),
         **common,
     )
 
@@ -165,14 +167,13 @@ def lfm2(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:
     if listed is None:
         attention = set(get(config, "full_attn_idxs", range(num_layers)))
         listed = ["full_attention" if index in attention else "conv" for index in range(num_layers)]
-    conv = StateTensorSpec("conv", (common["hidden_size"], int(get(config, "conv_L_cache", 3)) - 1), dtype)
     return assemble(
         model_type,
         dtype,
         layer_kinds(listed)[:num_layers],
         num_kv_heads=int(get(config, "num_key_value_heads", 8)),
         head_dim=int(get(config, "head_dim", common["hidden_size"] // num_heads)),
-        state=("short_conv", (conv,)),
+        state=short_conv_state(dtype, width=common["hidden_size"], kernel=int(get(config, "conv_L_cache", 3))),
         **common,
     )
 
@@ -184,14 +185,13 @@ def lfm3(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:
         "full_attention" if index % 4 == 2 else "sliding_attention" if index % 4 == 0 and index > 0 else "conv"
         for index in range(num_layers)
     ]
-    conv = StateTensorSpec("conv", (common["hidden_size"], int(get(config, "conv_L_cache", 7)) - 1), dtype)
     return assemble(
         model_type,
         dtype,
         layer_kinds(listed)[:num_layers],
         num_kv_heads=int(get(config, "num_key_value_heads", 4)),
         head_dim=int(get(config, "head_dim", 128)),
-        state=("short_conv", (conv,)),
+        state=short_conv_state(dtype, width=common["hidden_size"], kernel=int(get(config, "conv_L_cache", 7))),
         window=int(get(config, "sliding_window", 256)),
         **common,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from common.geometry.parts import (
     RawConfig,
     assemble,
+    by_head,
     common_fields,
     get,
     layer_kinds,
     mamba1_state,
     mamba2_state,
 )
-from common.kv_cache.spec import ModelGeometry, StateTensorSpec
+from common.kv_cache.spec import ModelGeometry, ShardPart, StateTensorSpec
 
 _NEMOTRON_PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 """The letters of ``hybrid_override_pattern``."""
@@ -193,6 +194,7 @@ def zamba(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:
     head_dim = 2 * common["hidden_size"] // int(get(config, "num_attention_heads", 16))
     num_mixer_heads, state_size = int(get(config, "n_mamba_heads", 2)), int(get(config, "mamba_d_state", 16))
     width = int(get(config, "mamba_expand", 2)) * common["hidden_size"]
+    x = ShardPart("x", num_mixer_heads, width // num_mixer_heads)
     return assemble(
         model_type,
         dtype,
@@ -202,8 +204,8 @@ def zamba(model_type: str, config: RawConfig, dtype: str) -> ModelGeometry:
         state=(
             "mamba1",
             (
-                StateTensorSpec("conv", (width, int(get(config, "mamba_d_conv", 4)) - 1), dtype),
-                StateTensorSpec("recurrent", (num_mixer_heads, width // num_mixer_heads, state_size), "float32"),
+                StateTensorSpec("conv", (width, int(get(config, "mamba_d_conv", 4)) - 1), dtype, (x,)),
+                by_head("recurrent", (num_mixer_heads, width // num_mixer_heads, state_size), "float32"),
             ),
         ),
         **common,

@@ -5,6 +5,10 @@ state], gated delta rule [value heads, key head_dim, value head_dim], Kimi delta
 [intermediate, state], split into heads in zamba. A ``hybrid`` layer keeps both: attention beside its mixer (falcon_h1)
 or a call of a shared attention block before it (zamba, zamba2). Multi-head latent attention keeps one row [kv_lora_rank
 + qk_rope_head_dim] a token.
+
+Parts, by which tensor parallelism divides the first axis of a state: convolutions in the order of their channels, x | B
+| C in Mamba-2 (B and C by group), q | k | v in delta rules (q and k by key head), single channels elsewhere; recurrent
+states by head, Mamba-1's by channel.
 """
 
 from __future__ import annotations
@@ -14,7 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import ConfigError
-from common.kv_cache.spec import AttentionLayerSpec, GroupKind, ModelGeometry, StateLayerSpec, StateTensorSpec
+from common.kv_cache.spec import (
+    AttentionLayerSpec,
+    GroupKind,
+    ModelGeometry,
+    ShardPart,
+    StateLayerSpec,
+    StateTensorSpec,
+)
 
 RawConfig = Mapping[str, Any]
 
@@ -91,16 +102,19 @@ def mamba2_state(
     dtype: str, *, num_heads: int, head_dim: int, state_size: int, num_groups: int, kernel: int
 ) -> tuple[str, tuple[StateTensorSpec, ...]]:
     channels = num_heads * head_dim + 2 * num_groups * state_size
+    x = ShardPart("x", num_heads, head_dim)
+    b, c = (ShardPart(name, num_groups, state_size, may_repeat=True) for name in ("B", "C"))
     return "mamba2", (
-        StateTensorSpec("conv", (channels, kernel - 1), dtype),
-        StateTensorSpec("recurrent", (num_heads, head_dim, state_size), "float32"),
+        StateTensorSpec("conv", (channels, kernel - 1), dtype, (x, b, c)),
+        by_head("recurrent", (num_heads, head_dim, state_size), "float32"),
     )
 
 
 def mamba1_state(dtype: str, *, width: int, state_size: int, kernel: int) -> tuple[str, tuple[StateTensorSpec, ...]]:
+    parts = (ShardPart("channels", width),)
     return "mamba1", (
-        StateTensorSpec("conv", (width, kernel - 1), dtype),
-        StateTensorSpec("recurrent", (width, state_size), "float32"),
+        StateTensorSpec("conv", (width, kernel - 1), dtype, parts),
+        StateTensorSpec("recurrent", (width, state_size), "float32", parts),
     )
 
 
@@ -108,9 +122,11 @@ def delta_state(
     dtype: str, *, num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, kernel: int
 ) -> tuple[str, tuple[StateTensorSpec, ...]]:
     channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
+    q, k = (ShardPart(name, num_key_heads, key_dim, may_repeat=True) for name in ("q", "k"))
+    v = ShardPart("v", num_value_heads, value_dim)
     return "gated_delta", (
-        StateTensorSpec("conv", (channels, kernel - 1), dtype),
-        StateTensorSpec("recurrent", (num_value_heads, key_dim, value_dim), "float32"),
+        StateTensorSpec("conv", (channels, kernel - 1), dtype, (q, k, v)),
+        by_head("recurrent", (num_value_heads, key_dim, value_dim), "float32"),
     )
 
 
@@ -118,10 +134,20 @@ def kimi_delta_state(
     dtype: str, *, num_heads: int, head_dim: int, kernel: int
 ) -> tuple[str, tuple[StateTensorSpec, ...]]:
     """One convolution over query, key and value."""
+    parts = tuple(ShardPart(name, num_heads, head_dim) for name in ("q", "k", "v"))
     return "kimi_delta", (
-        StateTensorSpec("conv", (3 * num_heads * head_dim, kernel - 1), dtype),
-        StateTensorSpec("recurrent", (num_heads, head_dim, head_dim), "float32"),
+        StateTensorSpec("conv", (3 * num_heads * head_dim, kernel - 1), dtype, parts),
+        by_head("recurrent", (num_heads, head_dim, head_dim), "float32"),
     )
+
+
+def short_conv_state(dtype: str, *, width: int, kernel: int) -> tuple[str, tuple[StateTensorSpec, ...]]:
+    return "short_conv", (StateTensorSpec("conv", (width, kernel - 1), dtype, (ShardPart("channels", width),)),)
+
+
+def by_head(name: str, shape: tuple[int, ...], dtype: str) -> StateTensorSpec:
+    """A state whose first axis counts heads."""
+    return StateTensorSpec(name, shape, dtype, (ShardPart("heads", shape[0]),))
 
 
 def with_mtp(geometry: ModelGeometry) -> ModelGeometry:
@@ -129,7 +155,8 @@ def with_mtp(geometry: ModelGeometry) -> ModelGeometry:
     the model's full attention, and as its state the hidden row before a position, which its next row is made of."""
     full = next(layer for layer in geometry.attention_layers if layer.kind is GroupKind.FULL_ATTENTION)
     attention = replace(full, layer_idx=geometry.num_layers)
-    row = StateTensorSpec("conv", (geometry.hidden_size, 1), full.dtype)
+    whole = ShardPart("row", 1, geometry.hidden_size, may_repeat=True)
+    row = StateTensorSpec("conv", (geometry.hidden_size, 1), full.dtype, (whole,))
     return replace(
         geometry,
         attention_layers=(*geometry.attention_layers, attention),

@@ -2,28 +2,33 @@
 
 A block is one contiguous byte range: for each layer of its attention group in order K then V, each [block_size,
 num_kv_heads, head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors.
-Every part starts on a multiple of ``ALIGNMENT_BYTES``, and slots are padded to one.
+Every tensor starts on a multiple of ``ALIGNMENT_BYTES``, and slots are padded to one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
+from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry, ShardPart
 
 LAYOUT_VERSION = 1
 """Part of every key and of a node's fingerprint: raised when the same bytes would mean something else."""
 ALIGNMENT_BYTES = 64
 """Start of every tensor in a unit: a cache line, which is enough for any element type."""
+KV_HEAD_AXIS = 1
+"""Which axis of a layer's K and V in a block counts heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor inside a unit: byte offset from the unit's start, shape without the unit dimension."""
+    """One tensor inside a unit: byte offset from the unit's start, shape without the unit dimension. Tensor parallelism
+    divides axis ``shard_axis`` by its ``parts``."""
 
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[ShardPart, ...] = ()
+    shard_axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,8 @@ def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
         for layer in group.layers:
             places = []
             for head_size in (layer.head_size, layer.head_size_v):
-                place = TensorPlace(block_bytes, (block_size, layer.num_kv_heads, head_size), layer.dtype)
+                shape, parts = (block_size, layer.num_kv_heads, head_size), (layer.kv_heads,)
+                place = TensorPlace(block_bytes, shape, layer.dtype, parts, KV_HEAD_AXIS)
                 num_bytes = block_size * layer.num_kv_heads * head_size * DTYPE_BYTES[layer.dtype]
                 block_bytes = _aligned(block_bytes + num_bytes)
                 places.append(place)
@@ -57,7 +63,7 @@ def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
     for state_layer in geometry.state_layers:
         named = state[state_layer.layer_idx] = {}
         for tensor in state_layer.tensors:
-            named[tensor.name] = TensorPlace(slot_bytes, tensor.shape, tensor.dtype)
+            named[tensor.name] = TensorPlace(slot_bytes, tensor.shape, tensor.dtype, tensor.parts)
             slot_bytes = _aligned(slot_bytes + tensor.num_bytes)
     return Layout(tuple(group_block_bytes), slot_bytes, attention, state)
 

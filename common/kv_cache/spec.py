@@ -16,6 +16,25 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of every dtype that a pool may hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShardPart:
+    """Consecutive rows of a tensor's sharded axis that tensor parallelism deals out by whole heads: ``num_heads`` of
+    ``head_rows`` rows each. The parts of a tensor, in order, are all of its rows.
+
+    ``may_repeat``: where there are more ranks than heads, several hold the same one (K/V heads, groups of B and C, key
+    heads); other parts are computed by one rank each, and then cannot be divided.
+    """
+
+    name: str
+    num_heads: int
+    head_rows: int = 1
+    may_repeat: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_heads * self.head_rows
+
+
 class GroupKind(enum.Enum):
     FULL_ATTENTION = "full_attention"
     MLA = "mla"
@@ -38,17 +57,29 @@ class AttentionLayerSpec:
     kind: GroupKind = GroupKind.FULL_ATTENTION
     window: int = 0
 
+    @property
+    def kv_heads(self) -> ShardPart:
+        """How tensor parallelism divides K and V. A latent row is one head: every rank holds it."""
+        return ShardPart("kv_heads", self.num_kv_heads, may_repeat=True)
+
     def __post_init__(self) -> None:
         assert (self.window > 0) == (self.kind is GroupKind.SLIDING_WINDOW), "a window goes with its kind"
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensorSpec:
-    """One tensor of a layer's state: ``name`` is ``conv`` or ``recurrent``; shape without the slot dimension."""
+    """One tensor of a layer's state: ``name`` is ``conv`` or ``recurrent``; shape without the slot dimension. ``parts``
+    of its first axis; none: nobody has said how to divide it, so it is not divided."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[ShardPart, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_rows = sum(part.num_rows for part in self.parts)
+        if self.parts and num_rows != self.shape[0]:
+            raise ValueError(f"{self.name}: {self.shape[0]} rows, but its parts {self.parts} have {num_rows}")
 
     @property
     def num_bytes(self) -> int:

@@ -27,7 +27,7 @@ POOL_STATES = {
 }
 PLACEMENTS = {
     "remote": "a prefill node computes the prompt, the decode node pulls it",
-    "local": "the decode node computes the prompt itself",
+    "local": "the node that generates computes the prompt itself",
 }
 
 LABEL_VALUES: tuple[LabelValues, ...] = (
@@ -62,6 +62,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "any": "as it was, whatever the reason: a busy machine too",
             "own": "of that, what its own work can have caused: no wait for a processor, no more than it computed",
         },
+    ),
+    LabelValues(
+        ("step_time_error_ratio",),
+        "kind",
+        {"prompt": "steps with prompt tokens", "decode": "steps that only generate"},
     ),
     LabelValues(
         ("prompt_tokens_total",),
@@ -227,6 +232,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
     ),
     LabelValues(("leases",), "state", {"active": "held for a reader, or while it is written to a tier"}),
     LabelValues(("proxy_decisions_total", "proxy_predicted_ttft_seconds", "proxy_ttft_ratio"), "placement", PLACEMENTS),
+    LabelValues(
+        ("proxy_elastic_placements_total",),
+        "work",
+        {"prompt": "a decode node computes a prompt that is new to it", "answer": "a prefill node generates"},
+    ),
     LabelValues(
         ("proxy_retries_total",),
         "reason",

@@ -57,6 +57,8 @@ REQUEST_SECONDS = (
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 # Actual over estimated: 1 is right, to both sides up to a factor of 10.
 RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+# Shares by which a prediction was wrong.
+ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 # Memory ranges of one pull: neighbouring blocks are one range.
 DESCRIPTORS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0)
 
@@ -137,6 +139,13 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("mm_encoder_cache_bytes", "Vectors of images that are kept.", roles=NODES),
     _counter("images_refused_total", "Requests refused because of an image, by reason.", "reason"),
     _counter("preemptions_total", "Requests whose memory the scheduler took back.", roles=NODES, sourced=True),
+    _histogram(
+        "step_time_error_ratio",
+        "Share by which the predicted time of an engine's step was wrong.",
+        "kind",
+        buckets=ERRORS,
+        roles=NODES,
+    ),
     _counter("spec_decode_num_drafts_total", "Drafts that were run.", roles=NODES, sourced=True),
     _counter("spec_decode_num_draft_tokens_total", "Drafted tokens that were run.", roles=NODES, sourced=True),
     _counter("spec_decode_num_accepted_tokens_total", "Of them, tokens that were right.", roles=NODES, sourced=True),
@@ -188,6 +197,12 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("leases_expired_total", "Leases that ended by their deadline.", roles=NODES, sourced=True),
     _counter("late_reads_rejected_total", "Pulls thrown away: the memory had changed.", roles=NODES),
     _counter("proxy_decisions_total", "Placements chosen, by policy.", "policy", "placement", roles=PROXY),
+    _counter(
+        "proxy_elastic_placements_total",
+        "Placements in which a node takes the other role's work, by that work.",
+        "work",
+        roles=PROXY,
+    ),
     _histogram(
         "proxy_predicted_ttft_seconds",
         "Estimated time from a stream's placement to its first byte.",

@@ -79,6 +79,9 @@ class Node:
             version=installed_versions()["tandem"] or "",
         )
         self.core: EngineCore = create_core(config, model)
+        self.core.step_model.on_error = lambda kind, share: self.metrics.observe(
+            "step_time_error_ratio", share, kind=kind
+        )
         self.engine = EngineThread(self.core)
         limits = GrammarLimits.from_json(config.structured_outputs_config)
         self.grammars = GrammarChecker(limits, self.metrics.grammar_checked)

@@ -83,8 +83,10 @@ class FolderRoom:
                     return False
                 counts[0] += num_bytes
                 return True
-        except OSError as exc:
-            return not isinstance(exc, BlockingIOError)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def give_back(self, num_bytes: int) -> None:
         """So many bytes were deleted, or not put after all."""
@@ -93,8 +95,11 @@ class FolderRoom:
 
     @contextlib.contextmanager
     def _counts(self) -> Iterator[list[int]]:
-        """Bytes put and deleted, written back when they were changed. Raises OSError."""
+        """Bytes put and deleted, written back when they were changed. Raises OSError: BlockingIOError when the lock is
+        not to be had in time, or this is closed (a thread that a hung folder held up may still come here)."""
         with self._lock:
+            if self._descriptor < 0:
+                raise BlockingIOError("closed")
             self._wait_for_lock()
             try:
                 raw = os.pread(self._descriptor, _USAGE.size, 0)
@@ -119,6 +124,7 @@ class FolderRoom:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1

@@ -16,6 +16,8 @@ from common.errors import InvalidRequestError
 
 MAX_TOKEN_ID = 2**31 - 1
 """Largest token id that any body may hold; whether the model has it is checked where its vocabulary is known."""
+MAX_MILLISECONDS = 86_400_000
+"""A day: no request waits or runs longer."""
 MAX_SHOWN_CHARS = 80
 """Characters of a value that an error message repeats."""
 
@@ -47,6 +49,19 @@ def _begin_repr(value: object, num_chars: int) -> str:
     if isinstance(value, tuple):
         return f"({text},)" if len(value) == 1 else f"({text})"
     return f"{{{text}}}" if isinstance(value, dict) else f"[{text}]"
+
+
+def seconds_of_header(headers: Mapping[str, str], name: str) -> float | None:
+    """Seconds, of a header of whole milliseconds; None without one. Raises InvalidRequestError."""
+    given = headers.get(name)
+    if given is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,10}", given.strip()) or not 1 <= int(given) <= MAX_MILLISECONDS:
+        raise InvalidRequestError(
+            f"header {name} must be a whole number of milliseconds from 1 to {MAX_MILLISECONDS}, got {given[:40]!r}",
+            param=name,
+        )
+    return int(given) / 1000
 
 
 def is_int(value: object) -> bool:

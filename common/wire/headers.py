@@ -20,6 +20,10 @@ SESSION_HEADER = "X-Session-Id"
 """Which session the request is of."""
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 """Milliseconds from arrival after which the client has no use for an answer."""
+TTFT_TARGET_HEADER = "X-Tandem-Ttft-Target-Ms"
+"""Milliseconds from arrival in which the first token is to come."""
+ITL_TARGET_HEADER = "X-Tandem-Itl-Target-Ms"
+"""Milliseconds in which each further token is to come, on average; on the decode leg too."""
 
 # On the proxy's answer to a client.
 DROPPED_HEADER = "X-Tandem-Dropped"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
 
-from common.errors import InvalidRequestError
 from common.openai.bodies.models import MAX_TOKENS
 from common.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, GenerationRequest, num_answers
 from common.server.gate import api_key_digest_of
+from common.wire.fields import seconds_of_header
 from common.wire.headers import DEADLINE_HEADER
 from proxy.admission.request import AdmissionRequest
 
-MAX_DEADLINE_MS = 86_400_000
-"""A day: no request waits or runs longer."""
 CHARS_PER_TOKEN = 4
 """Of a text whose tokens are estimated: English in common vocabularies."""
 
@@ -56,7 +53,7 @@ def read_admission_request(
     request: Request, parsed: GenerationRequest, cost: RequestCost, max_model_len: int | None, arrival_s: float
 ) -> AdmissionRequest:
     """Raises InvalidRequestError for a malformed deadline."""
-    deadline_s = read_deadline_s(request.headers)
+    deadline_s = seconds_of_header(request.headers, DEADLINE_HEADER)
     return AdmissionRequest(
         arrival_s=arrival_s,
         priority=parsed.priority,
@@ -67,20 +64,6 @@ def read_admission_request(
         num_answer_tokens=cost.num_answer_tokens(num_answers(parsed), max_model_len),
         is_open_ended=cost.max_answer_tokens is None,
     )
-
-
-def read_deadline_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds from arrival to the deadline that the client gives; None without one. Raises InvalidRequestError."""
-    given = headers.get(DEADLINE_HEADER)
-    if given is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,10}", given.strip()) or not 1 <= int(given) <= MAX_DEADLINE_MS:
-        raise InvalidRequestError(
-            f"header {DEADLINE_HEADER} must be a whole number of milliseconds from 1 to {MAX_DEADLINE_MS}, got "
-            f"{given[:40]!r}",
-            param=DEADLINE_HEADER,
-        )
-    return int(given) / 1000
 
 
 def _num_chars(value: object) -> int:

@@ -34,13 +34,16 @@ from common.server.gate import request_id_of, take_request_id
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
 from common.text.answers.grammar import CallRules
+from common.wire.fields import seconds_of_header
 from common.wire.headers import (
     API_KEY_HEADER,
     DEADLINE_HEADER,
+    ITL_TARGET_HEADER,
     PLACEMENT_HEADER,
     REQUEST_ID_HEADER,
     SESSION_HEADER,
     TRACE_HEADER,
+    TTFT_TARGET_HEADER,
 )
 from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
@@ -61,6 +64,7 @@ from proxy.legs.orchestrator import Orchestrator
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
+from proxy.placement.estimate import NO_TARGETS, Targets
 from proxy.placement.request import PlacementHeader, session_from_header
 
 logger = logging.getLogger(__name__)
@@ -93,8 +97,11 @@ class GenerateService:
         tracer: Tracer,
         recent: RecentRequests,
         grammars: GrammarChecker,
+        targets: Targets = NO_TARGETS,
     ) -> None:
+        """``targets``: of requests that name none."""
         self._pool = pool
+        self._targets = targets
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._orchestrator = orchestrator
@@ -160,6 +167,7 @@ class GenerateService:
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
+            targets = self._read_targets(request)
             if parsed.constraint is not None:
                 await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
             if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
@@ -171,7 +179,7 @@ class GenerateService:
         job = Job(
             route=route,
             body=read.body,
-            headers={**forwarded_headers(request), **span.headers()},
+            headers={**forwarded_headers(request), **_target_header(targets), **span.headers()},
             request_id=request_id,
             prompts=_prompts(read.body) if route == COMPLETIONS_ROUTE else [None],
             is_local=parsed.num_prompt_logprobs is not None,
@@ -180,9 +188,19 @@ class GenerateService:
             span=span,
             session_id=session_id,
             placement_header=placement_header,
+            targets=targets,
+            max_answer_tokens=read.cost.max_answer_tokens,
         )
         asked = _Asked(request, label, job, admission_request, parsed, read.conversion)
         return RelayResponse(lambda client: self._run(asked, client))
+
+    def _read_targets(self, request: Request) -> Targets:
+        """Raises InvalidRequestError naming the header."""
+        ttft_s = seconds_of_header(request.headers, TTFT_TARGET_HEADER)
+        itl_s = seconds_of_header(request.headers, ITL_TARGET_HEADER)
+        return Targets(
+            self._targets.ttft_s if ttft_s is None else ttft_s, self._targets.itl_s if itl_s is None else itl_s
+        )
 
     async def _run(self, asked: _Asked, client: ClientStream) -> None:
         job, label, admission = asked.job, asked.label, asked.admission
@@ -343,6 +361,11 @@ def forwarded_headers(request: Request) -> dict[str, str]:
         if (value := request.headers.get(name)) is not None:
             headers[name] = value
     return headers
+
+
+def _target_header(targets: Targets) -> dict[str, str]:
+    """What nodes are told: they pace prompts by it."""
+    return {} if targets.itl_s is None else {ITL_TARGET_HEADER: str(round(1000 * targets.itl_s))}
 
 
 def _prompts(body: Mapping[str, Any]) -> list[Any]:

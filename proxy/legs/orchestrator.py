@@ -141,6 +141,9 @@ class Orchestrator:
     async def _run_legs(self, run: Run) -> None:
         job = run.job
         placement = self._placer.place(job, run.avoided)
+        if placement.crosses:
+            work = "prompt" if placement.decode.role is NodeRole.DECODE else "answer"
+            self._metrics.inc("proxy_elastic_placements_total", work=work)
         run.client.on_start = lambda status: self._started(run, status)
         try:
             if self._can_be_concurrent(job, placement):
@@ -177,7 +180,7 @@ class Orchestrator:
 
     async def _move(self, run: Run, progress: ResumableProgress) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
-        usable = self._pool.usable(NodeRole.DECODE)
+        usable = self._placer.generators()
         last = progress.node
         run.avoided.decode += [node for node in usable if not node.info.resume or node is last]
         if last is not None and run.given.route == CHAT_ROUTE:
@@ -264,9 +267,9 @@ class Orchestrator:
         job, client = run.job, run.client
         failure: NodeUnavailableError = self._placer.no_decode_node()
         was_started = client.is_started
-        node: Node | None = placement.decode
-        if node not in self._pool.usable(NodeRole.DECODE):
-            node = self._placer.place_decode(run.avoided)
+        placed = placement.decode
+        may_go = placed.is_usable or placed in self._pool.usable(NodeRole.DECODE)
+        node = placed if may_go else self._placer.place_decode(run.avoided)
         num_tries = 0
         while node is not None:
             num_tries += 1

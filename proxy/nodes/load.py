@@ -22,6 +22,8 @@ TRUSTED_OBSERVATIONS = 10.0
 """Observations with which a node's own measurement counts as much as that of other nodes."""
 TRUST_HALF_LIFE_S = 30.0
 """Seconds after which a measurement counts half as much."""
+BUSY_S = 5.0
+"""Seconds over which the share of a node's time that prompts take is averaged."""
 STREAM_S = 2.0
 """Seconds that a stream is taken to last, until one has ended."""
 MIN_SHARE_LEFT = 0.25
@@ -40,7 +42,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``load`` of ``/internal/v1/info``. None: nothing was measured yet."""
+    """``load`` of ``/internal/v1/info``. None: nothing was measured yet. ``decode``: of steps that only generate, by
+    their rows; ``row_s``: what each of those adds to a step with prompts."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -48,7 +51,8 @@ class LoadReport:
     max_num_seqs: int = DEFAULT_MAX_SEQS
     chunk: int = DEFAULT_CHUNK
     prefill: Measured | None = None
-    decode_step_s: float | None = None
+    decode: Measured | None = None
+    row_s: float = 0.0
     pull: Measured | None = None
     kv_bytes_per_token: float = DEFAULT_KV_BYTES
     state_bytes: float = 0.0
@@ -70,10 +74,12 @@ class LoadReport:
             if not isinstance(value, Mapping):
                 return None
             fixed_s, unit_s = number(value.get(fixed), -1.0), number(value.get(unit), -1.0)
+            if fixed_s + unit_s <= 0:
+                return None
             weight = number(value.get("observations"), TRUSTED_OBSERVATIONS)
             age_s = number(value.get("age_seconds"), 0.0)
             trust = weight / (weight + TRUSTED_OBSERVATIONS) * 0.5 ** (age_s / TRUST_HALF_LIFE_S)
-            return Measured(fixed_s, unit_s, trust) if fixed_s >= 0 and unit_s > 0 else None
+            return Measured(fixed_s, unit_s, trust) if fixed_s >= 0 and unit_s >= 0 else None
 
         def tiers(value: Any) -> dict[str, tuple[float, float]]:
             rows = value.items() if isinstance(value, Mapping) else ()
@@ -81,7 +87,6 @@ class LoadReport:
             read = {kind: (number(row[0], -1.0), number(row[1], -1.0)) for kind, row in pairs.items()}
             return {kind: row for kind, row in read.items() if min(row) >= 0}
 
-        step_s = number(body.get("decode_step_seconds"), 0.0)
         return cls(
             num_running=int(number(body.get("running"), 0)),
             num_waiting=int(number(body.get("waiting"), 0)),
@@ -89,7 +94,8 @@ class LoadReport:
             max_num_seqs=int(number(body.get("max_num_seqs"), DEFAULT_MAX_SEQS, 1)),
             chunk=int(number(body.get("max_num_batched_tokens"), DEFAULT_CHUNK, 1)),
             prefill=line(body.get("prefill"), "seconds_per_step", "seconds_per_token"),
-            decode_step_s=step_s or None,
+            decode=line(body.get("decode"), "seconds_per_step", "seconds_per_row"),
+            row_s=number(body.get("seconds_per_row_beside_prompts"), 0.0),
             pull=line(body.get("pull"), "seconds_per_pull", "seconds_per_byte"),
             kv_bytes_per_token=number(body.get("kv_bytes_per_token"), DEFAULT_KV_BYTES),
             state_bytes=number(body.get("state_bytes"), 0.0),
@@ -113,6 +119,7 @@ class NodeLoad:
     Attributes:
         placed_tokens, placed_s: of prompts that this proxy placed here to be computed and that are not answered.
         num_streams: requests that this proxy placed here to generate and that have not ended.
+        num_generating: of those, the ones whose first token has come.
         stream_s: how long such a stream stays, fading mean.
     """
 
@@ -121,6 +128,7 @@ class NodeLoad:
     placed_s: float = 0.0
     num_placed: int = 0
     num_streams: int = 0
+    num_generating: int = 0
     stream_s: float = STREAM_S
     # What is left of ``placed_s`` if the node works as fast as was estimated, and when that was so.
     _backlog_s: float = 0.0
@@ -128,12 +136,15 @@ class NodeLoad:
     _num_prefills: int = 0
     _reported_at_s: float = 0.0
     _other_s: float = 0.0
+    _busy_s: float = 0.0
+    _busy_at_s: float = 0.0
     _num_other_streams: int = 0
 
     def update(self, report: LoadReport | None, now: float) -> None:
         """A report came, or the node gives none (None)."""
         self.report = report = report or LoadReport()
         token_s = report.prefill.unit_s if report.prefill is not None else DEFAULT_TOKEN_S
+        self._fade_busy(now)
         self._other_s = max(0, report.num_uncomputed_tokens - self.placed_tokens) * token_s
         self._num_other_streams = max(0, report.num_running + report.num_waiting - self.num_charges)
         self._reported_at_s = now
@@ -145,6 +156,8 @@ class NodeLoad:
         else:
             self._num_prefills += 1
         if charge.compute_s > 0:
+            self._fade_busy(now)
+            self._busy_s += charge.compute_s
             self._backlog_s = self._drained_s(now) + charge.compute_s
             self._backlog_at_s = now
             self.num_placed += 1
@@ -153,7 +166,9 @@ class NodeLoad:
 
     def settle(self, charge: Charge, now: float) -> None:
         """The charge's prompt is computed, or nobody wants it any more. Once for each charge."""
-        if not charge.is_stream:
+        if charge.is_stream:
+            self.num_generating += 1
+        else:
             self._num_prefills -= 1
         if charge.compute_s > 0:
             self.num_placed -= 1
@@ -162,9 +177,10 @@ class NodeLoad:
             self._backlog_s, self._backlog_at_s = min(self._drained_s(now), self.placed_s), now
 
     def end_stream(self, charge: Charge, lasted_s: float) -> None:
-        """The charge's stream has ended. Once for each charge."""
+        """The charge's stream has ended, after it was settled. Once for each charge."""
         if charge.is_stream:
             self.num_streams -= 1
+            self.num_generating -= 1
             self.stream_s += 0.1 * (lasted_s - self.stream_s)
 
     def queue_s(self, now: float) -> float:
@@ -174,6 +190,18 @@ class NodeLoad:
         own_s = max(self._drained_s(now), MIN_SHARE_LEFT * self.placed_s)
         return own_s + max(0.0, self._other_s - max(0.0, now - self._reported_at_s))
 
+    def prompt_share(self, now: float, during_s: float) -> float:
+        """Of the next ``during_s`` seconds, what share prompts will take: those that wait, or as many as have come
+        lately."""
+        self._fade_busy(now)
+        coming = self._busy_s / BUSY_S
+        waiting = self.queue_s(now) / during_s if during_s > 0 else 0.0
+        return min(1.0, max(coming, waiting))
+
+    def _fade_busy(self, now: float) -> None:
+        self._busy_s *= math.exp(-max(0.0, now - self._busy_at_s) / BUSY_S)
+        self._busy_at_s = now
+
     def _drained_s(self, now: float) -> float:
         return max(0.0, self._backlog_s - (now - self._backlog_at_s))
 
@@ -181,6 +209,11 @@ class NodeLoad:
     def num_running(self) -> int:
         """Streams on the node: this proxy's own as of now, others' as of the last report."""
         return self.num_streams + self._num_other_streams
+
+    @property
+    def num_rows(self) -> int:
+        """Streams on the node that have their first token: rows of each of its steps."""
+        return self.num_generating + self._num_other_streams
 
     @property
     def num_charges(self) -> int:

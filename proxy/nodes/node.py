@@ -141,6 +141,11 @@ class Node:
         return self.state is NodeState.READY and self.breaker.is_admitting
 
     @property
+    def may_generate(self) -> bool:
+        """Whether it can serve whole requests, whatever its role: our own nodes can."""
+        return self.role is NodeRole.DECODE or (self.info.pull and not self.is_vllm)
+
+    @property
     def silence_s(self) -> float:
         """For how long it has answered no probe and sent nothing else either; 0 while it answers probes."""
         if self.silent_since_s is None:

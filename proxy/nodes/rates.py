@@ -20,8 +20,9 @@ ROLE_PRIOR, DEFAULT_PRIOR = 0.05, 0.01
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Seconds of a node's work: ``step_s`` + ``token_s`` a prompt token for a step that computes prompts, ``pull_s`` +
-    ``byte_s`` a byte for a pull, ``decode_step_s`` a step that only decodes. The defaults are of a small model on a
-    small machine, until a node has measured something.
+    ``byte_s`` a byte for a pull, ``decode_step_s`` + ``decode_row_s`` a row for a step that only decodes; ``row_s``:
+    what such a row adds to a step that computes prompts. The defaults are of a small model on a small machine, until a
+    node has measured something.
 
     What follows from them and the node's sizes: ``kv_s`` of pulling a token's blocks, ``state_s`` of a pull with one
     state.
@@ -30,12 +31,18 @@ class Rates:
     step_s: float = 0.005
     token_s: float = 0.0002
     decode_step_s: float = 0.01
+    decode_row_s: float = 0.0
+    row_s: float = 0.0
     pull_s: float = 0.003
     byte_s: float = 1e-9
     kv_s: float = DEFAULT_KV_BYTES * 1e-9
     state_s: float = 0.003
     tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By kind of tier, of reading: ``kv_s`` and ``state_s`` there."""
+
+    def decode_s(self, num_rows: int) -> float:
+        """Of a step that only decodes."""
+        return self.decode_step_s + self.decode_row_s * num_rows
 
 
 class RateTable:
@@ -60,13 +67,15 @@ class RateTable:
 def _own(others: Rates, report: LoadReport) -> Rates:
     step_s, token_s = _trusted(others.step_s, others.token_s, report.prefill)
     pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
-    decode_step_s = others.decode_step_s if report.decode_step_s is None else report.decode_step_s
+    # Not mixed by age: a node that has generated nothing for a while is as fast as it was.
+    decode = report.decode or Measured(others.decode_step_s, others.decode_row_s)
     kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
+    row_s = report.row_s or others.row_s
     tiers = {
         kind: (report.kv_bytes_per_token * s_per_byte, fixed_s + report.state_bytes * s_per_byte)
         for kind, (fixed_s, s_per_byte) in report.tiers.items()
     }
-    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s, kv_s, state_s, tiers)
+    return Rates(step_s, token_s, decode.fixed_s, decode.unit_s, row_s, pull_s, byte_s, kv_s, state_s, tiers)
 
 
 def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:
@@ -80,9 +89,11 @@ def _mixed(prior: Rates, reports: Iterable[LoadReport], weight: float) -> Rates:
     reports = list(reports)
     step_s, token_s = _mean(prior.step_s, prior.token_s, [each.prefill for each in reports], weight)
     pull_s, byte_s = _mean(prior.pull_s, prior.byte_s, [each.pull for each in reports], weight)
-    decode = [each.decode_step_s for each in reports if each.decode_step_s is not None]
-    decode_step_s = (prior.decode_step_s * weight + sum(decode)) / (weight + len(decode))
-    return Rates(step_s, token_s, decode_step_s, pull_s, byte_s)
+    decode = [Measured(each.decode.fixed_s, each.decode.unit_s) for each in reports if each.decode is not None]
+    decode_step_s, decode_row_s = _mean(prior.decode_step_s, prior.decode_row_s, decode, weight)
+    rows = [each.row_s for each in reports if each.row_s]
+    row_s = (prior.row_s * weight + sum(rows)) / (weight + len(rows))
+    return Rates(step_s, token_s, decode_step_s, decode_row_s, row_s, pull_s, byte_s)
 
 
 def _mean(fixed_s: float, unit_s: float, measured: Iterable[Measured | None], weight: float) -> tuple[float, float]:

@@ -29,19 +29,22 @@ MAX_REMEMBERED_NODES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen. ``prefill`` is empty or has the candidates of each prompt."""
+    """What may be chosen. ``prefill`` is empty or has the candidates of each prompt. ``is_elastic``: a decode node may
+    compute prompts that are new to it; ``generators``: prefill nodes that may compute the prompts and generate too."""
 
     decode: Sequence[Node]
     prefill: Sequence[Sequence[Node]]
     may_be_local: bool = True
     may_be_remote: bool = True
+    is_elastic: bool = False
+    generators: Sequence[Node] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """``prefill`` is empty for a local placement. ``sources``: from whom those who compute may pull. ``ttft_s``: the
     estimate. ``charges``: the work that it means, by node. ``known_tokens``: of each prompt that was weighed, those
-    that whoever computes it has, will have or is told to pull."""
+    that whoever computes it has, will have or is told to pull. ``crosses``: a node takes the other role's work."""
 
     decode: Node
     prefill: Sequence[Node]
@@ -49,6 +52,7 @@ class Choice:
     ttft_s: float
     charges: Sequence[tuple[Node, Charge]]
     known_tokens: Sequence[int] = ()
+    crosses: bool = False
 
 
 class _Bid(NamedTuple):
@@ -82,7 +86,7 @@ def _price_s(bid: _Bid) -> float:
 @dataclass(slots=True)
 class _Way:
     """One way to do it on one decode node. ``cost_s`` is ``ttft_s`` with what others suffer. ``bids`` is empty when the
-    decode node computes the prompts, as ``fills``."""
+    decode node computes the prompts, as ``fills``. ``crosses``: as of ``Choice``."""
 
     decode: Node
     ttft_s: float
@@ -90,6 +94,7 @@ class _Way:
     num_computed: int
     fills: Sequence[Fill] = ()
     bids: Sequence[_Bid] = ()
+    crosses: bool = False
 
 
 class CostChooser:
@@ -111,15 +116,23 @@ class CostChooser:
             base_s = estimator.stream_price_s(decode) - bonus_s.get(decode.url, 0.0)
             if not bids or (options.may_be_local and _goes_on(decode, weighed, estimator)):
                 ways.append(_local(decode, weighed, scale, estimator, base_s))
+            elif options.is_elastic and options.may_be_local and not _needs_a_tower(decode, weighed):
+                ways.append(_crossing(decode, weighed, scale, estimator, base_s))
             if bids:
                 ways.append(_remote(decode, weighed, scale, bids, estimator, base_s))
+        if options.generators and options.may_be_local:
+            # As a stream on the decode node that has most room for it, and what it costs more, or less, here.
+            least_s = min(map(estimator.stream_cost_s, options.decode))
+            for node in options.generators:
+                base_s = estimator.stream_cost_s(node) - least_s
+                ways.append(_crossing(node, weighed, scale, estimator, base_s))
         way = self._in_turn(ways)
         if not way.bids:
             compute_s = scale * sum(fill.compute_s for fill in way.fills)
             charge = Charge(way.num_computed, compute_s, is_stream=True)
             sources = _sources([way.decode], weighed, way.fills)
             known = _known(weighed, way.fills)
-            return Choice(way.decode, (), sources, way.ttft_s, [(way.decode, charge)], known)
+            return Choice(way.decode, (), sources, way.ttft_s, [(way.decode, charge)], known, way.crosses)
         chosen = way.bids if len(prompts) > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
         # What was not weighed is spread like what was.
         chosen = [chosen[index % len(chosen)] for index in range(len(prompts))]
@@ -150,6 +163,10 @@ class CostChooser:
         """Among the ways that are about as good as the best one, and compute least, that on the least loaded decode
         node."""
         best = min(ways, key=lambda way: way.cost_s)
+        if best.crosses:
+            self._take_turn(best.decode)
+            return best
+        ways = [way for way in ways if not way.crosses]
         limit_s = best.cost_s + NEAR_S + NEAR_SHARE * max(0.0, best.cost_s)
         most = min(way.num_computed for way in ways if way.cost_s <= limit_s) + MIN_GAIN_TOKENS
         near: dict[str, _Way] = {}
@@ -181,13 +198,26 @@ class CostChooser:
 
 def _goes_on(decode: Node, prompts: Sequence[Prompt], estimator: Estimator) -> bool:
     """Whether the decode node has a state of every prompt to go on from, in memory or in a tier, behind all its images.
-    A prompt that is new to it is for the prefill nodes, even where a few milliseconds would be saved: keeping such work
-    from the streams is what they are for."""
+    A prompt that is new to it is for the prefill nodes, where they are not far slower (``_crossing``): keeping such
+    work from the streams is what they are for."""
     for prompt in prompts:
         have = prompt.coverage.get(decode.url)
         if have is None or estimator.own_tokens(decode, prompt) < max(1, prompt.images_end):
             return False
     return True
+
+
+def _needs_a_tower(decode: Node, prompts: Sequence[Prompt]) -> bool:
+    """Whether an image would have to be computed, which only prefill nodes can."""
+    return any(prompt.images_end > prompt.on(decode).state_tokens for prompt in prompts)
+
+
+def _crossing(node: Node, prompts: Sequence[Prompt], scale: float, estimator: Estimator, base_s: float) -> _Way:
+    """One node does what two roles would."""
+    way = _local(node, prompts, scale, estimator, base_s)
+    way.cost_s += scale * sum(map(estimator.cross_price_s, way.fills))
+    way.crosses = True
+    return way
 
 
 def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Estimator, base_s: float) -> _Way:
@@ -203,6 +233,7 @@ def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Est
     num_computed = int(scale * num_computed)
     ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * seconds
     cost_s = ttft_s + base_s + scale * waste_s + estimator.delay_price_s(decode, num_computed)
+    cost_s += estimator.late_price_s(ttft_s)
     return _Way(decode, ttft_s, cost_s, num_computed, fills)
 
 
@@ -220,7 +251,8 @@ def _remote(
         blocks_s, rest_s = estimator.handoff_s(decode, prompts[0])
         if blocks_s <= first.hidden_s:  # the usual case: the cheapest one hides the blocks' way
             fill, ttft_s = first.fill, decode.load.room_s() + first.ready_s + rest_s
-            return _Way(decode, ttft_s, ttft_s + base_s + fill.waste_s, fill.num_computed, bids=(first,))
+            cost_s = ttft_s + base_s + fill.waste_s + estimator.late_price_s(ttft_s)
+            return _Way(decode, ttft_s, cost_s, fill.num_computed, bids=(first,))
     last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
     chosen: list[_Bid] = []
@@ -241,7 +273,8 @@ def _remote(
         num_computed += best.fill.num_computed
         chosen.append(best)
     ttft_s = decode.load.room_s() + scale * last_s
-    return _Way(decode, ttft_s, ttft_s + base_s + scale * waste_s, int(scale * num_computed), bids=chosen)
+    cost_s = ttft_s + base_s + scale * waste_s + estimator.late_price_s(ttft_s)
+    return _Way(decode, ttft_s, cost_s, int(scale * num_computed), bids=chosen)
 
 
 def _known(prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[int]:

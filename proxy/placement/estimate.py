@@ -1,4 +1,5 @@
-"""How long nodes would take for a prompt: what nobody has is computed, what another node has is pulled.
+"""How long nodes would take for a prompt: what nobody has is computed, what another node has is pulled; and what one
+more stream would cost on a node: itself, those that run there, and the prompts that wait there.
 
 A node goes on from a *state*, so of n tokens it computes n - state_tokens, whatever attention blocks it has beyond. A
 pull moves the blocks that its reader lacks and one state, so blocks without a state still save their bytes. With both
@@ -32,6 +33,21 @@ WASTE_PRICE = 2.0
 whoever comes next waits for the node meanwhile."""
 COPY_PRICE = 0.25
 """Price of a copy, as a share of the time of computing what is copied: a copy takes memory from other blocks."""
+STREAM_CHUNK_SHARE = 4
+"""Beside streams without a target a node's prompts get one of so many parts of its chunk, as its scheduler does."""
+FLOOR_SHARE = 16
+"""Beside streams with a target, at least one of so many."""
+TARGET_SHARE = 0.9
+"""Of the target for the time between two tokens, what nodes plan a step with prompts to take."""
+IN_TARGET_PRICE = 0.25
+"""Price of delaying streams by prompts whose chunks keep within the streams' target, as a share of the usual one."""
+LATE_PRICE = 4.0
+"""Price of a second beyond a target, beside the second itself."""
+CROSS_S, CROSS_SHARE = 0.05, 0.1
+"""What a node must save to take the other role's work: seconds, and a share of the time of computing the prompt. So
+roles stay as they are where that is about as good, and each kind of work keeps its own caches."""
+USUAL_ANSWER_TOKENS = 256
+"""Tokens of an answer, at most, for what a stream costs: few are as long as they may be."""
 APART_PRICE = 1.0
 """Price of computing a prompt where its blocks are not, in multiples of the time of computing those that another node
 has (see ``Estimator.apart_price_s``)."""
@@ -109,16 +125,36 @@ class Fill(NamedTuple):
     waste_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a request, and those like it, is to keep: seconds to the first token, and between two tokens."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+NO_TARGETS = Targets()
+
+
 class Estimator:
     """Estimates of one moment for one request."""
 
     def __init__(
-        self, nodes: Iterable[Node], rates: Mapping[str, Rates], now: float, stream_delay_weight: float
+        self,
+        nodes: Iterable[Node],
+        rates: Mapping[str, Rates],
+        now: float,
+        stream_delay_weight: float,
+        targets: Targets = NO_TARGETS,
+        max_answer_tokens: int | None = None,
     ) -> None:
-        """``rates``: by node URL."""
+        """``rates``: by node URL. ``max_answer_tokens``: None: not said."""
         self._rates = rates
         self._queue_s = {node.url: node.load.queue_s(now) for node in nodes}
         self._weight = stream_delay_weight
+        self._now = now
+        self._targets = targets
+        self._num_answer_tokens = min(max_answer_tokens or USUAL_ANSWER_TOKENS, USUAL_ANSWER_TOKENS)
 
     def queue_s(self, node: Node) -> float:
         return self._queue_s[node.url]
@@ -126,19 +162,20 @@ class Estimator:
     def fill(self, node: Node, prompt: Prompt) -> Fill:
         """The cheapest of computing all that ``node`` has no state for, reading a deeper one from its tier, and pulling
         one first."""
-        rates, chunk = self._rates[node.url], node.load.report.chunk
+        rates = self._rates[node.url]
+        chunk, step_s = self._chunk(node, node.load.num_rows)
         attention_tokens, state_tokens, tier_tokens, tier = prompt.coverage.get(node.url, NO_COVERAGE)
         num_tokens, holders = prompt.num_tokens, prompt.holders
         num_left = num_tokens - state_tokens
-        compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
-        again_s = rates.token_s + rates.step_s / chunk  # a token that is computed, or copied, once more than needed
+        compute_s = -(-num_left // chunk) * step_s + num_left * rates.token_s
+        again_s = rates.token_s + step_s / chunk  # a token that is computed, or copied, once more than needed
         waste_s = WASTE_PRICE * max(0, prompt.deepest - state_tokens) * again_s
         best = Fill(compute_s, compute_s, num_left, None, waste_s)
         least = state_tokens + MIN_GAIN_TOKENS
         if tier_tokens > state_tokens and tier in rates.tiers:
             kv_s, state_s = rates.tiers[tier]
             num_left, num_read = num_tokens - tier_tokens, max(0, tier_tokens - attention_tokens)
-            compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
+            compute_s = -(-num_left // chunk) * step_s + num_left * rates.token_s
             waste_s = (WASTE_PRICE * max(0, prompt.deepest - tier_tokens) + COPY_PRICE * num_read) * again_s
             read = Fill(state_s + num_read * kv_s + compute_s, compute_s, num_left, None, waste_s)
             best = min(best, read, key=lambda fill: fill.seconds + fill.waste_s)
@@ -149,7 +186,7 @@ class Estimator:
                 continue
             num_left = num_tokens - depth
             num_pulled = max(0, depth - attention_tokens)
-            compute_s = -(-num_left // chunk) * rates.step_s + num_left * rates.token_s
+            compute_s = -(-num_left // chunk) * step_s + num_left * rates.token_s
             seconds = FIND_S + rates.state_s + num_pulled * rates.kv_s + compute_s
             waste_s = (WASTE_PRICE * max(0, prompt.deepest - depth) + COPY_PRICE * num_pulled) * again_s
             if seconds + waste_s < best.seconds + best.waste_s:
@@ -189,4 +226,50 @@ class Estimator:
         """Of prompt tokens between a decode node's steps: each running stream waits for them, and so would the next one
         to come."""
         added_s = num_computed * self._rates[decode.url].token_s
-        return self._weight * added_s * (decode.load.num_running + 1)
+        price = 1.0 if self._targets.itl_s is None else IN_TARGET_PRICE
+        return price * self._weight * added_s * (decode.load.num_running + 1)
+
+    def late_price_s(self, ttft_s: float) -> float:
+        """Of a first token beyond its target."""
+        target_s = self._targets.ttft_s
+        return LATE_PRICE * max(0.0, ttft_s - target_s) if target_s is not None else 0.0
+
+    def stream_cost_s(self, node: Node) -> float:
+        """Of one more stream from its first token to its last: its own time, by which it makes others longer, and by
+        which prompts that wait there, or will come, take longer beside it."""
+        rates, num_rows, num_tokens = self._rates[node.url], node.load.num_rows, self._num_answer_tokens
+        share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows + 1))
+        before_s, before_rate = self._pace(node, num_rows, share)
+        after_s, after_rate = self._pace(node, num_rows + 1, share)
+        lasts_s = num_tokens * after_s
+        others_s = num_rows * num_tokens * max(0.0, after_s - before_s)
+        prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
+        target_s = self._targets.itl_s
+        late_s = num_tokens * max(0.0, after_s - target_s) * (num_rows + 1) if target_s is not None else 0.0
+        return self._weight * (lasts_s + others_s + prompts_s) + LATE_PRICE * late_s
+
+    def cross_price_s(self, fill: Fill) -> float:
+        """What it must save to take the other role's work."""
+        return CROSS_S + CROSS_SHARE * fill.compute_s
+
+    def _chunk(self, node: Node, num_rows: int) -> tuple[int, float]:
+        """Prompt tokens of one step beside ``num_rows``, and the seconds of that step without them."""
+        rates, chunk = self._rates[node.url], node.load.report.chunk
+        if num_rows == 0:
+            return chunk, rates.step_s
+        step_s = rates.step_s + rates.row_s * num_rows
+        target_s = self._targets.itl_s
+        if target_s is None:
+            return max(1, chunk // STREAM_CHUNK_SHARE), step_s
+        fits = (TARGET_SHARE * target_s - step_s) / rates.token_s if rates.token_s > 0 else chunk
+        return int(min(chunk, max(fits, chunk // FLOOR_SHARE, 1))), step_s
+
+    def _pace(self, node: Node, num_rows: int, share: float) -> tuple[float, float]:
+        """Seconds between two tokens of ``num_rows`` streams while prompts take ``share`` of the time, and how many
+        tokens of those are computed a second then."""
+        rates = self._rates[node.url]
+        chunk, step_s = self._chunk(node, num_rows)
+        with_prompts_s = step_s + chunk * rates.token_s
+        alone_s = rates.decode_s(num_rows) if num_rows else 0.0
+        rate = chunk / with_prompts_s if with_prompts_s > 0 else 0.0
+        return (1.0 - share) * alone_s + share * with_prompts_s, rate

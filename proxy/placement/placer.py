@@ -114,10 +114,17 @@ class Placer:
         now = self._clock()
         session_url = self._sessions.get(request.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
-        estimator = Estimator(nodes, self._rates.rates(self._pool.nodes, now), now, self._config.stream_delay_weight)
+        estimator = Estimator(
+            nodes,
+            self._rates.rates(self._pool.nodes, now),
+            now,
+            self._config.stream_delay_weight,
+            request.targets,
+            request.max_answer_tokens,
+        )
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
-        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s)
+        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, choice.crosses)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
@@ -156,6 +163,13 @@ class Placer:
         for node, charge in entry.charges:
             node.load.end_stream(charge, now - entry.placed_s)
 
+    def generators(self) -> list[Node]:
+        """Who may be asked to generate now."""
+        nodes = self._pool.usable(NodeRole.DECODE)
+        if self._config.elastic:
+            nodes += [node for node in self._pool.usable(NodeRole.PREFILL) if node.may_generate]
+        return nodes
+
     def place_prefill(self, avoided: Avoided) -> Node | None:
         """A prefill node for one prompt; None when none is left."""
         return pick(self._prefill_policy, self._pool.usable(NodeRole.PREFILL), tried=avoided.prefill)
@@ -191,7 +205,15 @@ class Placer:
         if not may_be_remote:
             return Options(decode, (), may_be_remote=False)
         if weighs:
-            return Options(decode, [prefill] * len(prompts), may_be_local=may_be_local)
+            is_elastic = self._config.elastic and request.placement_header is PlacementHeader.AUTO
+            generators = [node for node in prefill if node.may_generate and node not in avoided.decode]
+            return Options(
+                decode,
+                [prefill] * len(prompts),
+                may_be_local=may_be_local,
+                is_elastic=is_elastic,
+                generators=generators if is_elastic and isinstance(self._decode_policy, Cost) else (),
+            )
         picked = [[_picked(self._prefill_policy, prefill, prompt, avoided.prefill)] for prompt in prompts]
         return Options(decode, picked, may_be_local=may_be_local)
 

@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.wire.headers import PLACEMENT_HEADER, SESSION_HEADER
 from proxy.nodes.node import Node, NodeRole
+from proxy.placement.estimate import NO_TARGETS, Targets
 from proxy.prefix_index.prompt_keys import PromptKeys
 
 MAX_SESSION_ID_LENGTH = 256
@@ -60,6 +61,8 @@ class PlacementRequest:
         is_stream: the answer is a stream, whose first byte tells how good the estimate was.
         prompt_keys: one entry per prompt, None for those that the proxy could not tokenise; or empty.
         session_id: as ``X-Session-Id`` says.
+        targets: what the request is to keep.
+        max_answer_tokens: of one answer; None: not said.
     """
 
     body: Mapping[str, Any]
@@ -69,6 +72,8 @@ class PlacementRequest:
     prompt_keys: Sequence[PromptKeys | None] = ()
     session_id: str | None = None
     placement_header: PlacementHeader = PlacementHeader.AUTO
+    targets: Targets = NO_TARGETS
+    max_answer_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -90,12 +95,15 @@ class Placement:
         prefill: one node per prompt, or none at all.
         sources: pull sources (``tandem_sources``) for whoever computes the prompts.
         ttft_s: the estimated time to the first token; None when the policy makes no estimate.
+        crosses: a node takes the other role's work: ``decode`` computes a prompt that is new to it, or is a prefill
+            node.
     """
 
     decode: Node
     prefill: Sequence[Node] = ()
     sources: Sequence[Mapping[str, Any]] = ()
     ttft_s: float | None = None
+    crosses: bool = False
 
     @property
     def is_local(self) -> bool:

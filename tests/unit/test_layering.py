@@ -83,6 +83,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.cli": ("bench", "log_sink", "supervisor", "flags", "up", "probe", "docs", "main", "__main__"),
     "common.engine": (
         "rates",
+        "pacing",
         "drafting",
         "sampling",
         "plan",
@@ -99,6 +100,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "core",
     ),
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
+    "common.engine.pacing": ("regression", "step_model"),
     "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
     "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
@@ -108,6 +110,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "keys",
         "spec",
         "layout",
+        "shards",
         "checkpoints",
         "observe",
         "eviction",
@@ -278,6 +281,7 @@ MAX_FILES = 12
 LIGHT = (
     "proxy",
     "common.engine.drafting",
+    "common.engine.pacing",
     "common.kv_cache",
     "common.tiers",
     "common.geometry",

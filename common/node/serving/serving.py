@@ -50,8 +50,9 @@ from common.server.gate import is_peer, request_id_of, take_request_id, wants_tr
 from common.server.json_body import read_json_object, run_for_body
 from common.server.pacer import Pacer
 from common.telemetry.tracing import Tracer
+from common.wire.fields import seconds_of_header
 from common.wire.handoff import TransferMode, rendezvous_id_of
-from common.wire.headers import PROXY_SECONDS_HEADER
+from common.wire.headers import ITL_TARGET_HEADER, PROXY_SECONDS_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,10 @@ class Serving:
             self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
+            itl_target_s = seconds_of_header(http.headers, ITL_TARGET_HEADER)
             jobs = await self._prompts.jobs(http, request)
+            for job in jobs:
+                job.itl_target_s = itl_target_s
             await self._prepare_grammars(request, jobs)
             # The proxy shows every request on its status page, so it wants the trace even if the client does not.
             is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
@@ -248,6 +252,7 @@ class Serving:
                 is_remote_optional=job.handoff is None,
                 lost_remote=job.handoff_result.is_lost,
                 arrival_s=time.monotonic(),
+                itl_target_s=job.itl_target_s,
                 semantic_boundaries=job.semantic_boundaries,
                 num_resumed_tokens=job.num_resumed,
                 images=job.images,

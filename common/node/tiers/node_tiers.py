@@ -362,7 +362,7 @@ class NodeTiers:
 
     def _s_per_token(self) -> float:
         """Of computing a prompt here; nothing is known of it before the first one, and then reading is tried."""
-        line = self._core.step_times.prefill.line
+        line = self._core.step_model.prompt_line
         return float("inf") if line is None else line.unit_s + line.fixed_s / self._step_tokens
 
     def _begin_read(self, found: TierPrefix) -> None:

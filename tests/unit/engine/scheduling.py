@@ -41,6 +41,7 @@ class Rig:
         sampled: bool = True,
         prompt_logprobs: int | None = None,
         remote: Any = None,
+        itl_target_s: float | None = None,
     ) -> Sequence:
         """Arrivals are one second apart unless the test says when."""
         self._num_added += 1
@@ -50,6 +51,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs) if sampled else None,
             priority=priority,
             remote=remote,
+            itl_target_s=itl_target_s,
             arrival_s=float(self._num_added) if arrival_s is None else arrival_s,
         )
         sequence = Sequence(request, index, self.manager.prefix_keys(prompt))

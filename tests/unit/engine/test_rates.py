@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from common.engine.rates import HALF_LIFE, LinearCost, StepTimes
+from common.engine.rates import HALF_LIFE, LinearCost
 
 
 def test_line_when_nothing_was_observed_then_none() -> None:
@@ -54,13 +54,3 @@ def test_line_when_the_machine_became_slower_then_it_follows() -> None:
     line = cost.line
     assert line is not None
     assert line.unit_s == pytest.approx(0.004, rel=0.02)
-
-
-def test_steps_when_they_only_decode_then_they_do_not_count_as_prefill() -> None:
-    steps = StepTimes()
-    steps.observe(0, 0.01)
-    assert steps.prefill.line is None
-    assert steps.decode_s == 0.01
-    steps.observe(512, 0.5)
-    assert steps.prefill.line is not None
-    assert steps.decode_s == 0.01

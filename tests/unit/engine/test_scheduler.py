@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from common.engine.pacing.step_model import StepShape
 from common.engine.plan import Rows
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
@@ -79,6 +80,50 @@ def test_budget_when_somebody_generates_then_prompts_get_a_quarter_of_it() -> No
     assert planned(rig.step()) == [("generates", 9, 1), ("long", 4, 4)]
     assert planned(rig.step()) == [("generates", 10, 1), ("long", 8, 4)]
     assert planned(rig.step()) == [("long", 12, 14), ("next", 0, 2)]  # all of it when nobody does
+
+
+def _learn(rig: Rig) -> None:
+    """A step takes 4 ms and 1 ms a row, and with prompts 1 ms more of each of their tokens."""
+    draw = random.Random(1)
+    for _ in range(200):
+        rows, tokens = draw.randrange(5), draw.randrange(1, 64)
+        shape = StepShape(rows, 0, tokens, 0)
+        rig.scheduler.step_model.observe(shape, 0.004 + 0.001 * (rows + tokens))
+
+
+@pytest.mark.parametrize(
+    ("target_s", "is_known", "num_tokens"),
+    [(0.030, True, 22), (0.050, True, 40), (0.001, True, 4), (10.0, True, 63), (0.030, False, 16), (None, True, 16)],
+)
+def test_budget_when_a_stream_has_a_target_then_prompts_get_what_fits_into_it(
+    target_s: float | None, is_known: bool, num_tokens: int
+) -> None:
+    rig = Rig()
+    if is_known:
+        _learn(rig)
+    rig.add("stream", words(1, 4), itl_target_s=target_s)
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1)
+    (row, prompt) = planned(rig.step())
+    assert row == ("stream", 4, 1)
+    assert prompt[2] == pytest.approx(num_tokens, abs=1)
+
+
+def test_budget_when_another_stream_has_no_target_then_its_gap_is_no_longer_than_before() -> None:
+    rig = Rig()
+    _learn(rig)
+    rig.add("slow", words(1, 4), itl_target_s=10.0)
+    rig.add("usual", words(3, 4))
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1)
+    assert planned(rig.step())[2] == ("prompt", 0, 16)
+
+
+def test_budget_when_nobody_generates_then_a_prompt_gets_all_of_it() -> None:
+    rig = Rig()
+    _learn(rig)
+    rig.add("prompt", words(2, 200), max_tokens=8, itl_target_s=0.001)
+    assert planned(rig.step()) == [("prompt", 0, 64)]
 
 
 def test_streams_when_an_older_prompt_is_long_then_each_step_has_a_token_of_each() -> None:

@@ -20,6 +20,7 @@ leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,plac
 """
 
 BEYOND_INTERFACE = """
+step_time_error_ratio{kind} proxy_elastic_placements_total{work}
 requests_waiting_for_peer transfers_in_flight transfer_early_parts_total agent_recreations_total
 source_queries_total{result} proxy_retries_total{reason}
 proxy_retries_refused_total proxy_migrations_total{outcome} breaker_state{node}

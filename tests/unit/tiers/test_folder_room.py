@@ -121,3 +121,13 @@ def test_room_when_a_stopped_process_has_the_lock_then_nobody_waits_for_it(
     assert put(writer, extent(1))
     status = (tmp_path / folder_use.USAGE_FILE).stat()
     assert (status.st_mode & 0o777, status.st_size) == (0o600, 16)
+
+
+def test_room_when_it_is_closed_while_a_look_goes_on_then_nothing_may_be_put_and_nothing_breaks(tmp_path: Path) -> None:
+    room = FolderRoom(tmp_path, 1000)
+    room.begin_look()
+    room.close()
+    room.end_look(0)
+    room.give_back(10)
+    assert not room.take(10)
+    room.close()

@@ -20,7 +20,8 @@ GOOD: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
     "prefill": {"seconds_per_step": 0.01, "seconds_per_token": 0.001, "observations": 30, "age_seconds": 30},
-    "decode_step_seconds": 0.02,
+    "decode": {"seconds_per_step": 0.02, "seconds_per_row": 0.001},
+    "seconds_per_row_beside_prompts": 0.0015,
     "pull": {"seconds_per_pull": 0.002, "seconds_per_byte": 1e-8},
     "kv_bytes_per_token": 512,
     "state_bytes": 20_000,
@@ -31,7 +32,9 @@ def test_report_when_whole_then_read() -> None:
     report = LoadReport.from_json(GOOD)
     assert report is not None
     assert (report.num_running, report.num_waiting, report.num_uncomputed_tokens) == (3, 1, 700)
-    assert (report.max_num_seqs, report.chunk, report.decode_step_s) == (16, 512, 0.02)
+    assert (report.max_num_seqs, report.chunk, report.row_s) == (16, 512, 0.0015)
+    assert report.decode is not None
+    assert (report.decode.fixed_s, report.decode.unit_s) == (0.02, 0.001)
     assert report.prefill is not None
     assert (report.prefill.fixed_s, report.prefill.unit_s) == (0.01, 0.001)
     assert report.prefill.trust == pytest.approx(0.75 * 0.5)  # 30 of 30 + 10, half of that after 30 s

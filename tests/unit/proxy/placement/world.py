@@ -70,7 +70,7 @@ def make_pool(num_prefill: int, num_decode: int) -> NodePool:
 def report(**fields: Any) -> LoadReport:
     measured: dict[str, Any] = {
         "prefill": Measured(STEP_S, TOKEN_S),
-        "decode_step_s": DECODE_STEP_S,
+        "decode": Measured(DECODE_STEP_S, 0.0),
         "pull": Measured(PULL_S, BYTE_S),
         "kv_bytes_per_token": KV_BYTES,
         "state_bytes": STATE_BYTES,

@@ -1,0 +1,205 @@
+"""How long a step takes, learned from the steps that were run: the scheduler sizes prompts' chunks by it, tiers compare
+reading with computing, and the proxy's placement asks for it.
+
+Two fits, because a step that only generates is replayed and one with prompt tokens is not: seconds = fixed + per row
+that generates + per prompt token + per attended position. The number of rows does not change a step's time evenly (a
+kernel takes rows by groups), so what the fit misses of each number is remembered beside it.
+
+Life of an observation: 1 ``observe``, compared with what was predicted (``on_error``), 2 believed, or put aside when it
+took several times as long (a recording, a machine that stood still), unless that goes on, 3 fades, with every later one
+and with time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from common.engine.pacing.regression import FadingRegression
+from common.engine.rates import HALF_LIFE, Line
+
+HALF_LIFE_S = 300.0
+"""Seconds after which an observation counts half, however few came after it: the machine has other work by then."""
+MIN_WEIGHT = 3.0
+"""Observations before which nothing is predicted."""
+OUTLIER = 2.5
+"""Times the predicted time from which a step is not believed."""
+MAX_OUTLIERS = 8
+"""In a row; then it is not the steps that are wrong."""
+_FADE = 0.5 ** (1 / HALF_LIFE)
+_CORRECTION_SHARE = 0.2
+"""What a new step counts in what is remembered of its number of rows."""
+_MAX_CORRECTION = 2.0
+MAX_ROW_KINDS = 256
+"""Numbers of rows that are remembered by themselves; larger ones share the last place."""
+
+# How strongly each coefficient is held (``FadingRegression``). The per-token ones are free to explain the first
+# observations, the fixed ones and those of attended positions come in when observations tell them apart.
+_DECODE_HOLDS = (0.02, 0.05, 0.2)
+_PROMPT_HOLDS = (0.2, 0.2, 0.02, 0.5)
+
+
+class StepShape(NamedTuple):
+    """What a step computes. ``num_rows``: tokens of sequences that generate, drafted ones too, which look at
+    ``num_row_attended`` positions together; ``num_prompt_tokens`` of prompts look at ``num_prompt_attended``."""
+
+    num_rows: int = 0
+    num_row_attended: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_attended: int = 0
+
+
+def chunk_attended(start: int, num_tokens: int) -> int:
+    """Positions at which ``num_tokens`` tokens from ``start`` on look together."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+class StepModel:
+    """The engine thread observes and predicts; lines and means are readable from any thread. ``on_error``: called with
+    "prompt" or "decode" and the share by which a prediction was wrong."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._decode = _Fit(_DECODE_HOLDS)
+        self._prompt = _Fit(_PROMPT_HOLDS)
+        self._corrections: dict[int, float] = {}
+        self._mean_context = 0.0  # of a row
+        self._mean_attended = 0.0  # of a prompt token
+        self.on_error: Callable[[str, float], None] = lambda _kind, _share: None
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """One step that ran a forward."""
+        now = self._clock()
+        if not shape.num_prompt_tokens and not shape.num_rows:
+            return
+        predicted = self.predict(shape)
+        if predicted is not None:
+            kind = "prompt" if shape.num_prompt_tokens else "decode"
+            self.on_error(kind, abs(predicted - seconds) / max(seconds, 1e-9))
+        fit = self._fit(shape)
+        if not fit.believes(predicted, seconds):
+            return
+        fit.observe(_features(shape), seconds, now)
+        if shape.num_prompt_tokens:
+            self._mean_attended = _mixed(self._mean_attended, shape.num_prompt_attended / shape.num_prompt_tokens)
+        if shape.num_rows:
+            self._mean_context = _mixed(self._mean_context, shape.num_row_attended / shape.num_rows)
+        if not shape.num_prompt_tokens and fit.is_known:
+            self._correct(shape, seconds)
+
+    def predict(self, shape: StepShape) -> float | None:
+        """Seconds of such a step; None: too few were seen."""
+        fit = self._fit(shape)
+        if not fit.is_known:
+            return None
+        seconds = fit.predict(_features(shape))
+        if not shape.num_prompt_tokens:
+            seconds *= self._corrections.get(min(shape.num_rows, MAX_ROW_KINDS), 1.0)
+        return seconds if seconds > 0.0 else None
+
+    def max_prompt_tokens(self, rows: StepShape, start: int, limit: int, seconds: float) -> int | None:
+        """How many tokens of a prompt, from ``start`` on, fit into a step of ``seconds`` beside ``rows``: 0 to
+        ``limit``. None: not known yet."""
+        if not self._prompt.is_known:
+            return None
+        low, high = 0, limit
+        while low < high:  # the time grows with the tokens
+            middle = (low + high + 1) // 2
+            shape = rows._replace(num_prompt_tokens=middle, num_prompt_attended=chunk_attended(start, middle))
+            if self._prompt.predict(_features(shape)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    # --- for those who ask for lines
+
+    @property
+    def prompt_line(self) -> Line | None:
+        """Of a step that only computes prompts, by their tokens. None before the first one."""
+        fit = self._prompt
+        if not fit.weight:
+            return None
+        fixed_s, _, token_s, attended_s = fit.coefficients
+        return Line(fixed_s, token_s + attended_s * self._mean_attended, fit.weight)
+
+    @property
+    def prompt_row_s(self) -> float:
+        """What a row that generates adds to a step with prompts."""
+        _, row_s, _, attended_s = self._prompt.coefficients
+        return row_s + attended_s * self._mean_context
+
+    @property
+    def decode_line(self) -> Line | None:
+        """Of a step that only generates, by its rows. None before the first one."""
+        fit = self._decode
+        if not fit.weight:
+            return None
+        fixed_s, row_s, attended_s = fit.coefficients
+        return Line(fixed_s, row_s + attended_s * self._mean_context, fit.weight)
+
+    def age_s(self, *, of_prompts: bool) -> float:
+        """Since the last step of the kind."""
+        return self._clock() - (self._prompt if of_prompts else self._decode).observed_s
+
+    # --- inside
+
+    def _fit(self, shape: StepShape) -> _Fit:
+        return self._prompt if shape.num_prompt_tokens else self._decode
+
+    def _correct(self, shape: StepShape, seconds: float) -> None:
+        fitted = self._decode.predict(_features(shape))
+        if fitted <= 0.0:
+            return
+        rows = min(shape.num_rows, MAX_ROW_KINDS)
+        missed = min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, seconds / fitted))
+        last = self._corrections.get(rows, 1.0)
+        self._corrections[rows] = last + _CORRECTION_SHARE * (missed - last)
+
+
+class _Fit:
+    """One kind of steps."""
+
+    def __init__(self, holds: tuple[float, ...]) -> None:
+        self._regression = FadingRegression(holds)
+        self._num_outliers = 0
+        self.observed_s = 0.0
+
+    @property
+    def weight(self) -> float:
+        return self._regression.weight
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return self._regression.coefficients
+
+    @property
+    def is_known(self) -> bool:
+        return self._regression.weight >= MIN_WEIGHT
+
+    def believes(self, predicted: float | None, seconds: float) -> bool:
+        is_outlier = predicted is not None and seconds > OUTLIER * predicted
+        self._num_outliers = self._num_outliers + 1 if is_outlier else 0
+        return not 0 < self._num_outliers <= MAX_OUTLIERS
+
+    def observe(self, features: tuple[float, ...], seconds: float, now: float) -> None:
+        idle_s = max(0.0, now - self.observed_s) if self.weight else 0.0
+        # What is left is never nothing: a node that was idle for a night still knows what it is.
+        fade = max(_FADE * 0.5 ** (idle_s / HALF_LIFE_S), 0.01)
+        self._regression.observe(features, seconds, fade=fade)
+        self.observed_s = now
+
+    def predict(self, features: tuple[float, ...]) -> float:
+        return self._regression.predict(features)
+
+
+def _features(shape: StepShape) -> tuple[float, ...]:
+    attended = float(shape.num_row_attended + shape.num_prompt_attended)
+    if shape.num_prompt_tokens:
+        return 1.0, float(shape.num_rows), float(shape.num_prompt_tokens), attended
+    return 1.0, float(shape.num_rows), attended
+
+
+def _mixed(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean * 0.95 + value * 0.05

@@ -1,0 +1,122 @@
+"""When a node takes the other role's work, and when targets are not met."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from proxy.nodes.node import NodeRole
+from proxy.placement.estimate import LATE_PRICE, Estimator, Targets
+from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
+from tests.unit.proxy.placement.world import World, make_request
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000) for _ in range(count)]
+
+
+class Rig:
+    def __init__(self, num_prefill: int = 1, num_decode: int = 1, **config: Any) -> None:
+        self.world = World(num_prefill, num_decode, **{"elastic": True, **config})
+        self._num = 0
+
+    def place(self, num_tokens: int = 1000, **fields: Any) -> tuple[PlacementRequest, Placement]:
+        self._num += 1
+        request = make_request(tokens(num_tokens, self._num), **fields)
+        return request, self.world.placer.place(request, Avoided())
+
+    def generate(self, num: int, url: str) -> None:
+        """So many streams run on the node at ``url``."""
+        [node] = [node for node in self.world.pool.nodes if node.url == url]
+        node.load.num_streams += num
+        node.load.num_generating += num
+
+
+def test_place_when_nodes_are_idle_then_roles_are_kept() -> None:
+    rig = Rig()
+    for num_tokens in (20, 200, 2000):
+        request, placement = rig.place(num_tokens)
+        assert (placement.is_local, placement.crosses) == (False, False)
+        assert placement.decode.role is NodeRole.DECODE
+        rig.world.placer.finished(request)
+
+
+def test_place_when_prompts_wait_for_prefill_nodes_then_others_are_computed_by_decode_nodes() -> None:
+    rig = Rig()
+    placed = [rig.place(2000)[1] for _ in range(8)]
+    crossing = [each for each in placed if each.crosses]
+    assert not placed[0].crosses
+    assert crossing
+    assert all(each.is_local for each in crossing)
+    assert any(each.decode.role is NodeRole.DECODE for each in crossing)
+
+
+def test_place_when_decode_nodes_are_full_then_a_prefill_node_without_work_generates() -> None:
+    rig = Rig(0 + 1, 1)
+    decode = next(node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE)
+    rig.generate(decode.load.report.max_num_seqs + 8, decode.url)
+    _, placement = rig.place(1000)
+    assert placement.crosses
+    assert placement.is_local
+    assert placement.decode.role is NodeRole.PREFILL
+
+
+@pytest.mark.parametrize("header", [PlacementHeader.LOCAL, PlacementHeader.REMOTE])
+def test_place_when_the_request_says_how_then_nobody_crosses(header: PlacementHeader) -> None:
+    rig = Rig()
+    for _ in range(8):
+        _, placement = rig.place(2000, placement_header=header)
+        assert not placement.crosses
+        assert placement.decode.role is NodeRole.DECODE
+
+
+def test_place_when_not_elastic_then_nobody_crosses_however_long_the_queue() -> None:
+    rig = Rig(elastic=False)
+    for _ in range(12):
+        _, placement = rig.place(2000)
+        assert (placement.is_local, placement.crosses) == (False, False)
+
+
+def test_place_when_a_prefill_node_is_to_be_avoided_then_it_does_not_generate_either() -> None:
+    rig = Rig()
+    decode = next(node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE)
+    prefill = next(node for node in rig.world.pool.nodes if node.role is NodeRole.PREFILL)
+    rig.generate(decode.load.report.max_num_seqs + 8, decode.url)
+    request = make_request(tokens(1000, 1))
+    assert rig.world.placer.place(request, Avoided(prefill=[prefill])).decode is decode
+    assert rig.world.placer.place(request, Avoided(decode=[prefill])).decode is decode
+
+
+def estimator(rig: Rig, targets: Targets) -> Estimator:
+    nodes = rig.world.pool.nodes
+    return Estimator(nodes, rig.world.placer._rates.rates(nodes, 0.0), 0.0, 0.5, targets)
+
+
+def test_late_price_when_the_first_token_misses_its_target_then_grows_with_what_is_missed() -> None:
+    rig = Rig()
+    late = estimator(rig, Targets(ttft_s=0.5))
+    assert late.late_price_s(0.4) == 0.0
+    assert late.late_price_s(0.7) == pytest.approx(0.2 * LATE_PRICE)
+    assert estimator(rig, Targets()).late_price_s(100.0) == 0.0
+
+
+def test_stream_cost_when_the_nodes_steps_are_longer_than_the_target_then_is_higher() -> None:
+    rig = Rig()
+    node = rig.world.pool.nodes[0]
+    rig.generate(4, node.url)
+    costs = [estimator(rig, Targets(itl_s=target)).stream_cost_s(node) for target in (None, 10.0, 0.001)]
+    assert costs[0] == costs[1] < costs[2]
+
+
+def test_charges_when_requests_start_and_end_then_rows_are_counted_back_to_zero() -> None:
+    rig = Rig()
+    placed = [rig.place(500) for _ in range(6)]
+    for request, _ in placed[:3]:
+        rig.world.placer.started(request, is_answer=True)
+    assert sum(node.load.num_rows for node in rig.world.pool.nodes) == 3
+    for request, _ in placed:
+        rig.world.placer.finished(request)
+    assert [node.load.num_rows for node in rig.world.pool.nodes] == [0, 0]
