@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of every dtype that a pool may hold."""
@@ -74,7 +74,8 @@ class StateTensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[ShardPart, ...] = ()
+    # Not in the repr, which a node's layout fingerprint is made of: how bytes could be dealt out changes none of them.
+    parts: tuple[ShardPart, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         num_rows = sum(part.num_rows for part in self.parts)

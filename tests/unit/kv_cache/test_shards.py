@@ -210,3 +210,10 @@ def test_check_when_heads_cannot_be_dealt_out_then_names_tensor_part_and_sizes()
     check_tensor_parallel(geometry, 4)
     with pytest.raises(ConfigError, match="tensor parallel size 5: attention of layer 1: 4 heads of 'kv_heads' cannot"):
         check_tensor_parallel(geometry, 5)
+
+
+def test_layout_when_parts_are_declared_then_its_identity_is_what_it_was() -> None:
+    """Nodes and tiers of before go on to understand each other (``layout_fingerprint``)."""
+    geometry = geometry_of("granite-4.0-h-tiny")
+    assert "ShardPart" not in repr(geometry)
+    assert "num_kv_heads=4" in repr(geometry)
