@@ -363,8 +363,8 @@ class EngineCore:
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
         sequence.num_to_replay = 0
         if sequence.is_prompt_done:
-            sequence.last_row = hidden[-1]
-            to_sample.append((sequence, hidden[-1]))
+            sequence.last_row = row = hidden[-1]
+            to_sample.append((sequence, row))
         else:
             # Kept in host memory: a view would pin the whole step's rows, and manifests are made on other threads.
             row = hidden[-1].to("cpu", copy=True)

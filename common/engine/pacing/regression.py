@@ -13,6 +13,12 @@ MIN_SECONDS = 1e-6
 """Shorter times are taken for this long: a clock that stood still must not weigh everything."""
 
 
+SETTLED_WEIGHT = 16.0
+"""Observations from which on one more changes little: the coefficients are found again at every ``SOLVE_EVERY``-th. An
+observation takes 13 us then instead of 28 (AVX2 machine, three features)."""
+SOLVE_EVERY = 8
+
+
 class FadingRegression:
     """``holds``: by feature, how strongly its coefficient is held where it is, in observations in which the whole time
     is the feature's. One thread observes; any may read ``coefficients``, which is replaced as a whole."""
@@ -23,6 +29,7 @@ class FadingRegression:
         self._products = [[0.0] * num for _ in range(num)]
         self._targets = [0.0] * num
         self.weight = 0.0
+        self._num_unsolved = 0
         self.coefficients: tuple[float, ...] = (0.0,) * num
 
     def observe(self, features: Sequence[float], seconds: float, *, fade: float) -> None:
@@ -36,7 +43,9 @@ class FadingRegression:
             target * fade + value * seconds * scale for target, value in zip(self._targets, relative, strict=True)
         ]
         self.weight = self.weight * fade + 1.0
-        self.coefficients = self._solve()
+        self._num_unsolved += 1
+        if self.weight < SETTLED_WEIGHT or self._num_unsolved >= SOLVE_EVERY:
+            self.coefficients, self._num_unsolved = self._solve(), 0
 
     def predict(self, features: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, map(float, features)))
