@@ -32,12 +32,14 @@ import torch
 
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
+from common.node.device import thread_entry
 from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
 from common.transfer.nixl.agent import PROGRESS_TIMEOUT_US
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
+from common.transfer.nixl.descriptors import memory_kind
 from common.transfer.puller import Puller
 from common.transfer.reads import Read
 from common.transfer.regions import Peer, PeerMetadata, Region
@@ -49,7 +51,7 @@ BLOCK_SIZE, HEAD_SIZE = 16, 128
 KIB_PER_HEAD = 2 * BLOCK_SIZE * HEAD_SIZE * 2 >> 10
 
 
-def make_storage(num_blocks: int, block_kib: int) -> KVStorage:
+def make_storage(num_blocks: int, block_kib: int, device: str = "cpu") -> KVStorage:
     """One attention layer whose blocks of 16 tokens have ``block_kib`` KiB, and no state."""
     num_heads, rest = divmod(block_kib, KIB_PER_HEAD)
     if rest or not num_heads:
@@ -64,7 +66,7 @@ def make_storage(num_blocks: int, block_kib: int) -> KVStorage:
         state_layers=(),
     )
     config = KVCacheConfig(geometry, BLOCK_SIZE, (num_blocks,), num_slots=1, root_key=b"benchmark")
-    return KVStorage(config, torch.device("cpu"))
+    return KVStorage(config, torch.device(device))
 
 
 def make_regions(storage: KVStorage) -> list[Region]:
@@ -72,19 +74,21 @@ def make_regions(storage: KVStorage) -> list[Region]:
     The tag of block i is i."""
     arena = storage.block_arenas[0]
     num_blocks, block_bytes = arena.shape
-    arena.view(torch.int64)[:] = torch.arange(num_blocks)[:, None]
+    arena.view(torch.int64)[:] = torch.arange(num_blocks, device=arena.device)[:, None]
+    if arena.device.type == "cuda":
+        torch.cuda.synchronize(arena.device)
     table = np.empty((num_blocks, 2), dtype=np.uint64)
     table[:, 0], table[:, 1] = GENERATION, np.arange(num_blocks)
     table[0] = EPOCH, 0
     return [
-        Region("blocks", arena.data_ptr(), num_blocks, block_bytes, null_unit=True, owner=arena),
+        Region("blocks", arena.data_ptr(), num_blocks, block_bytes, str(arena.device), null_unit=True, owner=arena),
         Region("block_generations", table.ctypes.data, num_blocks, GENERATION_BYTES, owner=table),
     ]
 
 
-def run_holder(pipe: Connection, num_blocks: int, block_kib: int) -> None:
-    storage = make_storage(num_blocks, block_kib)
-    backend = NixlBackend(engine_id="holder", epoch=EPOCH)
+def run_holder(pipe: Connection, num_blocks: int, block_kib: int, device: str = "cpu") -> None:
+    storage = make_storage(num_blocks, block_kib, device)
+    backend = NixlBackend(engine_id="holder", epoch=EPOCH, enter_thread=thread_entry(storage.device))
     backend.register(make_regions(storage))
     pipe.send_bytes(backend.metadata())
     pipe.recv_bytes()
@@ -102,24 +106,28 @@ class BareReader:
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
         self._agent = nixl.nixlAgent("bare-reader", config)
         self._agent.createBackend("UCX", {})
-        self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, [(blocks.address, blocks.num_bytes, 0, "")]), [])
+        memory, device_id = memory_kind(blocks.device)
+        self._memory = getattr(nixl, memory)
+        self._device_id = device_id
+        registered = [(blocks.address, blocks.num_bytes, device_id, "")]
+        self._agent.registerMem(nixl.nixlRegDList(self._memory, registered), [])
         announced = PeerMetadata.from_bytes(metadata)
         self._peer = announced.name
         self._agent.loadRemoteMD(announced.agent_blob())
         remote = next(region for region in announced.regions if region.name == "blocks")
         self._rows = [self._make_rows(blocks, pairs[:, 0]), self._make_rows(remote, pairs[:, 1])]
 
-    @staticmethod
-    def _make_rows(region: Region, units: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def _make_rows(self, region: Region, units: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         rows = np.zeros((len(units), 3), dtype=np.uint64)
         rows[:, 0] = np.uint64(region.address) + units * np.uint64(region.unit_bytes)
         rows[:, 1] = region.unit_bytes
+        rows[:, 2] = self._device_id
         return rows
 
     def read(self) -> float:
         nixl, agent = self._nixl, self._agent
         started_s = time.perf_counter()
-        local, remote = (nixl.nixlXferDList(nixl.DRAM_SEG, rows) for rows in self._rows)
+        local, remote = (nixl.nixlXferDList(self._memory, rows) for rows in self._rows)
         transfer = agent.createXferReq(nixl.NIXL_READ, local, remote, self._peer)
         status = agent.postXferReq(transfer)
         while status == nixl.NIXL_IN_PROG:
@@ -139,7 +147,7 @@ class Reader:
         self._storage = storage
         self._pairs = pairs
         regions = make_regions(storage)
-        self._backend = NixlBackend(engine_id="reader", epoch=EPOCH)
+        self._backend = NixlBackend(engine_id="reader", epoch=EPOCH, enter_thread=thread_entry(storage.device))
         self._backend.register(regions)
         self._peer: Peer = self._backend.add_peer(metadata)
         self._puller = Puller(self._backend)
@@ -170,12 +178,15 @@ class Reader:
         return seconds
 
     def clear(self) -> None:
-        self._storage.block_arenas[0].zero_()
+        arena = self._storage.block_arenas[0]
+        arena.zero_()
+        if arena.device.type == "cuda":
+            torch.cuda.synchronize(arena.device)
 
     def check(self) -> None:
         """Raises unless every block holds what its holder's held."""
         found = self._storage.block_arenas[0].view(torch.int64)
-        locals_, remotes = (torch.tensor(column) for column in zip(*self._pairs, strict=True))
+        locals_, remotes = (torch.tensor(column, device=found.device) for column in zip(*self._pairs, strict=True))
         for part in range(0, len(locals_), 256):
             if not (found[locals_[part : part + 256]] == remotes[part : part + 256, None]).all():
                 raise RuntimeError("wrong bytes")
@@ -203,6 +214,7 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, default=64, help="bytes of one block")
     parser.add_argument("--repeat", type=int, default=9, help="measured rounds, after one to warm up")
     parser.add_argument("--contiguous", action="store_true", help="neighbouring blocks, which merge in a pull")
+    parser.add_argument("--device", choices=("cpu", "cuda:0"), default="cpu", help="whose memory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
@@ -215,11 +227,11 @@ def main() -> None:
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    holder = context.Process(target=run_holder, args=(there, num_read + 1, args.block_kib), daemon=True)
+    holder = context.Process(target=run_holder, args=(there, num_read + 1, args.block_kib, args.device), daemon=True)
     holder.start()
     if not here.poll(120):
         raise TimeoutError("the holder did not start")
-    storage = make_storage(num_read + 1, args.block_kib)
+    storage = make_storage(num_read + 1, args.block_kib, args.device)
     reader = Reader(here.recv_bytes(), storage, list(zip(units, remote_units, strict=True)))
 
     ways: dict[str, Callable[[], float]] = {
@@ -249,6 +261,7 @@ def main() -> None:
             "mib": args.mib,
             "block_kib": args.block_kib,
             "blocks": num_read,
+            "device": args.device,
             "order": "contiguous" if args.contiguous else "shuffled",
             "repeat": args.repeat,
             "UCX_TLS": os.environ.get("UCX_TLS", ""),

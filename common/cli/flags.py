@@ -24,6 +24,9 @@ MAX_NODES = 100
 PREFILL_PORT_OFFSET = MAX_NODES
 DECODE_PORT_OFFSET = 2 * MAX_NODES
 
+GPU_SHARE = NodeConfig.gpu_memory_utilization
+"""Of a GPU's memory, for all nodes on it together."""
+
 # Set by `tandem up` itself, for each process.
 _OWN_NODE_FLAGS = frozenset({"model", "host", "port", "advertise_host", "node_name", "peers"})
 _OWN_PROXY_FLAGS = frozenset({"host", "port", "prefill", "decode"})
@@ -58,14 +61,24 @@ class UpConfig:
     def decode_ports(self) -> range:
         return range(self.port + DECODE_PORT_OFFSET, self.port + DECODE_PORT_OFFSET + self.decode_nodes)
 
-    def node_configs(self, model: str) -> list[tuple[str, NodeConfig]]:
-        """(role, configuration) of each node, prefill nodes first."""
+    def node_configs(self, model: str, num_gpus: int = 0) -> list[tuple[str, NodeConfig]]:
+        """(role, configuration) of each node, prefill nodes first. With ``num_gpus`` each has a GPU of its own, as far
+        as there are, unless ``--device`` says which; those that share one share the part of its memory that one node
+        would take."""
         ports = [("prefill", port) for port in self.prefill_ports()]
         ports += [("decode", port) for port in self.decode_ports()]
-        return [
-            (role, NodeConfig(**self.node, model=model, host=NODE_HOST, port=port, node_name=f"{role}-{port}"))
-            for role, port in ports
-        ]
+        device = self.node.get("device", "auto")
+        is_open = num_gpus > 0 and device in ("auto", "cuda")
+        devices = [f"cuda:{index % num_gpus}" if is_open else device for index in range(len(ports))]
+        configs = []
+        for (role, port), device in zip(ports, devices, strict=True):
+            settings = {**self.node, "device": device}
+            num_sharing = devices.count(device)
+            if device.startswith("cuda") and num_sharing > 1:
+                settings.setdefault("gpu_memory_utilization", GPU_SHARE / num_sharing)
+            settings |= {"model": model, "host": NODE_HOST, "port": port, "node_name": f"{role}-{port}"}
+            configs.append((role, NodeConfig(**settings)))
+        return configs
 
     def proxy_config(self) -> ProxyConfig:
         return ProxyConfig(

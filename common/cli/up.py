@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from common import demo_model
 from common.cli.flags import UpConfig, parse_up
+from common.cli.gpus import count_gpus
 from common.cli.supervisor import ChildSpec, Supervisor, check_port_free
 from common.config.command_line import to_argv
 from common.config.node import NodeConfig
@@ -41,10 +42,10 @@ def run_up(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         check_port_free(
             node.host, node.port, f"port of {role} node {node.node_name}, which follows from --port {config.port}"
         )
-    return asyncio.run(_run(config, environ))
+    return asyncio.run(_run(config, environ, count_gpus()))
 
 
-async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
+async def _run(config: UpConfig, environ: Mapping[str, str], num_gpus: int) -> int:
     # Installed first and explicitly: a process that a script starts in the background inherits SIGINT as ignored.
     stop = asyncio.Event()
     supervisors: list[Supervisor] = []
@@ -68,7 +69,7 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
         # Where this package is installed is no name to show to clients.
         config = dataclasses.replace(config, node={"served_model_name": demo_model.FOLDER.name, **config.node})
     supervisor = Supervisor(
-        child_specs(config, model),
+        child_specs(config, model, num_gpus),
         environ=child_environ,
         startup_timeout_s=config.startup_timeout_seconds,
         stop_deadline_s=config.proxy_config().drain_timeout_seconds + STOP_MARGIN_S,
@@ -80,9 +81,10 @@ async def _run(config: UpConfig, environ: Mapping[str, str]) -> int:
     return await supervisor.run(stop)
 
 
-def child_specs(config: UpConfig, model: str) -> list[ChildSpec]:
+def child_specs(config: UpConfig, model: str, num_gpus: int = 0) -> list[ChildSpec]:
     """The processes to start. The proxy is essential, nodes are restarted."""
-    specs = [_spec(f"{role}_node", node.node_name or role, node, True) for role, node in config.node_configs(model)]
+    nodes = config.node_configs(model, num_gpus)
+    specs = [_spec(f"{role}_node", node.node_name or role, node, True) for role, node in nodes]
     return [*specs, _spec("proxy", "proxy", config.proxy_config(), False)]
 
 

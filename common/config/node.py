@@ -20,7 +20,7 @@ from common.config.flag import (
 )
 from common.config.process import ProcessConfig
 from common.config.tiers import SHARED_KINDS, TierSpec, parse_tier
-from common.config.values import GIB, MIB, parse_node_url
+from common.config.values import MIB, parse_device, parse_node_url
 from common.errors import ConfigError
 
 # The names of vLLM where it has the format; the formats are in `common.text.answers.formats`.
@@ -75,7 +75,12 @@ class NodeConfig(ProcessConfig):
     dtype: str = choice_flag(
         "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
     )
-    device: str = choice_flag("auto", "where the model runs; auto: cuda when there is one", "auto", "cpu", "cuda")
+    device: str = flag(
+        "auto",
+        "where the model runs and the cache is; auto: cuda when there is one; cuda: cuda:0",
+        parse=parse_device,
+        metavar="auto|cpu|cuda|cuda:N",
+    )
     ops_backend: str = choice_flag(
         "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
     )
@@ -107,7 +112,19 @@ class NodeConfig(ProcessConfig):
         5.0,
     )
     block_size: int = int_flag(16, "tokens of one KV block; any whole number in its bounds", 1, 1024)
-    kv_cache_memory: int = size_flag(2 * GIB, "memory of the block pool and the state pool together", 1)
+    kv_cache_memory: int | None = size_flag(
+        None,
+        "memory of the block pool and the state pool together (default: 2GiB on a CPU, on a GPU what "
+        "--gpu-memory-utilization leaves)",
+        1,
+    )
+    gpu_memory_utilization: float = share_flag(
+        "on a GPU: part of its memory that this process takes for weights, a step and the pools; --kv-cache-memory "
+        "goes before it",
+        0.01,
+        1.0,
+        0.9,
+    )
     enable_prefix_caching: bool = bool_flag(True, "keep computed prefixes for later requests")
     max_image_tokens: int = int_flag(
         4096,

@@ -73,6 +73,14 @@ def parse_share(text: str) -> float:
     return value
 
 
+def parse_device(text: str) -> str:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ValueError."""
+    word = text.strip()
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", word):
+        raise ValueError("not one of auto, cpu, cuda, cuda:N")
+    return word
+
+
 def parse_url(text: str) -> str:
     """An ``http(s)://host[:port]`` base URL without its trailing slash. Raises ValueError."""
     url = text.strip().rstrip("/")

@@ -11,10 +11,8 @@ for the tokens after the next ones.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,16 +25,9 @@ from common.models.adapter.arguments import step_arguments
 from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.forward_context import ForwardContext, set_forward_context
 from common.models.adapter.pool_views import PoolViews
-from common.models.cpu.replay import Replay
+from common.models.backends.backend import Event
 from common.models.loading.loader import LoadedModel
 from common.models.vision.encoder import ImageEncoder
-
-
-class Event(Protocol):
-    """A place in a device's queue of work; ``torch.cuda.Event`` is one."""
-
-    def synchronize(self) -> None:
-        """Returns when the device has come to it; raises what the work before it raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,18 @@ class ModelRunner:
         self._views = PoolViews.of(storage, model.geometry)
         self._cache = EngineCache()
         self._has_axes = model.sees_images is not None and model.sees_images.has_axes
-        self._replay = Replay(model.ops, self._views) if model.is_replayed else None
+        self._backend = model.backend
+        self._steps = model.backend.create_step_runner(self._views) if model.is_replayed else None
+
+    def record_ahead(self, max_rows: int) -> None:
+        """Before the first step: what makes decode steps of up to ``max_rows`` rows fast, if it cannot wait."""
+        if self._steps is not None:
+            device = self._model.device
+            context = ForwardContext.of(
+                [], self._views, self._model.ops, block_size=self._config.block_size, device=device
+            )
+            with torch.inference_mode():
+                self._steps.record_ahead(self._run, self._model.head.forward, context, max_rows)
 
     def forward(self, plan: StepPlan) -> list[Tensor]:
         """Launches and waits; the rows of :class:`Forward`."""
@@ -83,12 +85,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Forward:
         """Begins a forward. What the plan names must stay as it is until it was waited for."""
         with torch.inference_mode():
-            rows = self._forward(plan)
-            if self._model.device.type != "cuda":
-                return Forward(rows)
-            event = torch.cuda.Event()
-            event.record()
-            return Forward(rows, event)
+            return Forward(self._forward(plan), self._backend.record_event())
 
     def draft(self, segments: Sequence[Segment], rows: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
         """Tokens that may follow each segment's one token, ``limits`` (1 or more) of them. ``rows``: the hidden rows,
@@ -107,8 +104,8 @@ class ModelRunner:
                 segments, self._views, self._model.ops, block_size=self._config.block_size, device=self._model.device
             )
             token_ids = [segment.token_ids[0] for segment in segments]
-            if self._replay is not None:
-                hidden = self._replay.draft(head.draft, context, hidden, token_ids, _positions(segments))
+            if self._steps is not None:
+                hidden = self._steps.draft(head.draft, context, hidden, token_ids, _positions(segments))
             else:
                 inputs = torch.tensor([token_ids, _positions(segments)]).to(self._model.device)
                 with set_forward_context(context):
@@ -128,8 +125,7 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Returns when the device runs nothing of this process; raises when it cannot go on."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        self._backend.synchronize()
 
     def _forward(self, plan: StepPlan) -> list[Tensor]:
         for group_id, pairs in plan.block_copies.items():
@@ -144,14 +140,12 @@ class ModelRunner:
         token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
         pictured = [s for s in segments if s.images and overlapping(s.images, s.start, s.start + s.num_tokens)]
         only_decodes = plan.only_decodes or len(token_ids) == len(segments)
-        if self._replay is not None and only_decodes and not pictured:
+        if self._steps is not None and only_decodes and not pictured:
             has_drafts = len(token_ids) > len(segments)
-            hidden = self._replay.forward(self._run, context, token_ids, _positions(segments), has_drafts=has_drafts)
+            hidden = self._steps.forward(self._run, context, token_ids, _positions(segments), has_drafts=has_drafts)
         else:
-            # Through an array: 2,048 tokens in 60 us, a tensor of the list takes 320.
-            ids = torch.frombuffer(array("q", token_ids), dtype=torch.long).to(device)
+            ids, at = self._backend.inputs(context, token_ids)
             embeddings = (self._embeddings(ids, segments),) if pictured else ()
-            at = context.metadata.positions
             if self._has_axes and any(s.images for s in segments):
                 at = torch.cat([at[None], _rope_axes(segments).to(device)])
             with set_forward_context(context):
@@ -169,9 +163,9 @@ class ModelRunner:
         with torch.inference_mode():
             if not isinstance(rows, Tensor):
                 rows = torch.stack([row.to(self._model.device) for row in rows])
-            if self._replay is None:
+            if self._steps is None:
                 return self._model.head.logits(rows)
-            return self._replay.head(self._model.head.forward, rows, has_drafts=has_drafts).float()
+            return self._steps.head(self._model.head.forward, rows, has_drafts=has_drafts).float()
 
     def _embeddings(self, token_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """[num_tokens, hidden]: the tokens' own, and in the place of an image's those of the vision tower."""

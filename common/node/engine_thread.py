@@ -38,8 +38,10 @@ class EngineThread:
     """Owns the engine core and its thread. ``start`` it on the event loop that will read the outputs; ``close`` joins
     the thread with a deadline."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, enter_thread: Callable[[], None] | None = None) -> None:
+        """``enter_thread``: called once on the new thread, before it does anything."""
         self._core = core
+        self._enter_thread = enter_thread
         core.wake_with(lambda: self.post(lambda: None))
         self._loop: asyncio.AbstractEventLoop
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -155,6 +157,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            if self._enter_thread is not None:
+                self._enter_thread()
             while not self._closing:
                 self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
                 self.num_turns += 1

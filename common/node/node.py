@@ -24,6 +24,7 @@ from common.kv_cache.observe.stats import CacheStats
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics, Samples
 from common.metrics.table import Role
+from common.node.device import thread_entry
 from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
@@ -82,7 +83,7 @@ class Node:
         self.core.step_model.on_error = lambda kind, share: self.metrics.observe(
             "step_time_error_ratio", share, kind=kind
         )
-        self.engine = EngineThread(self.core)
+        self.engine = EngineThread(self.core, thread_entry(model.loaded.device))
         limits = GrammarLimits.from_json(config.structured_outputs_config)
         self.grammars = GrammarChecker(limits, self.metrics.grammar_checked)
         self.core.grammars.report_to(

@@ -1,8 +1,8 @@
 """The parts of a node that are built once, before it serves: model, cache sizes, pools, engine core, transfer backend.
 
-1 load and probe the model, 2 plan the pools from ``--kv-cache-memory``, 3 allocate them (``load_node_model``, slow), 4
-register them with the transfer layer (``create_backend``), 5 the engine (``create_core``). What cannot work raises
-ConfigError.
+1 load and probe the model, 2 plan the pools from ``--kv-cache-memory`` or a GPU's memory, 3 allocate them
+(``load_node_model``, slow), 4 register them with the transfer layer (``create_backend``), 5 the engine
+(``create_core``). What cannot work raises ConfigError.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
+from common.config.values import GIB
 from common.engine.core import EngineCore
 from common.engine.drafting.config import MTP, SpeculativeConfig
 from common.engine.model_runner import ModelRunner
@@ -31,13 +32,15 @@ from common.errors import ConfigError
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION, make_layout
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.planner import plan_cache
+from common.kv_cache.planner import CachePlan, plan_cache
 from common.kv_cache.pools.generations import ENTRY_BYTES
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel, load_model
 from common.models.vision.encoder import ImageEncoder
 from common.node.cache_warnings import cache_warnings
+from common.node.device import check_environment, choose_device, thread_entry
+from common.node.device_memory import pool_bytes
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.text.tokenizer import TextCodec
 from common.text.vocabulary import grammar_tokenizer
@@ -48,6 +51,8 @@ from common.transfer.testing.faulty import FaultyBackend
 
 logger = logging.getLogger(__name__)
 
+CPU_POOL_BYTES = 2 * GIB
+"""Bytes of the pools on a CPU without ``--kv-cache-memory``."""
 MAX_MASK_THREADS = 8
 """Threads that fill masks of constrained rows beside the forward, of the cores that it leaves."""
 
@@ -75,10 +80,10 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
     """
     speculative = SpeculativeConfig.from_json(config.speculative_config)
     torch.set_num_threads(config.num_threads)
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError(f"--device cuda: torch {torch.__version__} finds no CUDA device here", param="--device")
-    device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")
+    device = choose_device(config.device)
+    check_environment(device, os.environ)
+    if (enter_device := thread_entry(device)) is not None:
+        enter_device()
     loaded = load_model(
         config.model,
         dtype=config.dtype,
@@ -95,9 +100,41 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         with_mtp_head=speculative is not None and speculative.method == MTP,
     )
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
-    plan = plan_cache(
+    plan = _plan(config, loaded, max_model_len, has_drafts=speculative is not None)
+    for line in str(plan.report).splitlines():
+        logger.info("%s", line)
+    for warning in cache_warnings(config, plan.config, plan.report):
+        logger.warning("%s", warning)
+    manager = KVCacheManager(plan.config)
+    storage = KVStorage(plan.config, loaded.device)
+    images = ImageEncoder(loaded.tower, config.mm_encoder_cache_memory) if loaded.tower is not None else None
+    runner = ModelRunner(loaded, storage, plan.config, images)
+    runner.record_ahead(config.max_num_seqs)
+    return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner)
+
+
+def _plan(config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_drafts: bool) -> CachePlan:
+    """Sizes of the pools. Raises ConfigError, naming the flag that their memory follows from."""
+    if config.kv_cache_memory is not None or loaded.device.type != "cuda":
+        return _plan_in(config.kv_cache_memory or CPU_POOL_BYTES, config, loaded, max_model_len, has_drafts=has_drafts)
+    memory_bytes = pool_bytes(config, loaded, max_model_len)
+    try:
+        return _plan_in(memory_bytes, config, loaded, max_model_len, has_drafts=has_drafts)
+    except ConfigError as exc:
+        if exc.param != "--kv-cache-memory":
+            raise
+        share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+        raise ConfigError(
+            f"{share} leaves {memory_bytes} bytes: {exc.message}", param="--gpu-memory-utilization"
+        ) from exc
+
+
+def _plan_in(
+    memory_bytes: int, config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_drafts: bool
+) -> CachePlan:
+    return plan_cache(
         loaded.geometry,
-        kv_cache_memory_bytes=config.kv_cache_memory,
+        kv_cache_memory_bytes=memory_bytes,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
@@ -108,17 +145,8 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
         enable_events=True,
-        has_drafts=speculative is not None,
+        has_drafts=has_drafts,
     )
-    for line in str(plan.report).splitlines():
-        logger.info("%s", line)
-    for warning in cache_warnings(config, plan.config, plan.report):
-        logger.warning("%s", warning)
-    manager = KVCacheManager(plan.config)
-    storage = KVStorage(plan.config, loaded.device)
-    images = ImageEncoder(loaded.tower, config.mm_encoder_cache_memory) if loaded.tower is not None else None
-    runner = ModelRunner(loaded, storage, plan.config, images)
-    return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner)
 
 
 def _max_model_len(config: NodeConfig, max_position: int) -> int:
@@ -163,10 +191,11 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
         epoch=generations.epoch,
         fingerprint=layout_fingerprint(model.cache_config),
         backends=config.nixl_backends,
+        enter_thread=thread_entry(model.loaded.device),
     )
     if has_test_hooks():
         backend = FaultyBackend(backend)
-    device = str(model.loaded.device)
+    device = str(model.storage.device)
     regions = []
     named = [
         (block_region(group_id), block_generations_region(group_id), arena)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
-from common.transfer.reads import Handle, Read, ReadStatus, check_unit_bytes
+from common.transfer.reads import Handle, Read, ReadStatus, check_memory_kind, check_unit_bytes
 from common.transfer.regions import Peer, PeerMetadata, Region
 
 
@@ -73,8 +73,8 @@ class TransferBackend(abc.ABC):
 
         Raises:
             TransferError: ``bad_metadata``, ``fingerprint_mismatch``, ``region_mismatch`` (a region of both
-                sides differs in ``unit_bytes``; both values are in the message), ``transfer_failed`` (refused by the
-                transport). The set of peers is unchanged then.
+                sides differs in ``unit_bytes`` or in its kind of memory; both values are in the message),
+                ``transfer_failed`` (refused by the transport). The set of peers is unchanged then.
         """
 
     @abc.abstractmethod
@@ -153,3 +153,4 @@ class TransferBackend(abc.ABC):
             local = self.regions.get(remote.name)
             if local is not None:
                 check_unit_bytes(metadata.engine_id, local, remote)
+                check_memory_kind(metadata.engine_id, local, remote)

@@ -127,6 +127,17 @@ def check_unit_bytes(engine_id: str, local: Region, remote: Region) -> None:
         )
 
 
+def check_memory_kind(engine_id: str, local: Region, remote: Region) -> None:
+    """Raises TransferError (``region_mismatch``, with both devices) unless both regions are in host memory, or both in
+    that of GPUs. Between the two kinds UCX takes TCP, even within one host: 0.2 GB/s instead of 22."""
+    if local.device.partition(":")[0] != remote.device.partition(":")[0]:
+        raise TransferError(
+            f"region {remote.name!r} of peer {engine_id} is on {remote.device}, local region {local.name!r} on "
+            f"{local.device}: nodes on CPUs and nodes on GPUs do not read from each other",
+            code=TransferCode.REGION_MISMATCH,
+        )
+
+
 def _pair_array(local: Region, pairs: Sequence[tuple[int, int]]) -> PairArray:
     """As an array: checking, sorting and merging 16,384 pairs takes 3 ms, item by item it were 20."""
     try:

@@ -26,8 +26,11 @@ BLOCK_SIZE = 16
 
 
 @functools.cache
-def engine_model(family: str, dtype: str = "float32", ops: str = "auto", *, compact: bool = False) -> LoadedModel:
-    return load_model(str(checkpoint(family)), dtype=dtype, ops_backend=ops, compact_weights=compact)
+def engine_model(
+    family: str, dtype: str = "float32", ops: str = "auto", *, compact: bool = False, device: str = "cpu"
+) -> LoadedModel:
+    folder = str(checkpoint(family))
+    return load_model(folder, dtype=dtype, ops_backend=ops, compact_weights=compact, device=device)
 
 
 @functools.cache
@@ -100,14 +103,16 @@ class Harness:
         num_blocks: int = 64,
         num_slots: int = 16,
         compact: bool = False,
+        device: str = "cpu",
     ) -> None:
-        make_ops(ops)  # or skips the test
-        self.model = engine_model(family, dtype, ops, compact=compact)
+        if device == "cpu":
+            make_ops(ops)  # or skips the test
+        self.model = engine_model(family, dtype, ops, compact=compact, device=device)
         self.groups = self.model.geometry.attention_groups
         each_group = (num_blocks,) * len(self.groups)
         config = KVCacheConfig(self.model.geometry, BLOCK_SIZE, each_group, num_slots, b"root")
         self._num_blocks = num_blocks
-        self.storage = KVStorage(config, torch.device("cpu"))
+        self.storage = KVStorage(config, torch.device(device))
         self.runner = ModelRunner(self.model, self.storage, config)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = order.tolist()

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.cpu.activations import fuse_activations
-from common.models.cpu.gated_mlps import FusedGatedMLP, fuse_gated_mlps
 from common.models.cpu.linears import pack_linears
+from common.models.fused.activations import fuse_activations
+from common.models.fused.gated_mlps import FusedGatedMLP, fuse_gated_mlps
 from common.ops.cpu.backend import CppOps
 from tests.engine.harness import engine_model
 from tests.support.models import FAMILIES, tiered

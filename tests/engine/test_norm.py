@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.models.cpu.norms import FusedNorm, fuse_norms
+from common.models.fused.norms import FusedNorm, fuse_norms
 from common.ops.cpu.backend import CppOps
-from common.ops.cpu.norm import Gate, NormOps
+from common.ops.cpu.norm import NormOps
+from common.ops.row_ops import Gate
 from tests.engine.harness import engine_model
 from tests.support.models import FAMILIES, tiered
 from tests.support.ops import make_ops

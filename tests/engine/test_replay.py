@@ -61,8 +61,8 @@ def decode(family: str, dtype: str, *, is_replayed: bool) -> tuple[list[Tensor],
 def test_decode_steps_when_replayed_then_have_the_bits_of_the_forward(family: str, dtype: str) -> None:
     expected, _ = decode(family, dtype, is_replayed=False)
     found, runner = decode(family, dtype, is_replayed=True)
-    assert runner._replay is not None
-    programs = runner._replay._programs
+    assert runner._steps is not None
+    programs = runner._steps._programs
     assert {(name, rows): program is not None for (name, rows, _), program in programs.items()} == {
         ("forward", 1): True,
         ("forward", 2): True,
@@ -95,8 +95,8 @@ def test_steps_with_drafts_when_cut_in_any_way_then_one_program_has_the_bits_of_
                 sequence.src_slot, sequence.num_computed = 5, sequence.num_computed - a + 1
                 rows += [harness.storage.slot_arena[1:7].clone()]
         found.append(rows)
-        assert harness.runner._replay is not None
-        programs = harness.runner._replay._programs
+        assert harness.runner._steps is not None
+        programs = harness.runner._steps._programs
         assert [(key[1], program is not None) for key, program in programs.items() if key[0] == "forward"] == (
             [(8, True)] if is_replayed else []
         )
@@ -106,8 +106,8 @@ def test_steps_with_drafts_when_cut_in_any_way_then_one_program_has_the_bits_of_
 def test_decode_steps_when_rows_choose_experts_then_are_not_replayed() -> None:
     found, runner = decode("qwen3_next", "float32", is_replayed=True)
     expected, _ = decode("qwen3_next", "float32", is_replayed=False)
-    assert runner._replay is not None
-    programs = runner._replay._programs
+    assert runner._steps is not None
+    programs = runner._steps._programs
     assert [programs[key] for key in programs if key[0] == "forward"] == [None, None]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -126,8 +126,8 @@ def test_decode_steps_when_an_operation_reads_the_steps_tensors_then_are_not_rep
 
     monkeypatch.setattr(ModelRunner, "_run", run_and_look)
     found, runner = decode("granitemoehybrid", "float32", is_replayed=True)
-    assert runner._replay is not None
-    programs = runner._replay._programs
+    assert runner._steps is not None
+    programs = runner._steps._programs
     assert [programs[key] for key in programs if key[0] == "forward"] == [None, None]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

@@ -73,6 +73,9 @@ class LateRunner:
         self._is_due = threading.Event()
         self.is_held = False
 
+    def record_ahead(self, max_rows: int) -> None:
+        self._runner.record_ahead(max_rows)
+
     def forward(self, plan: StepPlan) -> list[torch.Tensor]:
         return self.launch(plan).wait()
 

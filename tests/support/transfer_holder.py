@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
@@ -16,13 +17,14 @@ from tests.support.transfer_memory import EndpointMemory
 
 def main() -> None:
     config = json.loads(sys.stdin.readline())
-    memory = EndpointMemory(**config["memory"])
+    memory = create_memory(config.get("device", "cpu"), **config["memory"])
     # The package without the meta package in front: also the fallback of an installation that lacks the latter.
     backend = NixlBackend(
         engine_id=config["engine_id"],
         epoch=memory.epoch,
         fingerprint=config.get("fingerprint", ""),
         bindings=load_bindings(("nixl_cu12", "nixl_cu13")),
+        enter_thread=memory.enter_thread,
     )
     backend.register(list(memory.regions.values()))
     reply(backend.metadata().decode())
@@ -41,6 +43,14 @@ def main() -> None:
         reply("ok")
     backend.close()
     reply("closed")
+
+
+def create_memory(device: str, **sizes: Any) -> EndpointMemory:
+    if device == "cpu":
+        return EndpointMemory(**sizes)
+    from tests.support.transfer_vram import VramMemory  # which imports torch
+
+    return VramMemory(device, **sizes)
 
 
 def reply(text: str) -> None:

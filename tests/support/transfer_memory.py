@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 
 from common.transfer.regions import Region
 
@@ -19,6 +20,9 @@ ENTRY_BYTES = 16
 
 
 class EndpointMemory:
+    enter_thread: Callable[[], None] | None = None
+    """What a backend with this memory calls once on each thread."""
+
     def __init__(
         self,
         *,

@@ -97,7 +97,7 @@ class InProcessHolder(Holder):
 
 
 class ProcessHolder(Holder):
-    def __init__(self, engine_id: str, fingerprint: str, sizes: dict[str, int]) -> None:
+    def __init__(self, engine_id: str, fingerprint: str, sizes: dict[str, int], device: str = "cpu") -> None:
         super().__init__(engine_id, sizes)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.transfer_holder"],
@@ -105,7 +105,8 @@ class ProcessHolder(Holder):
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.metadata = self._ask({"engine_id": engine_id, "fingerprint": fingerprint, "memory": sizes}).encode()
+        config = {"engine_id": engine_id, "fingerprint": fingerprint, "memory": sizes, "device": device}
+        self.metadata = self._ask(config).encode()
 
     def _ask(self, command: dict[str, Any]) -> str:
         assert self._process.stdin is not None
@@ -181,10 +182,10 @@ class Site:
         return self._bindings
 
     def holder(self, *, engine_id: str = "holder", epoch: int = 77, seed: int = 2, **options: Any) -> Holder:
-        fingerprint = options.pop("fingerprint", "")
+        fingerprint, device = options.pop("fingerprint", ""), options.pop("device", "cpu")
         sizes = {"epoch": epoch, "seed": seed, **options}
         holder: Holder = (
-            ProcessHolder(engine_id, fingerprint, sizes)
+            ProcessHolder(engine_id, fingerprint, sizes, device)
             if self.kind == "nixl"
             else InProcessHolder(self._hub, engine_id, fingerprint, sizes)
         )
@@ -198,6 +199,7 @@ class Site:
                 epoch=memory.epoch,
                 fingerprint=fingerprint,
                 bindings=self.bindings(),
+                enter_thread=memory.enter_thread,
             )
             if self.kind == "nixl"
             else InProcessBackend(self._hub, engine_id=engine_id, epoch=memory.epoch, fingerprint=fingerprint)

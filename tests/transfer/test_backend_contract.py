@@ -143,6 +143,21 @@ def test_register_when_a_name_is_taken_or_the_device_unknown_then_refused(site: 
     assert set(backend.regions) == set(memory.regions)
 
 
+def test_peer_when_its_pools_are_of_another_kind_of_memory_then_refused_by_name_and_others_are_read(
+    site: Site, memory: EndpointMemory
+) -> None:
+    holder = site.holder()
+    backend = site.backend(memory)
+    document = json.loads(holder.metadata)
+    for region in document["regions"]:
+        region["device"] = "cuda:1" if region["name"] == SLOTS else "cpu"
+    with pytest.raises(TransferError, match=r"'slots' of peer .* on cuda:1, local region 'slots' on cpu") as caught:
+        backend.add_peer(json.dumps(document).encode())
+    assert caught.value.code == TransferCode.REGION_MISMATCH
+    peer = backend.add_peer(holder.metadata)
+    assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 4)])])) is ReadStatus.DONE
+
+
 def test_peer_when_removed_then_refused_until_added_again(site: Site, memory: EndpointMemory) -> None:
     holder = site.holder()
     backend = site.backend(memory)

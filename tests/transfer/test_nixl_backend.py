@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import logging
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -16,7 +19,7 @@ from common.errors import TransferError
 from common.transfer.codes import TransferCode
 from common.transfer.nixl import fresh_pages
 from common.transfer.nixl.backend import NixlBackend
-from common.transfer.nixl.bindings import load_bindings
+from common.transfer.nixl.bindings import load_bindings, wheels
 from common.transfer.reads import Handle, Read, ReadStatus
 from common.transfer.regions import Peer
 from tests.support.transfer_memory import BLOCKS, EndpointMemory
@@ -42,6 +45,61 @@ def test_load_bindings_when_no_package_is_there_then_unavailable_with_the_reason
     with pytest.raises(TransferError, match=r"no_such_package.*nor_this_one") as caught:
         load_bindings(("no_such_package", "nor_this_one"))
     assert caught.value.code == TransferCode.BACKEND_UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "first"),
+    [
+        ("2.13.0", "nixl_cu13"),
+        ("2.13.0+cu130", "nixl_cu13"),
+        ("2.13.0+cu126", "nixl_cu12"),
+        ("2.13.0+cpu", "nixl_cu13"),
+        ("", "nixl_cu13"),
+    ],
+)
+def test_wheels_when_both_are_installed_then_the_one_for_torchs_cuda_is_tried_first(
+    torch_version: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wheels(torch_version)[0] == first
+    assert set(wheels(torch_version)) == set(NIXL_PACKAGES)
+    tried: list[str] = []
+
+    def absent(name: str) -> None:
+        tried.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: torch_version)
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(TransferError, match="nixl_cu13"):
+        load_bindings()
+    assert tried == ["nixl", *wheels(torch_version)]
+
+
+def test_backend_when_it_has_a_device_then_each_thread_enters_it_once_before_nixl_is_called_there(
+    memory: EndpointMemory,
+) -> None:
+    entered: list[threading.Thread] = []
+    backend = NixlBackend(
+        engine_id="reader",
+        epoch=1,
+        bindings=load_bindings(NIXL_PACKAGES),
+        enter_thread=lambda: entered.append(threading.current_thread()),
+    )
+    try:
+        backend.register(list(memory.regions.values()))
+        other = NixlBackend(engine_id="holder", epoch=2, bindings=load_bindings(NIXL_PACKAGES))
+        other.register(list(memory.regions.values()))
+        add = threading.Thread(target=lambda: [backend.add_peer(other.metadata()) for _ in range(2)])
+        add.start()
+        add.join()
+        assert entered == [threading.current_thread(), add]
+        other.close()
+        end = threading.Thread(target=backend.close)
+        end.start()
+        end.join()
+        assert entered == [threading.current_thread(), add, end]
+    finally:
+        backend.close()
 
 
 @pytest.mark.parametrize("backends", [["PIGEON"], []])

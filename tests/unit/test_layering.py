@@ -80,7 +80,7 @@ ALLOWED = {
 }
 # Inside a part: its folders and the modules beside them, each of which may import only what stands before it.
 ORDER: dict[str, tuple[str, ...]] = {
-    "common.cli": ("bench", "log_sink", "supervisor", "flags", "up", "probe", "docs", "main", "__main__"),
+    "common.cli": ("bench", "log_sink", "supervisor", "flags", "gpus", "up", "probe", "docs", "main", "__main__"),
     "common.engine": (
         "rates",
         "pacing",
@@ -101,7 +101,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.pacing": ("regression", "step_model"),
-    "common.engine.sampling": ("token_counts", "grammar", "grammar_compiler", "sampler"),
+    "common.engine.sampling": ("token_counts", "draw", "grammar", "grammar_compiler", "sampler"),
     "common.engine.tokens": ("grammars", "step_tokens"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
@@ -134,13 +134,16 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.sequences": ("allocation", "sequence_table", "checkpoint_saver", "prompt_ends", "rollback"),
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
-    "common.models": ("adapter", "cpu", "vision", "loading", "synthetic", "prebuild"),
+    "common.models": ("adapter", "cpu", "fused", "backends", "vision", "loading", "synthetic", "prebuild"),
+    "common.models.backends": ("backend", "graphs", "cpu", "cuda", "create"),
     "common.node": (
         "cache_warnings",
         "generation_config",
         "regions",
         "digests",
         "metrics",
+        "device",
+        "device_memory",
         "runtime",
         "engine_thread",
         "peers",
@@ -203,7 +206,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "openapi",
     ),
     "common.openai.bodies": ("base", "values", "models", "unsupported"),
-    "common.ops": ("step", "interface", "torch", "cpu", "select"),
+    "common.ops": ("step", "interface", "row_ops", "torch", "cpu", "triton", "select"),
     "common.simulate": ("trace", "ideal_cache", "tiers", "simulate"),
     "common.text": (
         "answers",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.sampling.draw import draw_rows, largest
 from common.engine.sampling.token_counts import TokenCounts
 from common.errors import GrammarError
 from common.request import SamplingParams, TokenLogprob
@@ -30,14 +30,6 @@ from common.request import SamplingParams, TokenLogprob
 _UNIFORM_BITS = 52
 """Random bits of one uniform number u in [0, 1). With 52 of them u is at most 1 - 2**-52, so that u times a total stays
 below the total in float64."""
-_TIES = 64
-"""Ranks taken beyond those that are asked for: equals of the last one mostly end there, so that nobody has to look for
-more of them in the whole row."""
-_NUCLEUS = (1024, 16384)
-"""Ranks that are taken, in turn, of a row with top_p alone before all of it is sorted: most distributions have the mass
-in the first ones, and in a vocabulary of 150,000 a sort takes ten times as long."""
-_WIDTH = 64
-"""Columns of the narrowest table of probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +110,17 @@ class Sampler:
                 return [TokenLogprob(token, 0.0, 0) for token in _largest(logits, tasks)]
             scores = logits.float().clone()
             _add_bias(scores, tasks)
-            _mask(scores, tasks)
+            is_blocked = _mask(scores, tasks)
             _penalise(scores, tasks)
             tokens = scores.argmax(-1)
             drawn = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
             if drawn:
-                rows = torch.tensor(drawn, device=scores.device)
-                uniform = torch.tensor([self._uniform(tasks[row]) for row in drawn], dtype=torch.float64)
-                tokens[rows] = _draw(scores[rows], [tasks[row].params for row in drawn], uniform.to(scores.device))
-            return _report(logits, tokens, [task.params.logprobs for task in tasks], tasks)
+                params = [tasks[row].params for row in drawn]
+                draw_rows(tokens, scores, drawn, params, [self._uniform(tasks[row]) for row in drawn])
+            report = _report(logits, tokens, [task.params.logprobs for task in tasks], tasks)
+            if is_blocked is not None and bool(is_blocked.any()):
+                raise GrammarError("the grammar allows no token that the rest of the request allows")
+            return report
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
         """Log-probability of each row's next token. logits [T, vocab]; next_token_ids [T]; num_top alternatives (0:
@@ -155,8 +149,9 @@ def _add_bias(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
         scores.index_put_(where, torch.tensor(biases, dtype=scores.dtype, device=scores.device), accumulate=True)
 
 
-def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
-    """Stops before ``min_tokens``, what would complete bad words, and all but the allowed tokens."""
+def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> Tensor | None:
+    """Stops before ``min_tokens``, what would complete bad words, and all but the allowed tokens. Which of the rows
+    with a grammar have none left; None: there are no such rows."""
     for row, task in enumerate(tasks):
         if task.params.allowed_token_ids is not None:
             _keep(scores[row], _tensor(task.params.allowed_token_ids).to(scores.device))
@@ -177,8 +172,7 @@ def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
         rows, tokens = zip(*entries, strict=True)
         scores[_ids(rows, scores), _ids(tokens, scores)] = float("-inf")
     constrained = [row for row, task in enumerate(tasks) if task.mask is not None]
-    if constrained and bool((scores[constrained].amax(-1) == float("-inf")).any()):
-        raise GrammarError("the grammar allows no token that the rest of the request allows")
+    return scores[constrained].amax(-1) == float("-inf") if constrained else None
 
 
 def _largest(logits: Tensor, tasks: Sequence[SampleTask]) -> list[int]:
@@ -233,101 +227,6 @@ def _copied(values: array[Any], like: Tensor) -> Tensor:
     return torch.frombuffer(values, dtype=dtype).to(like.device, copy=True)
 
 
-def _draw(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """scores [R, vocab], temperatures above 0; uniform [R] -> token ids [R].
-
-    Rows that are computed in the same way go through it together; which ones these are changes no row's result.
-    """
-    vocab_size = scores.shape[1]
-    scores = scores / _column([p.temperature for p in params], scores)
-    if any(p.min_p > 0 for p in params):
-        floor = scores.amax(-1, keepdim=True) + _column([_log(p.min_p) for p in params], scores)
-        scores = scores.masked_fill(scores < floor, float("-inf"))
-    tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
-    whole: list[int] = []
-    nucleus: list[int] = []
-    largest: list[int] = []
-    for row, p in enumerate(params):
-        (largest if 0 < p.top_k < vocab_size else nucleus if p.top_p < 1.0 else whole).append(row)
-    for rows, draw in ((whole, _draw_whole), (nucleus, _draw_nucleus), (largest, _draw_largest)):
-        if rows:
-            tokens[rows] = draw(scores[rows], [params[row] for row in rows], uniform[rows])
-    return tokens
-
-
-def _draw_whole(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """From the whole vocabulary."""
-    return _invert(scores.double().softmax(-1), uniform)
-
-
-def _draw_nucleus(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """From the most likely tokens that have ``top_p`` of the whole."""
-    top_p = _column([p.top_p for p in params], uniform)
-    probs = scores.double().softmax(-1)
-    tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
-    rows = torch.arange(len(params), device=scores.device)
-    for count in (*_NUCLEUS, scores.shape[1]):
-        order = _rank(scores[rows], min(count, scores.shape[1]))[1]
-        ranked = probs[rows].gather(1, order)
-        tokens[rows] = order.gather(1, _invert(_cut(ranked, top_p[rows]), uniform[rows])[:, None])[:, 0]
-        rows = rows[ranked.cumsum(-1)[:, -1] < top_p[rows, 0]]  # what these have beyond the ranks counts too
-        if not rows.shape[0]:
-            break
-    return tokens
-
-
-def _draw_largest(scores: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> Tensor:
-    """From the ``top_k`` most likely tokens, and of these from those that have ``top_p`` of their sum."""
-    # Each row's sum is over a width that its own k gives: another width could be summed in another order.
-    widths = [min(max(_WIDTH, 1 << (p.top_k - 1).bit_length()), scores.shape[1]) for p in params]
-    values, order = _rank(scores, max(widths))
-    tokens = torch.empty(len(params), dtype=torch.long, device=scores.device)
-    for width in set(widths):
-        rows = [row for row, own in enumerate(widths) if own == width]
-        limits = _ids([params[row].top_k for row in rows], scores)[:, None]
-        kept = values[rows, :width].masked_fill(torch.arange(width, device=scores.device) >= limits, float("-inf"))
-        top_p = _column([params[row].top_p for row in rows], uniform)
-        places = _invert(_cut(kept.double().softmax(-1), top_p), uniform[rows])
-        tokens[rows] = order[rows].gather(1, places[:, None])[:, 0]
-    return tokens
-
-
-def _cut(probs: Tensor, top_p: Tensor) -> Tensor:
-    """``probs`` [R, n], most likely first, without those that come after ``top_p`` [R, 1]; the first one stays."""
-    before = probs.cumsum(-1) - probs
-    is_out = (before >= top_p) & (top_p < 1.0)
-    is_out[:, 0] = False
-    return probs.masked_fill(is_out, 0.0)
-
-
-def _rank(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row of ``scores`` [R, vocab] and their places, [R, count] each: the largest first,
-    equal ones by place. (``topk`` orders equals, and picks the last ones among them, as its k makes it.)"""
-    width = count + _TIES
-    if width >= scores.shape[1]:
-        values, places = scores.sort(dim=-1, descending=True, stable=True)
-        return values[:, :count], places[:, :count]
-    values, places = scores.topk(width, dim=-1)
-    places, by_place = places.sort(-1)
-    values, by_value = values.gather(1, by_place).sort(dim=-1, descending=True, stable=True)
-    places = places.gather(1, by_value)
-    if count:
-        last = values[:, count - 1]
-        for row in ((values[:, -1] == last) & (last > float("-inf"))).nonzero()[:, 0].tolist():
-            num_larger = int((values[row] > last[row]).sum())
-            equals = (scores[row] == last[row]).nonzero()[:, 0]
-            places[row, num_larger:count] = equals[: count - num_larger]
-    return values[:, :count], places[:, :count]
-
-
-def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The place at which each row's running sum first exceeds ``uniform`` of its total. probs [R, n] float64, not
-    normalised."""
-    running = probs.cumsum(-1)
-    target = uniform[:, None] * running[:, -1:]
-    return torch.searchsorted(running, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
-
-
 def _report(
     logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], tasks: Sequence[SampleTask] = ()
 ) -> list[TokenLogprob]:
@@ -341,7 +240,7 @@ def _report(
     own = logprobs.gather(1, tokens[rows][:, None])
     ranks = ((logprobs > own).sum(-1) + 1).tolist()
     most = min(max(wanted[row] or 0 for row in rows), logits.shape[1])
-    values, order = _rank(logprobs, most)
+    values, order = largest(logprobs, most)
     columns = zip(rows, own[:, 0].tolist(), ranks, order.tolist(), values.tolist(), strict=True)
     for row, logprob, rank, top_ids, top_values in columns:
         count = wanted[row] or 0
@@ -354,14 +253,6 @@ def _report(
             top = tuple(sorted(zip(named, values_of, strict=True), key=lambda entry: -entry[1]))
             results[row] = replace(results[row], top=top)
     return results
-
-
-def _log(x: float) -> float:
-    return math.log(x) if x > 0 else -math.inf
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 @functools.lru_cache(maxsize=32)

@@ -201,7 +201,7 @@ def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
             )
         _replace_functions(type(mixers[0]), family.functions)
     for owner, name in gates.PLACES:
-        _replace(owner, name, functools.partial(gates.gate, name))
+        replace_function(owner, name, functools.partial(gates.gate, name))
     AttentionInterface.register(ATTENTION_NAME, _attention)
     config = model.config
     text = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
@@ -212,12 +212,12 @@ def patch_model(model: Any, family: Family, geometry: ModelGeometry) -> None:
 def _replace_functions(mixer_class: Any, names: tuple[str, ...]) -> None:
     """Replace the functions in the mixer's module, or its forward."""
     for name in names:
-        _replace(sys.modules[mixer_class.__module__], name, _WRAPPERS[name])
+        replace_function(sys.modules[mixer_class.__module__], name, _WRAPPERS[name])
     if mixer_class.__name__ in _FORWARDS:
-        _replace(mixer_class, "forward", _FORWARDS[mixer_class.__name__])
+        replace_function(mixer_class, "forward", _FORWARDS[mixer_class.__name__])
 
 
-def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Once per process; without a forward context the function stays what it was."""
     stock = getattr(owner, name)
     if not hasattr(stock, _STOCK):

@@ -52,6 +52,15 @@ class Replay:
         self._programs: dict[tuple[str, int, int], Program | None] = {}
         self._num_steps: Counter[tuple[str, int, int]] = Counter()  # unrecorded so far
 
+    def record_ahead(
+        self,
+        forward: Callable[[Tensor, Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        context: ForwardContext,
+        max_rows: int,
+    ) -> None:
+        """A program takes ten steps' time to record, when it is wanted."""
+
     def forward(
         self,
         forward: Callable[[Tensor, Tensor], Tensor],

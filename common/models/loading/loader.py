@@ -1,10 +1,9 @@
 """From a checkpoint folder or hub id to a model that runs with all of its state outside.
 
 1 read the raw config and derive the geometry (no weights yet). 2 load the weights straight to the target dtype. 3 run
-transformers' own forward over a few tokens: what its cache then holds must have the planned shapes. 4 put compiled
-linear layers, norms and activations in (C++ backend). 5 patch the model: functions present, mixers counted. 6 probe:
-the logits of step 3 against the engine's, in chunks. Leaves by: a ``LoadedModel``, or ``ConfigError`` with the reason.
-A family never runs unprobed.
+transformers' own forward over a few tokens: what its cache then holds must have the planned shapes. 4 put the
+backend's layers in. 5 patch the model: functions present, mixers counted. 6 probe: the logits of step 3 against the
+engine's, in chunks. Leaves by: a ``LoadedModel``, or ``ConfigError`` with the reason. A family never runs unprobed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.head import Head
 from common.models.adapter.mtp import MtpHead
 from common.models.adapter.patching import ATTENTION_NAME, patch_model
-from common.models.cpu.activations import fuse_activations
-from common.models.cpu.gated_mlps import fuse_gated_mlps
-from common.models.cpu.linears import pack_linears
-from common.models.cpu.norms import fuse_norms
+from common.models.backends.backend import ModelBackend
+from common.models.backends.create import create_backend
 from common.models.loading.checkpoint import (
     eos_token_ids,
     load_tokenizer,
@@ -39,15 +36,14 @@ from common.models.loading.checkpoint import (
     resolve_folder,
 )
 from common.models.loading.fingerprint import model_fingerprint, user_cache_dir
+from common.models.loading.foreign_kernels import refuse_foreign_kernels
 from common.models.loading.images import load_images
 from common.models.loading.mtp import load_mtp
 from common.models.loading.probe import check_numbers, check_replay, probe_tokens, stock_logits
 from common.models.loading.quiet import quiet_transformers
 from common.models.vision.processor import ImageProcessor
 from common.models.vision.tower import VisionTower, take_vision
-from common.ops.cpu.backend import CppOps
 from common.ops.interface import Ops
-from common.ops.select import create_ops
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +55,14 @@ class LoadedModel:
     Attributes:
         model: the transformers model, in eval mode, on ``device``, attention switched to the paged function.
         geometry: what the cache must hold for it, checked against the loaded modules; with ``mtp`` its layer too.
-        dtype, device: of the weights.
-        ops: the backend that the patched functions call.
+        dtype: of the weights.
+        backend: what it runs on.
         fingerprint: hex digest of config, weights, dtype and revision.
         head: rows of the last hidden state -> logits.
         tokenizer: the checkpoint's tokenizer, or None when it has none.
         eos_token_ids: from the generation config and the config, sorted.
         folder: where the files are.
-        is_replayed: whether a recorded decode step (:mod:`common.models.cpu.replay`) gave the same bits as the forward.
+        is_replayed: whether a recorded decode step gave what the forward gives.
         sees_images: of the family.
         image_rules: how many tokens an image takes; a text says why the model takes none.
         tower, image_processor: loaded on request, where the model takes images.
@@ -76,8 +72,7 @@ class LoadedModel:
     model: Any
     geometry: ModelGeometry
     dtype: torch.dtype
-    device: torch.device
-    ops: Ops
+    backend: ModelBackend
     fingerprint: str
     head: Head
     tokenizer: Any | None
@@ -89,6 +84,16 @@ class LoadedModel:
     tower: VisionTower | None = None
     image_processor: ImageProcessor | None = None
     mtp: MtpHead | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.backend.device
+
+    @property
+    def ops(self) -> Ops:
+        """What the patched functions call."""
+        return self.backend.ops
 
 
 def load_model(
@@ -110,24 +115,25 @@ def load_model(
     """Load ``model`` (a local folder or a hub id).
 
     ``dtype`` is float32 | bfloat16 | float16 | auto (the checkpoint's own). ``seed`` picks the probe's tokens.
-    ``ops_backend`` is auto | torch | cpp, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
-    ``enforce_eager``: decode steps are not replayed (:mod:`common.models.cpu.replay`). ``compact_weights``: packed for
-    decode steps rather than for prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision
-    tower too, if the model has one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the
-    checkpoint says. ``with_mtp_head``: the head for further tokens too.
+    ``ops_backend`` is auto | torch | cpp | triton, ``prebuilt_ops`` a folder (:func:`common.ops.select.create_ops`).
+    ``enforce_eager``: decode steps are not recorded. ``compact_weights``: packed for decode steps rather than for
+    prompts (:func:`common.models.cpu.linears.pack_linears`). ``with_images``: the vision tower too, if the model has
+    one that can be used. ``max_image_tokens``: larger images are made smaller; None: as the checkpoint says.
+    ``with_mtp_head``: the head for further tokens too.
 
     Raises:
         ConfigError: no such folder or no config in it, unsupported ``model_type``, unreadable weights, failed probe, no
-            head where one is wanted.
+            head where one is wanted, foreign kernels in the environment.
     """
     begin_s = time.monotonic()
+    refuse_foreign_kernels()
     folder = resolve_folder(model, revision)
     raw_config = read_config(folder)
     dtype = resolve_dtype(dtype, raw_config)
     geometry = model_geometry(raw_config, dtype)  # refuses what is not in FAMILIES
     family = FAMILIES[geometry.model_type]
     target = torch.device(device)
-    ops = create_ops(
+    backend = create_backend(
         ops_backend,
         dtype=getattr(torch, dtype),
         device=target,
@@ -142,19 +148,15 @@ def load_model(
         expected = stock_logits(loaded, tokens, geometry, target)
         mtp = load_mtp(folder, loaded, family, geometry, getattr(torch, dtype)) if with_mtp_head else None
         num_parameters = sum(p.numel() for p in loaded.parameters())
-        if isinstance(ops, CppOps):
-            for module in (loaded, mtp) if mtp is not None else (loaded,):
-                pack_linears(module, ops.linears, is_compact=compact_weights)
-                fuse_norms(module, ops.norms)
-                fuse_activations(module, ops.elementwise)
-                fuse_gated_mlps(module, ops.elementwise)
+        for module in (loaded, mtp) if mtp is not None else (loaded,):
+            backend.prepare(module, is_compact=compact_weights)
         patch_model(loaded, family, geometry)
         if mtp is not None:
             mtp.config._attn_implementation = ATTENTION_NAME
         check_numbers(
             loaded,
             EngineCache(),
-            ops,
+            backend.ops,
             geometry,
             tokens,
             expected,
@@ -162,9 +164,7 @@ def load_model(
             device=target,
             tolerance=family.probe_tolerance,
         )
-        is_replayed = (
-            not enforce_eager and isinstance(ops, CppOps) and check_replay(loaded, EngineCache(), ops, geometry, tokens)
-        )
+        is_replayed = not enforce_eager and check_replay(loaded, EngineCache(), backend, geometry, tokens)
         tokenizer = load_tokenizer(folder, trust_remote_code)
         image_rules, tower, image_processor = load_images(
             folder,
@@ -183,7 +183,7 @@ def load_model(
         geometry.model_type,
         dtype,
         target,
-        ops.name,
+        backend.ops.name,
         num_parameters,
         time.monotonic() - begin_s,
     )
@@ -191,8 +191,7 @@ def load_model(
         model=loaded,
         geometry=geometry if mtp is None else with_mtp(geometry),
         dtype=getattr(torch, dtype),
-        device=target,
-        ops=ops,
+        backend=backend,
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
         tokenizer=tokenizer,

@@ -22,7 +22,7 @@ from common.kv_cache.spec import ModelGeometry
 from common.models.adapter.arguments import step_arguments, stock_cache
 from common.models.adapter.forward_context import ForwardContext, set_forward_context
 from common.models.adapter.pool_views import PoolViews
-from common.models.cpu.replay import Replay
+from common.models.backends.backend import ModelBackend
 from common.models.loading.check_shapes import check_shapes
 from common.ops.interface import Ops
 
@@ -180,14 +180,16 @@ cross into the next one."""
 
 
 @torch.inference_mode()
-def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, tokens: Tensor) -> bool:
-    """Whether decode steps that are replayed give the bits of those that are not, over prompts that were computed in
-    the same way. A family whose steps cannot be recorded passes: it is never replayed."""
+def check_replay(model: Any, cache: Any, backend: ModelBackend, geometry: ModelGeometry, tokens: Tensor) -> bool:
+    """Whether decode steps that are recorded give what those through the model's code give, over prompts that were
+    computed in the same way. A family whose steps cannot be recorded passes: none of its steps is."""
     begin = (_Piece(0, 0, _REPLAY_START, 0, 0, 1), _Piece(1, 0, _REPLAY_START - 1, 1, 0, 2))
     rows: list[list[Tensor]] = []
     for is_replayed in (False, True):
-        views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 3, torch.device("cpu")), geometry)
-        replay = Replay(ops, views) if is_replayed else None
+        views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 3, backend.device), geometry)
+        steps = backend.create_step_runner(views) if is_replayed else None
+        if is_replayed and steps is None:
+            return False
         found: list[Tensor] = []
 
         def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -199,20 +201,20 @@ def check_replay(model: Any, cache: Any, ops: Ops, geometry: ModelGeometry, toke
                 _Piece(s, p + shift, p + shift + 1, s, s + 1, s + 1) for s, p in ((0, begin[0].end), (1, begin[1].end))
             ]
             for each in (begin, pieces) if shift == 0 else (pieces,):
-                context = _context(each, views, ops, torch.device("cpu"))
+                context = _context(each, views, backend.ops, backend.device)
                 ids = torch.cat([tokens[p.sequence, p.start : p.end] for p in each])
-                if replay is not None and each is pieces:
-                    found.append(replay.forward(forward, context, ids.tolist(), [p.start for p in each]))
+                if steps is not None and each is pieces:
+                    found.append(steps.forward(forward, context, ids.tolist(), [p.start for p in each]))
                     continue
                 with set_forward_context(context):
-                    logits = forward(ids, context.metadata.positions)
+                    logits = forward(ids.to(backend.device), context.metadata.positions)
                 if each is pieces:
                     found.append(logits)
         rows.append(found)
-    is_same = all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+    is_same = all(backend.is_same(recorded, expected) for expected, recorded in zip(*rows, strict=True))
     if not is_same:
         logger.warning(
-            "decode steps of model_type %r are not replayed: other bits than the forward", geometry.model_type
+            "decode steps of model_type %r are not recorded: other numbers than the forward's", geometry.model_type
         )
     return is_same
 

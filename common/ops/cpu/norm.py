@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 from array import array
 
 import torch
 from torch import Tensor
 
 from common.ops.cpu.launch import DTYPES, find_kernel, launch
-
-
-class Gate(enum.IntEnum):
-    """What a gate does: multiplies the input before the norm or the result after it."""
-
-    NONE = 0
-    SILU_BEFORE = 1
-    SILU_AFTER = 2
-    SIGMOID_AFTER = 3
+from common.ops.row_ops import Gate
 
 
 class NormOps:

@@ -15,10 +15,12 @@ import itertools
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.ops.step.check import PoolSizes, check_blocks, check_lengths, check_slots, check_whole
+from common.ops.step.device_step import DeviceStep, GroupTables, StepBuffer
 from common.ops.step.packed import PackedStep
 from common.ops.step.paged_metadata import PagedMetadata, build_paged
 from common.ops.step.segment import SegmentLike
@@ -69,7 +71,7 @@ class AttentionMetadata:
         ]
         self._block_ids = array("q", list(itertools.chain.from_iterable(block_ids)))
         self._table_begins = list(itertools.accumulate(map(len, block_ids), initial=0))
-        if sizes.num_blocks:
+        if sizes.num_blocks and segments:
             check_lengths(segments, self._tables, list(map(len, block_ids)), block_size)
             check_blocks(segments, self._block_ids, self._table_begins, sizes.num_blocks, block_size, window)
             check_whole(segments)
@@ -98,6 +100,18 @@ class AttentionMetadata:
         return build_paged(
             self._segments, self._tables, self._begins, ids, begins, self._block_size, self.window, self.device
         )
+
+    @property
+    def group_tables(self) -> GroupTables:
+        """The step on the host, as :class:`StepBuffer` takes it."""
+        ids = np.frombuffer(self._block_ids, np.int64) if self._block_ids else np.empty(0, np.int64)
+        return GroupTables(self._segments, self._tables, ids, self._table_begins, self._block_size, self.window)
+
+    @functools.cached_property
+    def on_device(self) -> DeviceStep:
+        """The step as Triton kernels read it. Whoever writes the steps of all groups in one piece sets it before the
+        first op asks."""
+        return StepBuffer(self.device).write([self.group_tables])[0]
 
     @property
     def has_tensors(self) -> bool:

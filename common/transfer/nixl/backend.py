@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -67,14 +67,19 @@ class NixlBackend(TransferBackend):
         fingerprint: str = "",
         backends: Sequence[str] = ("UCX",),
         bindings: Any = None,
+        enter_thread: Callable[[], None] | None = None,
     ) -> None:
         """Create the agent and its threads. ``bindings``: what ``load_bindings`` returned (default: call it).
+        ``enter_thread``: called once on each thread before NIXL is: UCX takes the memory of a GPU for none where a
+        thread has no CUDA context.
 
         Raises:
             TransferError: ``backend_unavailable`` when NIXL or one of ``backends`` is not there or does not start.
         """
         super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
         self._nixl = load_bindings() if bindings is None else bindings
+        self._enter_thread = enter_thread
+        self._thread = threading.local()
         self._plugins = tuple(backends)
         self._name = self._new_name()
         self._lock = threading.Lock()
@@ -274,7 +279,13 @@ class NixlBackend(TransferBackend):
 
     # Below: callers hold the lock.
 
+    def _enter(self) -> None:
+        if self._enter_thread is not None and not hasattr(self._thread, "is_entered"):
+            self._enter_thread()
+            self._thread.is_entered = True
+
     def _check_open(self) -> None:
+        self._enter()
         if self._closed:
             raise TransferError(f"transfer backend of {self.engine_id} is closed", code=TransferCode.CLOSED)
 
@@ -289,6 +300,7 @@ class NixlBackend(TransferBackend):
 
     def _destroy_agent(self) -> None:
         """Ends every read. Raises TransferError (``agent_alive``): none has ended."""
+        self._enter()
         if self._agent is None:
             return
         self._agent.check_sole()

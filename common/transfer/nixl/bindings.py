@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import os
 from collections.abc import Sequence
@@ -15,25 +16,44 @@ from typing import Any
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
 
-PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""Tried in this order: the meta package, which chooses between its wheels, then a wheel that was installed alone."""
+META_PACKAGE = "nixl"
+"""Chooses between its wheels by torch's CUDA; asked first."""
 
 
-def load_bindings(packages: Sequence[str] = PACKAGES) -> Any:
-    """The bindings module of the first of ``packages`` that can be imported, with its logging off stdout.
+def wheels(torch_version: str) -> tuple[str, str]:
+    """The packages of NIXL's wheels, installed alone, the one for the CUDA of this torch first. Without a suffix torch
+    is PyPI's build, which is for CUDA 13; beside a build without CUDA either does."""
+    is_cuda_12 = torch_version.partition("+")[2].startswith("cu12")
+    return ("nixl_cu12", "nixl_cu13") if is_cuda_12 else ("nixl_cu13", "nixl_cu12")
+
+
+def _installed_torch() -> str:
+    """Its version, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def load_bindings(packages: Sequence[str] | None = None) -> Any:
+    """The bindings module of the first of ``packages`` that can be imported, with its logging off stdout. By default
+    the meta package and the wheels.
 
     Imported on demand: a process that moves no bytes (or moves them in-process) needs no NIXL. UCX reads its
-    environment while it is being loaded; defaults are set for its logging only, and only where the user has set
-    nothing: to stderr, and errors only, because ending an agent with reads in flight logs a warning per descriptor.
+    environment while it is being loaded; defaults are set only where the user has set nothing. Logs go to stderr, and
+    errors only, because ending an agent with reads in flight logs a warning per descriptor.
+    Which transports there are is UCX's choice: with ``UCX_TLS`` unset all, those of GPUs (cuda_copy, cuda_ipc) too. But
+    for one thing: where UCX sees no NVLink it leaves reads to TCP (ucx #7566), and we only read.
 
     Raises:
         TransferError: ``backend_unavailable``, with every reason.
     """
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     reasons: list[str] = []
     raise_exceptions = logging.raiseExceptions
-    for package in packages:
+    for package in (META_PACKAGE, *wheels(_installed_torch())) if packages is None else packages:
         try:
             importlib.import_module(package)
             bindings = importlib.import_module(f"{package}._bindings")

@@ -50,7 +50,7 @@ def test_format_size_then_parse_size_gives_the_same(num_bytes: int) -> None:
 
 def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
     config = node()
-    assert (config.port, config.block_size, config.kv_cache_memory) == (8100, 16, 2 << 30)
+    assert (config.port, config.block_size, config.kv_cache_memory) == (8100, 16, None)
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_queue) == (2048, 64, 256)
     assert (config.kv_lease_seconds, config.kv_transfer_timeout_seconds) == (30.0, 30.0)
     assert (config.local_prefill_limit, config.kv_transfer_verify) == (None, "off")

@@ -207,6 +207,38 @@ def test_compose_when_its_environment_is_read_then_configures_processes_that_fin
         assert int(grace[1] or 0) * 60 + int(grace[2] or 0) > prefill.kv_lease_seconds
 
 
+def test_gpu_overlay_when_rendered_then_each_node_has_one_gpu_and_an_rdma_device_and_sizes_its_pools_itself() -> None:
+    overlay = KUBERNETES / "overlays" / "gpu"
+    nodes = [each for each in workloads(overlay) if each["kind"] == "StatefulSet"]
+    assert len(nodes) == 2
+    for node in nodes:
+        container = container_of(node)
+        for kind in ("requests", "limits"):
+            assert container["resources"][kind]["nvidia.com/gpu"] == 1
+            assert [each for each in container["resources"][kind] if each.startswith("rdma/")]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert container["image"] == "tandem-node:cuda"
+        config = config_of(container["args"][0], environment_of(node, documents(overlay)))
+        assert isinstance(config, NodeConfig)
+        assert (config.device, config.kv_cache_memory, config.gpu_memory_utilization) == ("cuda", None, 0.9)
+
+
+def test_gpu_compose_when_read_then_its_nodes_can_map_each_others_pools_and_take_a_gpu_by_number() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    prefill, decode = services["prefill-gpu"], services["decode-gpu"]
+    assert prefill["ipc"] == "shareable"
+    assert (decode["ipc"], decode["pid"]) == ("service:prefill-gpu", "service:prefill-gpu")
+    for service, variable in ((prefill, "PREFILL_GPU"), (decode, "DECODE_GPU")):
+        [devices] = service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert service["environment"]["TANDEM_DEVICE"] == f"cuda:${{{variable}:-0}}"
+        # Both share one by default, and have no size of their pools.
+        assert service["environment"]["TANDEM_GPU_MEMORY_UTILIZATION"].endswith(":-0.45}")
+        assert service["environment"]["TANDEM_KV_CACHE_MEMORY"] == "${GPU_KV_CACHE_MEMORY:-}"
+    image = variables_of("node-cuda")
+    assert (image["TANDEM_DEVICE"], image["NVIDIA_DRIVER_CAPABILITIES"]) == ("cuda", "compute,utility")
+
+
 def tiers_of(environment: Mapping[str, str]) -> list[TierSpec]:
     config = config_of("decode", {**environment, "TANDEM_CLUSTER_KEY_FILE": "/key"})
     assert isinstance(config, NodeConfig)

@@ -56,6 +56,24 @@ async def wait_idle(engine: EngineThread, model: NodeModel) -> None:
 
 
 @pytest.mark.asyncio
+async def test_thread_when_it_starts_then_enters_the_device_before_the_first_step(model: NodeModel) -> None:
+    order: list[tuple[str, str]] = []
+    core = create_core(NodeConfig(model="-"), model)
+    step = core.step
+
+    def note(what: str) -> None:
+        order.append((what, threading.current_thread().name))
+
+    core.step = lambda: (note("step"), step())[1]  # type: ignore[method-assign]
+    thread = EngineThread(core, lambda: note("enter"))
+    thread.start()
+    await token_ids(thread, request("entered", num_tokens=2))
+    await asyncio.to_thread(thread.close)
+    assert order[:2] == [("enter", "engine"), ("step", "engine")]
+    assert [what for what, _ in order].count("enter") == 1
+
+
+@pytest.mark.asyncio
 async def test_call_when_cancelled_just_as_its_result_arrives_then_the_cancellation_is_not_lost(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

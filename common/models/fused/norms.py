@@ -1,8 +1,8 @@
-"""Puts the compiled norm where a loaded model has a root mean square norm of its own.
+"""Puts the norm of a backend where a loaded model has a root mean square norm of its own.
 
 transformers writes these norms out as seven tensor operations, in several variants: a weight or one plus a weight,
-gated before or after, in groups. Which one a module is, is found by trial: the compiled norm takes its place when it
-gives the module's own numbers on a few random rows. A module that no variant fits stays as it is.
+gated before or after, in groups. Which one a module is, is found by trial: ours takes its place when it gives the
+module's own numbers on a few random rows. A module that no variant fits stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.ops.cpu.norm import Gate, NormOps
+from common.models.fused.residual import ResidualSum
+from common.ops.row_ops import Gate, Norms
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ _TRIAL_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class Variant:
     offset: float
     group: int
     kind: Gate
@@ -37,14 +38,16 @@ class _Variant:
 class FusedNorm(nn.Module):
     """Stands in for an RMSNorm module, gated or not."""
 
-    def __init__(self, ops: NormOps, weight: nn.Parameter, epsilon: float, variant: _Variant) -> None:
+    def __init__(self, ops: Norms, weight: nn.Parameter, epsilon: float, variant: Variant) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = weight, epsilon
-        self._ops, self._variant = ops, variant
+        self._ops, self.variant = ops, variant
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """[..., size] -> [..., size] in the same dtype."""
-        v = self._variant
+        v = self.variant
+        if isinstance(hidden_states, ResidualSum) and v.kind is Gate.NONE and v.group == self.weight.shape[0]:
+            return hidden_states.normed(self.weight, self.variance_epsilon, v.offset)
         return self._ops.rms_norm(
             hidden_states,
             self.weight,
@@ -57,7 +60,7 @@ class FusedNorm(nn.Module):
 
 
 @torch.inference_mode()
-def fuse_norms(model: nn.Module, ops: NormOps) -> None:
+def fuse_norms(model: nn.Module, ops: Norms) -> None:
     """Replace the norms of ``model`` that the compiled one can compute."""
     fused = 0
     norms = [(p, n, m) for p in model.modules() for n, m in p.named_children() if _is_norm(m)]
@@ -76,7 +79,7 @@ def _is_norm(module: nn.Module) -> bool:
         "RMSNorm" in type(module).__name__
         and list(parameters) == ["weight"]
         and module.weight.ndim == 1
-        and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and isinstance(_epsilon(module), float)
     )
 
@@ -89,19 +92,19 @@ def _is_gated(norm: nn.Module) -> bool:
     return "gate" in inspect.signature(norm.forward).parameters
 
 
-def _variants(norm: nn.Module) -> Iterator[_Variant]:
+def _variants(norm: nn.Module) -> Iterator[Variant]:
     size = norm.weight.shape[0]
     groups = {size, getattr(norm, "group_size", size), size // getattr(norm, "n_groups", 1)}
     kinds = (Gate.SILU_BEFORE, Gate.SILU_AFTER, Gate.SIGMOID_AFTER) if _is_gated(norm) else (Gate.NONE,)
     for offset, group, kind in itertools.product((0.0, 1.0), sorted(groups, reverse=True), kinds):
         if size % group == 0:
-            yield _Variant(offset, group, kind)
+            yield Variant(offset, group, kind)
 
 
-def _fits(norm: nn.Module, variant: _Variant, epsilon: float, ops: NormOps) -> bool:
+def _fits(norm: nn.Module, variant: Variant, epsilon: float, ops: Norms) -> bool:
     """In float32, where rounding does not blur the variants; [1, rows, size], which every family's norm takes."""
     generator = torch.Generator().manual_seed(0)
-    x, gate = torch.randn(2, 1, _TRIAL_ROWS, norm.weight.shape[0], generator=generator)
+    x, gate = torch.randn(2, 1, _TRIAL_ROWS, norm.weight.shape[0], generator=generator).to(norm.weight.device)
     gate = gate if _is_gated(norm) else None
     found = ops.rms_norm(
         x, norm.weight, gate, epsilon=epsilon, offset=variant.offset, group=variant.group, kind=variant.kind

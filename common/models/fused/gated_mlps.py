@@ -1,4 +1,4 @@
-"""Puts one compiled call between the matrix products of gated MLPs, ``down(silu(gate(x)) * up(x))``: tensors there are
+"""Puts one call between the matrix products of gated MLPs, ``down(silu(gate(x)) * up(x))``: tensors there are
 the widest of a model, and torch passes over them twice (8 % of a prefill, lfm2 M).
 
 A module is replaced when its layers have known names and its own code gives the same numbers as ours: a module with
@@ -14,9 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from common.models.cpu.activations import FusedSilu
 from common.models.cpu.linears import PackedLinear
-from common.ops.cpu.elementwise import ElementwiseOps
+from common.models.fused.activations import FusedSilu
+from common.models.fused.merged_linears import MergedPart
+from common.ops.row_ops import Elementwise
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +30,17 @@ _TRIAL_ROWS = 3
 _TRIAL_GATE = 1.0
 """Root mean square of the gate's values in a trial: there SiLU and activations like it differ by a tenth, far from 0
 hardly at all."""
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.0025}
 """Root mean square of the difference, relative to that of the result: bfloat16 rounds by 0.002, three times."""
 
 Split = Callable[[Tensor], tuple[Tensor, ...]]
-_Linear: TypeAlias = nn.Linear | PackedLinear
+_Linear: TypeAlias = nn.Linear | PackedLinear | MergedPart
 
 
 class FusedGatedMLP(nn.Module):
     """Stands in for a gated MLP. ``split``: x [..., hidden] -> gate and up, [..., intermediate] each."""
 
-    def __init__(self, ops: ElementwiseOps, split: Split, down: _Linear, mlp: nn.Module) -> None:
+    def __init__(self, ops: Elementwise, split: Split, down: _Linear, mlp: nn.Module) -> None:
         super().__init__()
         self._ops, self._split, self._down = ops, split, down
         self.replaced = mlp  # its layers stay where `modules()` finds them
@@ -51,7 +52,7 @@ class FusedGatedMLP(nn.Module):
 
 
 @torch.inference_mode()
-def fuse_gated_mlps(model: nn.Module, ops: ElementwiseOps) -> None:
+def fuse_gated_mlps(model: nn.Module, ops: Elementwise) -> None:
     """Replace the gated MLPs of ``model``, whose activations are fused already."""
     places = [(p, n, m) for p in model.modules() for n, m in p.named_children()]
     fused = 0
@@ -86,9 +87,11 @@ def _together(both: nn.Module) -> Split:
     return lambda x: both(x).chunk(2, dim=-1)
 
 
-def _fits(mlp: nn.Module, split: Split, down: _Linear, ops: ElementwiseOps) -> bool:
+def _fits(mlp: nn.Module, split: Split, down: _Linear, ops: Elementwise) -> bool:
     dtype = down.weight.dtype
-    x = torch.randn(1, _TRIAL_ROWS, down.out_features, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, _TRIAL_ROWS, down.out_features, generator=torch.Generator().manual_seed(0)).to(
+        down.weight.device
+    )
     try:
         gate = split(x.to(dtype))[0].float()
         x = (x * (_TRIAL_GATE / gate.square().mean().sqrt())).to(dtype)
