@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from common.wire.routes import TEST_TRANSFER_FAULT_ROUTE
 from tests.e2e.conftest import FAMILY, TIGHT_FLAGS
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, info, metric, together, wait_settled
@@ -61,6 +63,20 @@ def body_of(shape: str, num_prompt_tokens: int, num_tokens: int, seed: int) -> d
         prompt = [random_tokens(num_prompt_tokens, seed + index) for index in range(3)]
     fields: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 1} if shape == "n" else {}
     return completion_body(prompt, num_tokens, stream=shape == "stream", **fields)
+
+
+@contextlib.contextmanager
+def reads_held_back(node: Node, count: int) -> Iterator[None]:
+    """The next ``count`` reads of data of ``node`` are in flight until the end, when they write their destinations.
+
+    Their holder lives on: one that stands still for longer than a moment is given up, and UCX may end it when it wakes.
+    """
+    url = node.url + TEST_TRANSFER_FAULT_ROUTE
+    httpx.post(url, json={"kind": "hang", "count": count}, timeout=10).raise_for_status()
+    try:
+        yield
+    finally:
+        httpx.post(url, json={"kind": "clear"}, timeout=10).raise_for_status()
 
 
 def is_running(node: Node, count: int = 1) -> bool:
@@ -112,7 +128,7 @@ def test_client_when_it_hangs_up_then_everything_is_given_back(tight_service: Se
         params = [foreign.prefill(prefill.url, {**body, "prompt": prompt}) for prompt in prompts]
         aborted = num_aborted(decode)
         held = decode.check_cache()
-        with stopped(prefill):
+        with reads_held_back(decode, len(prompts)):
             with OpenRequest(decode.url, ROUTE, {**body, "kv_transfer_params": params}) as request:
                 # Before a read is posted an abort has nothing to wait for, and frees the blocks at once.
                 wait_until(lambda: metric(decode, "transfers_in_flight") == len(prompts), "the reads to start")
