@@ -82,7 +82,12 @@ class NodeConfig(ProcessConfig):
         metavar="auto|cpu|cuda|cuda:N",
     )
     ops_backend: str = choice_flag(
-        "auto", "who runs scans and attention; auto: cpp on a CPU with a compiler, else torch", "auto", "torch", "cpp"
+        "auto",
+        "who runs scans and attention; auto: cpp on a CPU with a compiler, triton on a GPU, else torch",
+        "auto",
+        "torch",
+        "cpp",
+        "triton",
     )
     enforce_eager: bool = bool_flag(
         False, "run every decode step through the model's own code, instead of replaying recorded ones (slower)"

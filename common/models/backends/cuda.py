@@ -62,7 +62,8 @@ class CudaBackend(ModelBackend):
         # The thread that waits sleeps: others of this process have work.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
-        return event
+        launched: Event = event
+        return launched
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -61,10 +61,12 @@ class FusedAttention:
         if self._is_gated:
             query, gate = query.unflatten(1, (-1, 2)).unbind(2)
         first, second = self._norms
+        cos, sin = position_embeddings
         query, key = self._ops.rotary.rotate(
             query,
             key,
-            *(each[0] for each in position_embeddings),
+            cos[0],
+            sin[0],
             (first.weight, second.weight),
             epsilon=first.variance_epsilon,
             offset=first.variant.offset,

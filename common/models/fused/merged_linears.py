@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ def merge_linears(model: nn.Module) -> None:
     merged = 0
     for parent in list(model.modules()):
         for names in _GROUPS:
-            layers = [getattr(parent, name, None) for name in names]
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
             if _are_alike(layers) and all(holders[id(layer.weight)] == 1 for layer in layers):
                 together = _Merged(layers)
                 for index, name in enumerate(names):
@@ -84,7 +85,7 @@ def merge_linears(model: nn.Module) -> None:
     logger.info("linear layers merged groups=%d", merged)
 
 
-def _are_alike(layers: Sequence[nn.Module | None]) -> bool:
+def _are_alike(layers: Sequence[Any]) -> bool:
     """Whether all are linear layers of the same input, and all or none have a bias."""
     if not all(type(layer) is nn.Linear for layer in layers):
         return False

@@ -30,13 +30,13 @@ class ResidualSum(Tensor):
     @staticmethod
     def __new__(cls, terms: Sequence[Tensor], factors: Sequence[float], norms: FusedNorms) -> ResidualSum:
         first = terms[0]
-        total: ResidualSum = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        total: ResidualSum = Tensor._make_wrapper_subclass(
             cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
         )
         total._terms, total._factors, total._norms = list(terms), list(factors), norms
         return total
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

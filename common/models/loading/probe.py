@@ -182,14 +182,17 @@ cross into the next one."""
 @torch.inference_mode()
 def check_replay(model: Any, cache: Any, backend: ModelBackend, geometry: ModelGeometry, tokens: Tensor) -> bool:
     """Whether decode steps that are recorded give what those through the model's code give, over prompts that were
-    computed in the same way. A family whose steps cannot be recorded passes: none of its steps is."""
+    computed in the same way; False too where the backend records none. A family whose steps cannot be recorded passes:
+    none of its steps is."""
     begin = (_Piece(0, 0, _REPLAY_START, 0, 0, 1), _Piece(1, 0, _REPLAY_START - 1, 1, 0, 2))
+    own, others = (
+        PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 3, backend.device), geometry) for _ in range(2)
+    )
+    runner = backend.create_step_runner(own)
+    if runner is None:
+        return False
     rows: list[list[Tensor]] = []
-    for is_replayed in (False, True):
-        views = PoolViews.of(ProbePools(geometry, 1 + 2 * _BLOCKS_PER_TABLE, 3, backend.device), geometry)
-        steps = backend.create_step_runner(views) if is_replayed else None
-        if is_replayed and steps is None:
-            return False
+    for views, steps in ((others, None), (own, runner)):
         found: list[Tensor] = []
 
         def forward(token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ class StepBuffer:
             at += len(part)
         if self._own is not self._host:
             self._own[:at].copy_(self._host[:at], non_blocking=True)
-        own = self._own[:num_fixed].split(sizes)
+        own: list[Tensor] = list(self._own[:num_fixed].split(sizes))
+        ids, places, rows, src, dst, save, lengths = own[:_NUM_SHARED]
         # Up to the buffer's end: a graph that was recorded on a step reads longer tables later.
         block_ids = self._own[num_fixed:]
         spans, num_groups = _span_rows(groups), len(groups)
@@ -156,12 +157,18 @@ class StepBuffer:
                 len(own[0]),
                 group.block_size,
                 group.window,
-                *own[:_NUM_SHARED],
-                decode_begin=own[_NUM_SHARED + index],
-                write_place=own[_NUM_SHARED + num_groups + index],
-                block_ids=block_ids,
-                seen=seen,
-                span_rows=spans[index],
+                ids,
+                places,
+                rows,
+                src,
+                dst,
+                save,
+                lengths,
+                own[_NUM_SHARED + index],
+                own[_NUM_SHARED + num_groups + index],
+                block_ids,
+                seen,
+                spans[index],
             )
             for index, group in enumerate(groups)
         ]
@@ -229,7 +236,8 @@ def _places(group: GroupTables, positions: Words, counts: Words) -> Words:
     begins = np.repeat(np.asarray(group.begins)[:-1], counts)
     places = group.block_ids[begins + positions // size] * size + positions % size
     places[positions < np.repeat([table.write_from for table in group.tables], counts)] = -1
-    return places.astype(np.int32)
+    words: Words = places.astype(np.int32)
+    return words
 
 
 def _seen(segments: Sequence[SegmentLike]) -> Words:
