@@ -77,7 +77,7 @@ class Shape:
         return cls(k_pool.dtype, num_kv_heads, ratio, head_size, v_pool.shape[3], is_shared, capability)
 
     def num_groups(self, tiling: Tiling) -> int:
-        return self.num_kv_heads * triton.cdiv(self.ratio, tiling.block_m)
+        return self.num_kv_heads * int(triton.cdiv(self.ratio, tiling.block_m))
 
 
 @dataclass(frozen=True, slots=True)

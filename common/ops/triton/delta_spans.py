@@ -1,6 +1,6 @@
 """Spans of the delta rules in chunks, in the UT-transform form of arXiv 2406.06484: with the keys, values and decays of
-a chunk alone, the corrections of its rows are ``new_values - read_keys @ state``. All chunks make theirs at once, then a
-walk goes over each span's chunks with the state, and the outputs of all chunks follow from the states before them.
+a chunk alone, the corrections of its rows are ``new_values - read_keys @ state``. All chunks make theirs at once, then
+a walk goes over each span's chunks with the state, and the outputs of all chunks follow from the states before them.
 
 Rows wait in scratch by chunk and head, ``[chunks * heads, chunk size, ..]``, normalised, decayed and filled up with
 zeros, so that the walk and the outputs read them without masks. Exponents are decays from one row to a later one, never
@@ -244,7 +244,7 @@ def walk_kernel(
     state = tl.load(places + tl.load(load + begin).to(tl.int64) * slot_stride, mask=mask, other=0.0)
     in_rows = steps[:, None] * WIDTH + columns[None, :]
     for chunk in range(begin, end):
-        unit = chunk.to(tl.int64) * HEADS + head
+        unit = tl.cast(chunk, tl.int64) * HEADS + head
         known = state.to(dtype)
         tl.store(states + (unit * BLOCK_K + channels[:, None]) * WIDTH + columns[None, :], known)
         reading = tl.load(read_keys + (unit * SIZE + steps[:, None]) * BLOCK_K + channels[None, :])

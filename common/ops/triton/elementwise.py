@@ -20,12 +20,12 @@ _STOCK = {"sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus}
 
 
 @triton.jit
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _softplus(x):  # type: ignore[no-untyped-def]
+def _softplus(x):
     """log(1 + exp(x)), without losing a small exp(x) in the sum; above 20 it is x."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
@@ -34,7 +34,7 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["total"])
-def _elementwise_kernel(  # type: ignore[no-untyped-def]
+def _elementwise_kernel(
     a, b, out, total, size, inner, a_outer, a_inner, b_outer, b_inner, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Program: BLOCK elements of the result, which is contiguous."""
@@ -55,7 +55,7 @@ def _elementwise_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["total"])
-def _delta_gates_kernel(  # type: ignore[no-untyped-def]
+def _delta_gates_kernel(
     a, b, a_log, dt_bias, decay, beta, total, a_stride, b_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -171,7 +171,7 @@ def mamba2_rows(
         for row in range(begin, begin + tl.load(run_length + run)):
             state = _advance(
                 state, x, x_row, x_head, dt, dt_row, dt_head, a, bias, low, high, b, b_row, b_group, c, c_row, c_group,
-                d, out, row.to(tl.int64), head, dim, size, is_dim, is_size, SOFTPLUS, HEADS, PER_GROUP, DIM,
+                d, out, tl.cast(row, tl.int64), head, dim, size, is_dim, is_size, SOFTPLUS, HEADS, PER_GROUP, DIM,
             )  # fmt: skip
         for store in range(tl.load(store_begin + run), tl.load(store_begin + run + 1)):
             slot = tl.load(store_slot + store).to(tl.int64)

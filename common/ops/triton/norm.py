@@ -18,7 +18,7 @@ _TILE = 1024
 
 
 @triton.jit(do_not_specialize=["num_units"])
-def _norm_kernel(  # type: ignore[no-untyped-def]
+def _norm_kernel(
     x,
     gate,
     weight,
@@ -61,7 +61,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_kernel(  # type: ignore[no-untyped-def]
+def _sum_kernel(
     a,
     b,
     c,

@@ -14,7 +14,7 @@ _TILE = 2048
 
 
 @triton.jit
-def _rotate_heads(  # type: ignore[no-untyped-def]
+def _rotate_heads(
     x, out, weight, cos, sin, head, ok, epsilon, offset, stride, HEAD: tl.constexpr, HALF: tl.constexpr,
     HAS_NORM: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotary_kernel(  # type: ignore[no-untyped-def]
+def _rotary_kernel(
     query, key, cos, sin, query_weight, key_weight, query_out, key_out, epsilon, offset,
     query_row, query_head, key_row, key_head,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
