@@ -86,7 +86,9 @@ class Side:
     """
 
     def __init__(self, name: str, hub: InProcessHub, config: NodeConfig) -> None:
-        def in_process(*, engine_id: str, epoch: int, fingerprint: str, backends: Any) -> TransferBackend:
+        def in_process(
+            *, engine_id: str, epoch: int, fingerprint: str, backends: Any, enter_thread: Any
+        ) -> TransferBackend:
             return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
 
         def call_off(request_id: str) -> None:

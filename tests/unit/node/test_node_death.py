@@ -64,7 +64,9 @@ async def running(
     hub = InProcessHub()
     nodes: list[Node] = []
 
-    def in_process(*, engine_id: str, epoch: int, fingerprint: str, backends: Any) -> TransferBackend:
+    def in_process(
+        *, engine_id: str, epoch: int, fingerprint: str, backends: Any, enter_thread: Any
+    ) -> TransferBackend:
         return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
 
     def create_node(*args: Any) -> Node:
