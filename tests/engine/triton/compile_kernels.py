@@ -2,7 +2,8 @@
 interpreter; writes a line of JSON for each: registers, stack, shared memory, whether products are tf32.
 
 Kernels are compiled for the arguments they are launched with, as at run time: dtypes, numbers that are a multiple of
-16, compile-time constants, warps. ``--quick``: the first launch of each kernel, in bfloat16.
+16, compile-time constants, warps. ``--quick``: the first launch of each kernel, in bfloat16. ``--match``: calls whose
+dtype and name, "float32 mamba2 48x64x128", the expression is found in.
 """
 
 from __future__ import annotations
@@ -86,10 +87,13 @@ def describe(compiled: Any, **launch: Any) -> dict[str, Any]:
             "is_tf32": "tf32" in compiled.asm["ptx"]}  # fmt: skip
 
 
-def compiled_kernels(capability: int, *, is_quick: bool) -> Iterator[dict[str, Any]]:
+def compiled_kernels(capability: int, *, is_quick: bool, match: str) -> Iterator[dict[str, Any]]:
     target, seen = GPUTarget("cuda", capability, 32), set[str]()
     for dtype in _DTYPES[:1] if is_quick else _DTYPES:
+        dtype_name = str(dtype).removeprefix("torch.")
         for call, launch in calls(dtype):
+            if not re.search(match, f"{dtype_name} {call}"):
+                continue
             with Recorder(capability) as recorder:
                 launch()
             for each in recorder.launches:
@@ -98,13 +102,14 @@ def compiled_kernels(capability: int, *, is_quick: bool) -> Iterator[dict[str, A
                     continue
                 if (compiled := compile_launch(each, target, seen)) is not None:
                     seen.add(name)
-                    yield describe(compiled, kernel=name, dtype=str(dtype).removeprefix("torch."), call=call)
+                    yield describe(compiled, kernel=name, dtype=dtype_name, call=call)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("capability", type=int)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--match", default="")
     arguments = parser.parse_args()
-    for line in compiled_kernels(arguments.capability, is_quick=arguments.quick):
+    for line in compiled_kernels(arguments.capability, is_quick=arguments.quick, match=arguments.match):
         print(json.dumps(line), flush=True)

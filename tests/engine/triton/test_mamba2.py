@@ -27,6 +27,7 @@ from tests.engine.triton.support import (
 
 from common.ops.triton.mamba2 import mamba2_varlen  # isort: skip  # after the interpreter
 
+_FULL = pytest.mark.full
 LONG_SPANS = Mix((segment(1, 1, 1), segment(150, 2, 3, [(70, 4), (128, 5), (129, 6)]), segment(17, 0, 7)))
 
 
@@ -95,9 +96,10 @@ def test_mamba2_when_mixed_then_equals_torch(mix: Mix, dtype: torch.dtype, guard
 
 
 @dtypes
-@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("is_raw", [pytest.param(False, marks=_FULL), True])
 @pytest.mark.parametrize(
-    ("heads", "groups", "head_dim", "size"), [(4, 2, 20, 16), (2, 2, 16, 16), (2, 1, 40, 8), (1, 1, 6, 32)]
+    ("heads", "groups", "head_dim", "size"),
+    [(4, 2, 20, 16), *(pytest.param(*shape, marks=_FULL) for shape in [(2, 2, 16, 16), (2, 1, 40, 8), (1, 1, 6, 32)])],
 )
 def test_mamba2_when_spans_are_long_then_equals_torch(
     heads: int, groups: int, head_dim: int, size: int, is_raw: bool, dtype: torch.dtype, guard: Guards
