@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,16 @@ from tests.support.triton_interpreter import TRITON_DEVICE
 NUM_SLOTS = 24
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Of the norm, by the dtype of a kernel's inputs."""
+
+
+def full_beside(*values: Any, others: Sequence[Any]) -> list[Any]:
+    """Parameters of a test; ``others`` only in the whole matrix."""
+    return [*values, *(pytest.param(value, marks=pytest.mark.full) for value in others)]
+
+
 dtypes = pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)],
+    full_beside(torch.float32, torch.bfloat16, others=(torch.float16,)),
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 

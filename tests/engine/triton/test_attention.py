@@ -20,6 +20,7 @@ from tests.engine.triton.support import (
     Steps,
     assert_close,
     dtypes,
+    full_beside,
     make_steps,
     rand,
 )
@@ -172,7 +173,7 @@ def test_attention_when_steps_are_mixed_then_equals_the_torch_ops(
     case.check(case.run(guard))
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 33, 1000])
+@pytest.mark.parametrize("window", full_beside(7, 16, others=(1, 33, 1000)))
 @dtypes
 def test_attention_when_it_has_a_window_then_sees_that_many_keys(
     window: int, dtype: torch.dtype, guard: Guards
@@ -183,7 +184,7 @@ def test_attention_when_it_has_a_window_then_sees_that_many_keys(
 
 @pytest.mark.parametrize(
     "heads",
-    [Heads(2, 2), Heads(7, 1, 20, 12), Heads(14, 2, 32, 48), Heads(40, 1, 16, 16), Heads(6, 3, 96, 80)],
+    full_beside(Heads(7, 1, 20, 12), Heads(6, 3, 96, 80), others=(Heads(2, 2), Heads(14, 2, 32, 48), Heads(40, 1))),
     ids=lambda heads: f"{heads.num}_over_{heads.num_kv}_of_{heads.size}_and_{heads.size_v}",
 )
 @dtypes
@@ -194,7 +195,9 @@ def test_attention_when_query_heads_share_keys_then_equals_the_torch_ops(
     case.check(case.run(guard))
 
 
-@pytest.mark.parametrize("heads", [Heads(4, 1, 40, 32, True), Heads(20, 1, 144, 128, True)], ids=("32", "128"))
+@pytest.mark.parametrize(
+    "heads", full_beside(Heads(4, 1, 40, 32, True), others=(Heads(20, 1, 144, 128, True),)), ids=("32", "128")
+)
 @pytest.mark.parametrize("mix", ["decode_rows", "chunks_and_decode_rows", "verify_spans"])
 @dtypes
 def test_attention_when_values_are_columns_of_keys_then_equals_the_torch_ops(
@@ -209,7 +212,7 @@ def test_attention_when_latents_are_as_wide_as_models_have_them_then_equals_the_
     case.check(case.run(guard))
 
 
-@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize("window", full_beside(7, others=(0, 40)))
 @dtypes
 def test_attention_when_tokens_of_images_see_each_other_then_equals_the_torch_ops(
     window: int, dtype: torch.dtype, guard: Guards
@@ -221,7 +224,7 @@ def test_attention_when_tokens_of_images_see_each_other_then_equals_the_torch_op
         case.check(case.run(guard, lambda step: dataclasses.replace(step, seen=None)))
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 24, 64, 1024])
+@pytest.mark.parametrize("block_size", full_beside(1, 24, others=(4, 64, 1024)))
 def test_attention_when_blocks_are_of_any_size_then_equals_the_torch_ops(block_size: int, guard: Guards) -> None:
     for window in (0, 9):
         case = make_case(MIXES["chunks_and_decode_rows"], torch.bfloat16, block_size=block_size, window=window)
@@ -296,7 +299,7 @@ def _key_shifted(step: DeviceStep) -> DeviceStep:
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
-@pytest.mark.parametrize("window", [0, 12])
+@pytest.mark.parametrize("window", full_beside(12, others=(0,)))
 def test_comparison_when_a_table_a_place_or_a_length_is_off_by_one_then_fails(
     mix: str, damage: Callable[[DeviceStep], DeviceStep], window: int, guard: Guards
 ) -> None:
