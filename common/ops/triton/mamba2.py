@@ -23,6 +23,8 @@ CHUNK = 64
 """Rows: products inside a chunk cost its square, states before chunks are written and read once for each."""
 STEP_DIM, WALK_DIM, OUT_DIM = 16, 32, 32
 """Channels of a head that a program takes at a time."""
+FULL_KEYS = 32
+"""Elements of a channel's state that are multiplied at a time in float32."""
 
 
 def mamba2_varlen(
@@ -66,16 +68,20 @@ def mamba2_varlen(
     if (runs := step.chunks(WHOLE_RUN, LONG)).num_spans:
         chunks = step.chunks(CHUNK, LONG)
         states = torch.empty(chunks.num_chunks, num_heads, head_dim, state_size, dtype=x.dtype, device=x.device)
+        # Without tensor cores a thread holds whole rows of what it multiplies: fewer at a time, and more threads.
+        is_full = x.dtype == torch.float32
+        keys, warps, stages = (FULL_KEYS, 8, 1) if is_full else (max(16, padded), 4, 3)
         padded, room = max(16, padded), max(16, triton.next_power_of_2(head_dim))
         block = min(WALK_DIM, room)
         mamba2_walk[triton.cdiv(head_dim, block), num_heads, runs.num_spans](
             x, x.stride(0), x.stride(1), *rates, b, b.stride(0), b.stride(1), states, pool, pool.stride(0),
             chunks.span_begin, runs.span_begin, runs.row, runs.length, runs.load, runs.store_begin, runs.store_slot,
             *shape, padded, block, CHUNK,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        block = min(OUT_DIM, room)
+        block = min(OUT_DIM // 2 if is_full else OUT_DIM, room)
         mamba2_out[num_heads, chunks.num_chunks](
-            *inputs, states, chunks.row, chunks.length, *shape, padded, block, CHUNK
+            *inputs, states, chunks.row, chunks.length, *shape, keys, block, CHUNK, num_warps=warps, num_stages=1
         )
     return out
 
@@ -231,34 +237,39 @@ def mamba2_out(
     x, x_row, x_head, dt, dt_row, dt_head, a, bias, low, high, b, b_row, b_group, c, c_row, c_group, d, out,
     states, chunk_row, chunk_length,
     SOFTPLUS: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SIZES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program: head x chunk, one block of the head's channels after another."""
+    """Program: head x chunk, one block of the head's channels after another; KEYS elements of the state at a time."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     group = head // PER_GROUP
-    own, size = tl.arange(0, CHUNK), tl.arange(0, SIZES)
-    is_row, is_size = own < tl.load(chunk_length + chunk), size < SIZE
+    own, own_size = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    is_row = own < tl.load(chunk_length + chunk)
     rows = (tl.load(chunk_row + chunk) + own).to(tl.int64)
     steps, decay = _rates(dt, dt_row, dt_head, a, bias, low, high, rows, head, is_row, SOFTPLUS)
-    query = tl.load(
-        c + rows[:, None] * c_row + group * c_group + size[None, :], mask=is_row[:, None] & is_size[None, :], other=0.0
-    )
-    key = tl.load(
-        b + rows[None, :] * b_row + group * b_group + size[:, None], mask=is_row[None, :] & is_size[:, None], other=0.0
-    )
-    scores = tl.dot(query, key, input_precision="ieee")
+    queries, keys = c + rows[:, None] * c_row + group * c_group, b + rows[None, :] * b_row + group * b_group
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for at in range(0, SIZE, KEYS):
+        size = at + own_size
+        query = tl.load(queries + size[None, :], mask=is_row[:, None] & (size < SIZE)[None, :], other=0.0)
+        key = tl.load(keys + size[:, None], mask=is_row[None, :] & (size < SIZE)[:, None], other=0.0)
+        scores = tl.dot(query, key, scores, input_precision="ieee")
     between = tl.exp(tl.minimum(decay[:, None] - decay[None, :], 0.0)) * steps[None, :]
     scores = tl.where(own[:, None] >= own[None, :], scores * between, 0.0).to(x.dtype.element_ty)
     since_begin = tl.exp(decay)[:, None]
-    before = states + (chunk * HEADS + head) * (DIM * SIZE) + size[:, None]
+    before = states + (chunk * HEADS + head) * (DIM * SIZE)
     for first in range(0, DIM, BLOCK):
         dim = first + tl.arange(0, BLOCK)
         is_dim = dim < DIM
-        state = tl.load(before + dim[None, :] * SIZE, mask=is_size[:, None] & is_dim[None, :], other=0.0)
+        y = tl.zeros([CHUNK, BLOCK], tl.float32)
+        for at in range(0, SIZE, KEYS):
+            size = at + own_size
+            query = tl.load(queries + size[None, :], mask=is_row[:, None] & (size < SIZE)[None, :], other=0.0)
+            ok = (size < SIZE)[:, None] & is_dim[None, :]
+            state = tl.load(before + dim[None, :] * SIZE + size[:, None], mask=ok, other=0.0)
+            y = tl.dot(query, state.to(query.dtype), y, input_precision="ieee")
         mask = is_row[:, None] & is_dim[None, :]
         value = tl.load(x + rows[:, None] * x_row + head * x_head + dim[None, :], mask=mask, other=0.0)
-        y = tl.dot(query, state.to(query.dtype), input_precision="ieee") * since_begin
-        y = tl.dot(scores, value, y, input_precision="ieee")
+        y = tl.dot(scores, value, y * since_begin, input_precision="ieee")
         if d is not None:
             y += value.to(tl.float32) * tl.load(d + head).to(tl.float32)
         tl.store(out + (rows[:, None] * HEADS + head) * DIM + dim[None, :], y.to(out.dtype.element_ty), mask=mask)
