@@ -6,6 +6,7 @@ reads what the graph would read, where the graph would read it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,21 +24,26 @@ from common.ops.select import create_ops
 from common.ops.step.device_step import StepBuffer
 from tests.engine import harness
 from tests.engine.harness import Harness, Work, random_tokens
-from tests.support.models import FAMILIES, tiered
+from tests.support.models import FAMILIES
 
-SHORT = ("granitemoehybrid", "qwen3_5", "lfm2")
 NUM_STEPS = 3
 TOLERANCE = 2e-4
 """Of the logits' largest value: every family's sums in another order, over a dozen layers at most."""
 
 
 class RunAgain:
-    """In place of CUDA's graphs. A recorded call has no effect when it is recorded."""
+    """In place of CUDA's graphs. A recorded call has no effect when it is recorded, and reads the step's words where
+    they were then, whatever its context has been given since."""
 
     def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         place: list[Tensor] = []
+        known = inspect.getclosurevars(call).nonlocals
+        groups = known["context"].group_metadata if "context" in known else ()
+        steps = [metadata.on_device for metadata in groups]
 
         def replay() -> Tensor:
+            for metadata, step in zip(groups, steps, strict=True):
+                metadata.on_device = step
             result = call()
             if not place:
                 place.append(result.clone())
@@ -103,7 +109,8 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) / scale for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, SHORT))
+@pytest.mark.full  # most of a minute each
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_when_a_model_runs_on_triton_then_equal_those_of_the_torch_ops(family: str) -> None:
     expected, _ = run(family, "torch")
     found, each = run(family, "triton")
@@ -116,6 +123,7 @@ def test_logits_when_a_model_runs_on_triton_then_equal_those_of_the_torch_ops(fa
     assert recorded == {("forward", 1): True, ("forward", 2): True, ("forward", 4): True, ("head", 1): True}
 
 
+@pytest.mark.full
 def test_logits_when_recorded_steps_read_the_words_of_an_older_step_then_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,6 +159,7 @@ def test_steps_when_recorded_ahead_then_leave_the_pools_alone_and_serve_the_firs
     assert largest_difference(each.logits(*work), reference.logits(*work)) < TOLERANCE
 
 
+@pytest.mark.full
 def test_steps_when_their_words_have_moved_then_are_recorded_again() -> None:
     """A recorded step reads from the old place."""
     each = Harness("granitemoehybrid", "triton", device=TRITON_DEVICE)
