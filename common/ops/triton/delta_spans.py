@@ -61,7 +61,7 @@ def long_spans(
         query, key, decay, beta, cumulative, keys, write_keys, reads, scores, systems, chunk_decay, chunks.row,
         chunks.length, *(stride for x in (query, key, decay, beta) for stride in x.stride()[:2]),
         HEADS=num_heads, KEY_HEADS=num_key_heads, KEY_DIM=key_dim, EPS=L2_EPS, PER_CHANNEL=per_channel, SIZE=size,
-        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=precision, num_warps=8,
+        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=precision, num_warps=8, num_stages=1,
     )  # fmt: skip
     solve_kernel[by_chunk](
         value, beta, systems, keys, read_keys, new_values, chunks.row, chunks.length, *value.stride()[:2],
