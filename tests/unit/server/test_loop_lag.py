@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -55,6 +60,44 @@ async def test_lag_when_another_thread_keeps_the_interpreter_then_what_that_comp
     late_s, own_s = max(seen)
     assert late_s > own_s - INTERVAL_S
     assert 0.7 * kept_s < own_s < 1.3 * kept_s + INTERVAL_S
+
+
+@pytest.mark.asyncio
+async def test_lag_when_who_keeps_the_interpreter_gets_no_processor_then_only_what_it_computed_is_own() -> None:
+    seen: list[tuple[float, float]] = []
+    lag = LoopLag(lambda late_s, own_s: seen.append((late_s, own_s)))
+    processor = min(os.sched_getaffinity(0))
+    is_kept = threading.Event()
+
+    def keep() -> float:
+        os.sched_setaffinity(0, {processor})
+        number = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, number, os.getpriority(os.PRIO_PROCESS, number) + 10)
+        started_s = time.thread_time()
+        sum(range(4_000_000))
+        is_kept.set()
+        return time.thread_time() - started_s
+
+    def compute() -> None:
+        while not is_kept.wait(0):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+
+    busy = [sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"]
+    with subprocess.Popen(busy) as other:  # noqa: ASYNC220 - nothing else runs yet
+        try:
+            computing = asyncio.create_task(asyncio.to_thread(compute))
+            lag.start()
+            await asyncio.sleep(0.3)
+            seen.clear()
+            kept_s = await asyncio.to_thread(keep)
+            await computing
+            await asyncio.sleep(2 * INTERVAL_S)
+        finally:
+            lag.close()
+            other.kill()
+    late_s, own_s = max(seen)
+    assert late_s > 3 * kept_s
+    assert own_s < 1.3 * kept_s + INTERVAL_S
 
 
 IDLE = ThreadTimes(0.001, 0.002)
