@@ -21,7 +21,7 @@ import pytest
 from common.wire.headers import PLACEMENT_HEADER
 from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEST_TRANSFER_FAULT_ROUTE
 from tests.e2e.conftest import NODE_FLAGS
-from tests.e2e.test_worst_bodies import longest_allowed_s, num_busy
+from tests.e2e.test_worst_bodies import num_busy
 from tests.support import foreign, images, open_proxy
 from tests.support.client import metric, post, wait_settled
 from tests.support.images import data_url, image_part, picture
@@ -281,8 +281,7 @@ def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_cou
             wait_ready(proxy, 30)
             fetched = httpx.post(proxy.url + CHAT_ROUTE, json=asking_for(f"http://images.test:{port}/"), timeout=60)
             assert fetched.status_code == 200, fetched.text  # what follows is refused for what it is
-            longest_s = longest_allowed_s()
-            num_held = [num_busy(each, longest_s) for each in (proxy, node)]
+            num_held = [num_busy(each) for each in (proxy, node)]
             for url, reason, words, who in refused_rows(port):
                 check_refused(proxy, {"proxy": proxy, "prefill": node}[who], url, reason, words)
             before = metric(proxy, "images_refused_total", reason="limit")
@@ -290,7 +289,7 @@ def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_cou
             assert (many.status_code, many.json()["error"]["param"]) == (400, "messages")
             assert "at most --limit-mm-per-prompt 16 images, got 1000" in many.json()["error"]["message"]
             assert metric(proxy, "images_refused_total", reason="limit") == before + 1
-            assert [num_busy(each, longest_s) for each in (proxy, node)] == num_held
+            assert [num_busy(each) for each in (proxy, node)] == num_held
         finally:
             proxy.process.stop()
     # Without the flag nothing is fetched at all.
