@@ -207,6 +207,18 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "common.openai.bodies": ("base", "values", "models", "unsupported"),
     "common.ops": ("step", "interface", "row_ops", "torch", "cpu", "triton", "select"),
+    "common.ops.triton": (
+        "rowwise",
+        "conv",
+        "kv",
+        "mamba2",
+        "mamba1",
+        "delta_spans",
+        "delta",
+        "attention_kernels",
+        "attention",
+        "backend",
+    ),
     "common.simulate": ("trace", "ideal_cache", "tiers", "simulate"),
     "common.text": (
         "answers",

@@ -9,12 +9,12 @@ from common.ops.step.attention_metadata import AttentionMetadata
 from common.ops.triton.attention import paged_attention
 from common.ops.triton.conv import conv1d_varlen
 from common.ops.triton.delta import delta_varlen
-from common.ops.triton.elementwise import ElementwiseOps, activation
 from common.ops.triton.kv import write_kv
 from common.ops.triton.mamba1 import mamba1_varlen
 from common.ops.triton.mamba2 import mamba2_varlen
-from common.ops.triton.norm import NormOps
-from common.ops.triton.rotary import RotaryOps
+from common.ops.triton.rowwise.elementwise import ElementwiseOps, activation
+from common.ops.triton.rowwise.norm import NormOps
+from common.ops.triton.rowwise.rotary import RotaryOps
 
 
 class TritonOps(Ops):

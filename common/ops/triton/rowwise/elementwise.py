@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.ops.triton.rows import Rows
+from common.ops.triton.rowwise.rows import Rows
 
 _BLOCK = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.row_ops import MAX_TERMS, Gate
-from common.ops.triton.rows import Rows, num_warps
+from common.ops.triton.rowwise.rows import Rows, num_warps
 
 _TILE = 1024
 """Elements of a program, where several rows fit in one."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.ops.triton.rows import num_warps
+from common.ops.triton.rowwise.rows import num_warps
 
 _TILE = 2048
 """Elements of a program: so many heads of a token."""
