@@ -31,7 +31,7 @@ from common.server.loop_lag import LoopLag
 from common.server.versions import installed_versions
 from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
-from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER, PROXY_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
@@ -103,7 +103,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
     resolver."""
     api_keys = read_key_file(config.api_key_file, "--api-key-file") if config.api_key_file else ()
     cluster_keys = read_key_file(config.cluster_key_file, "--cluster-key-file") if config.cluster_key_file else ()
-    node_headers = {CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {}
+    node_headers = {PROXY_HEADER: "1", **({CLUSTER_KEY_HEADER: cluster_keys[0]} if cluster_keys else {})}
     key_limits = read_key_limits(config.api_key_limits_file, api_keys) if config.api_key_limits_file else KeyLimits()
     limits = GrammarLimits.from_json(config.structured_outputs_config)
     image_limits = ImageLimits.of(

@@ -32,7 +32,7 @@ from common.errors import (
 )
 from common.openai.errors import error_response
 from common.telemetry.context import enter_request
-from common.wire.headers import API_KEY_HEADER, CLUSTER_KEY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
+from common.wire.headers import API_KEY_HEADER, CLUSTER_KEY_HEADER, PROXY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from common.wire.routes import (
     DOCS_ROUTE,
     HEALTH_ROUTE,
@@ -60,6 +60,10 @@ BODY_BYTES_KEY = "body_bytes"
 _REQUEST_ID_NAME = REQUEST_ID_HEADER.lower().encode()
 _API_KEY_NAME = API_KEY_HEADER.lower().encode()
 _CLUSTER_KEY_NAME = CLUSTER_KEY_HEADER.lower().encode()
+_PROXY_NAME = PROXY_HEADER.lower().encode()
+LEG_ROOM_BYTES = 1 << 20
+"""What a proxy may add to a body of the largest size: parameters of the handoff and sources, of 2,048 prompts at most.
+"""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
@@ -109,8 +113,8 @@ class Gate:
         self._cluster_digest = None if cluster_key is None else _digest(cluster_key.encode())
 
     def check(self, scope: Scope) -> TandemError | None:
-        """Why the request is refused, or None. Puts ``request_id``, ``is_peer``, the threads for bodies and, with an
-        API key, its digest into the request's state."""
+        """Why the request is refused, or None. Puts ``request_id``, ``is_peer``, ``max_body_bytes``, the threads for
+        bodies and, with an API key, its digest into the request's state."""
         headers = dict(reversed(scope["headers"]))  # the first of each name
         state = scope.setdefault("state", {})
         given = headers.get(_REQUEST_ID_NAME, b"").decode("latin-1")
@@ -119,7 +123,10 @@ class Gate:
         has_key = self._is_cluster_key(headers.get(_CLUSTER_KEY_NAME))
         state[BODY_THREADS_KEY] = self._body_threads
         state["is_peer"] = has_key or self._cluster_digest is None
-        return self._check_key(str(scope["path"]), headers, state, has_key=has_key) or self._check_length(headers)
+        is_leg = state["is_peer"] and _PROXY_NAME in headers
+        state["max_body_bytes"] = self.max_body_bytes + (LEG_ROOM_BYTES if is_leg else 0)
+        error = self._check_key(str(scope["path"]), headers, state, has_key=has_key)
+        return error or self._check_length(headers, state["max_body_bytes"])
 
     def _check_key(
         self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
@@ -142,9 +149,9 @@ class Gate:
             f"the API key is missing or wrong; send it as Authorization: Bearer KEY, or {API_KEY_HEADER}: KEY"
         )
 
-    def _check_length(self, headers: Mapping[bytes, bytes]) -> BodyTooLargeError | None:
+    def _check_length(self, headers: Mapping[bytes, bytes], most: int) -> BodyTooLargeError | None:
         declared = headers.get(b"content-length", b"")
-        if declared.isdigit() and (len(declared) > 18 or int(declared) > self.max_body_bytes):
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             return self.too_large(f"{declared.decode()} bytes")
         return None
 
@@ -205,8 +212,8 @@ class GateMiddleware:
                 raise error from None
             is_whole = message["type"] != "http.request" or not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > gate.max_body_bytes:
-                error = gate.too_large(f"more than {gate.max_body_bytes} bytes")
+            if num_bytes > scope["state"]["max_body_bytes"]:
+                error = gate.too_large(f"more than {scope['state']['max_body_bytes']} bytes")
                 raise error
             return message
 

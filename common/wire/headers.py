@@ -29,6 +29,10 @@ ITL_TARGET_HEADER = "X-Tandem-Itl-Target-Ms"
 DROPPED_HEADER = "X-Tandem-Dropped"
 """Why admission turned the request away."""
 
+# On every call from the proxy to a node.
+PROXY_HEADER = "X-Tandem-Proxy"
+"""``1``: the caller is a proxy, whose client's body came within the limit before what legs carry was added to it."""
+
 # On the decode leg, from the proxy to a node.
 PROXY_SECONDS_HEADER = "X-Tandem-Proxy-Seconds"
 """``QUEUE,ELAPSED,TOKENIZE``: seconds in the proxy's queue, since the request's arrival until the leg was sent, and for

@@ -26,7 +26,10 @@ MIN_RENEWAL_INTERVAL_S = 0.005
 """The shortest time between two renewals: how long a lease lasts is read from a manifest, which may be made up."""
 
 RELEASE_TIMEOUT_S = 2.0
-"""How long a holder has to answer a release; without an answer the lease expires."""
+"""How long a holder has to answer a release."""
+
+RELEASE_TRIES = 3
+"""Then the lease expires. A holder with hundreds of requests at once may answer late, and memory is what it lacks."""
 
 RENEW_TIMEOUT_S = 1.0
 """How long a holder has to answer a renewal; the next one follows anyway."""
@@ -95,12 +98,15 @@ class RemoteLeases:
     async def _release(self, url: str, *, may_come: bool) -> None:
         lease_ids = self._unsent.pop((url, may_come))
         body = {"lease_ids": lease_ids, "may_come": may_come}
-        try:
-            await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S)
-        except TransferError as exc:
-            logger.warning(
-                "%d leases not released lease_id=%s: %s; they will expire", len(lease_ids), lease_ids[0], exc
-            )
+        for tries_left in reversed(range(RELEASE_TRIES)):
+            try:
+                await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S)
+                return
+            except TransferError as exc:
+                if not tries_left:
+                    logger.warning(
+                        "%d leases not released lease_id=%s: %s; they will expire", len(lease_ids), lease_ids[0], exc
+                    )
 
     async def _renew_forever(self) -> None:
         """Renews what is due, one call per holder, and sleeps until the next is due or a new lease comes in. It does

@@ -82,6 +82,7 @@ ROWS = (
                 "Requests that got a 400 because of an image, by reason.",
                 "short",
                 (("{{role}} {{reason}}", "sum by (role, reason) (rate(tandem_images_refused_total[5m]))"),),
+                failure=True,
             ),
         ),
     ),

@@ -16,9 +16,9 @@ from common.errors import (
     QueueFullError,
 )
 from common.openai.errors import install_error_handlers
-from common.server.gate import Gate, install_middleware, request_id_of
+from common.server.gate import LEG_ROOM_BYTES, Gate, install_middleware, request_id_of
 from common.server.json_body import read_json_object
-from common.wire.headers import CLUSTER_KEY_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER, PROXY_HEADER
 from common.wire.json_text import MAX_DEPTH
 
 
@@ -150,6 +150,20 @@ async def test_body_over_the_limit_is_413_by_header_and_by_count() -> None:
         assert_error(
             await http.post("/v1/echo", content=b"", headers={"Content-Length": "9" * 5000}), 413, "body_too_large"
         )
+
+
+async def test_body_when_a_proxy_has_added_to_it_then_has_room_above_the_limit() -> None:
+    """With a cluster key only a caller who has it is a proxy."""
+    body = b'{"a": 1}'.ljust(100 + LEG_ROOM_BYTES)
+    leg = {PROXY_HEADER: "1"}
+    async with client(create_app(max_body_bytes=100)) as http:
+        assert_error(await http.post("/v1/echo", content=body), 413, "body_too_large")
+        assert (await http.post("/v1/echo", content=body, headers=leg)).json() == {"a": 1}
+        assert_error(await http.post("/v1/echo", content=body + b" ", headers=leg), 413, "body_too_large")
+    async with client(create_app(max_body_bytes=100, cluster_key="secret")) as http:
+        assert_error(await http.post("/v1/echo", content=body, headers=leg), 413, "body_too_large")
+        leg |= {CLUSTER_KEY_HEADER: "secret"}
+        assert (await http.post("/v1/echo", content=body, headers=leg)).json() == {"a": 1}
 
 
 async def test_api_keys_guard_everything_but_the_probes() -> None:
