@@ -213,6 +213,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "kv",
         "mamba2",
         "mamba1",
+        "delta_chunks",
         "delta_spans",
         "delta",
         "attention_kernels",

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.step.device_step import DeviceStep
-from common.ops.triton.delta_spans import L2_EPS, long_spans, row_major
+from common.ops.triton.delta_chunks import L2_EPS
+from common.ops.triton.delta_spans import long_spans, row_major
 
 _SHORT = range(1, 17)
 """Rows of a span that goes row after row: where a state is written after each row anyway, chunks save no traffic."""

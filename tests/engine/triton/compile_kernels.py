@@ -1,5 +1,7 @@
 """Compiles what the calls of ``launches.py`` launch, for one compute capability, without a GPU and without the
-interpreter; writes a line of JSON for each: registers, stack, shared memory, whether products are tf32.
+interpreter; writes a line of JSON for each: registers, stack, shared memory, columns of tensor memory, whether products
+are tf32, whether anything is written to the GPU's memory: of a kernel that takes too much tensor memory Triton leaves a
+trap alone, which has no stack and few registers.
 
 Kernels are compiled for the arguments they are launched with, as at run time: dtypes, numbers that are a multiple of
 16, compile-time constants, warps. ``--quick``: the first launch of each kernel, in bfloat16. ``--match``: calls whose
@@ -83,8 +85,8 @@ def describe(compiled: Any, **launch: Any) -> dict[str, Any]:
         usage = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr)}
     metadata = compiled.metadata
-    return {**launch, **found, "warps": metadata.num_warps, "shared": metadata.shared,
-            "is_tf32": "tf32" in compiled.asm["ptx"]}  # fmt: skip
+    return {**launch, **found, "warps": metadata.num_warps, "shared": metadata.shared, "tensor": metadata.tmem_size,
+            "is_tf32": "tf32" in compiled.asm["ptx"], "writes": "st.global" in compiled.asm["ptx"]}  # fmt: skip
 
 
 def compiled_kernels(capability: int, *, is_quick: bool, match: str) -> Iterator[dict[str, Any]]:

@@ -82,7 +82,12 @@ def test_delta_when_mixed_then_equals_torch(mix: Mix, dtype: torch.dtype, per_ch
 @rules
 @pytest.mark.parametrize(
     ("key_heads", "heads", "key_dim", "value_dim"),
-    [(1, 1, 20, 40), pytest.param(2, 4, 16, 16, marks=_FULL), pytest.param(2, 2, 32, 8, marks=_FULL)],
+    [
+        (1, 1, 20, 40),
+        (1, 1, 72, 72),  # several slices of keys and values in any dtype
+        pytest.param(2, 4, 16, 16, marks=_FULL),
+        pytest.param(2, 2, 32, 8, marks=_FULL),
+    ],
 )
 def test_delta_when_spans_are_long_then_equals_torch(
     key_heads: int, heads: int, key_dim: int, value_dim: int, per_channel: bool, dtype: torch.dtype, guard: Guards
