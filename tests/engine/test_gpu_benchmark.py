@@ -37,6 +37,7 @@ def run_program(out: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return done.returncode, done.stdout, json.loads((out / "gpu.json").read_text())
 
 
+@pytest.mark.full
 def test_program_when_there_is_no_gpu_then_every_part_of_the_smoke_run_ends_with_rows(tmp_path: Path) -> None:
     parts = [part for part in PARTS if part not in ("tests", "sanitizer")]  # they start the tests' own models again
     code, text, result = run_program(tmp_path, "--only", *parts)

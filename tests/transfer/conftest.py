@@ -21,7 +21,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     site.close()
 
 
-@pytest.fixture(params=["inprocess", "faulty", "nixl"])
+@pytest.fixture(params=["inprocess", pytest.param("faulty", marks=pytest.mark.full), "nixl"])
 def freezable_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A transport over which a frozen holder keeps a read in flight: TCP. Over shared memory the reader copies by
     itself."""

@@ -139,6 +139,7 @@ def test_logits_when_recorded_steps_read_the_words_of_an_older_step_then_differ(
     assert not largest_difference(found, expected) < 100 * TOLERANCE
 
 
+@pytest.mark.full
 def test_steps_when_recorded_ahead_then_leave_the_pools_alone_and_serve_the_first_step() -> None:
     each, reference = (Harness("granitemoehybrid", ops, device=TRITON_DEVICE) for ops in ("triton", "torch"))
     for arena in (*each.storage.block_arenas, each.storage.slot_arena):
