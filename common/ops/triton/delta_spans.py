@@ -104,7 +104,7 @@ def walk_kernel(
     state = ()
     for part in tl.static_range(PARTS):
         mask = (channels[:, None] < KEY_DIM - part * BLOCK_C) & (columns[None, :] < VALUE_DIM)
-        state += (tl.load(source + part * BLOCK_C * VALUE_DIM, mask=mask, other=0.0),)
+        state += (tl.load(source + part * BLOCK_C * VALUE_DIM, mask=mask, other=0.0),)  # type: ignore[assignment]
     for chunk in range(begin, end):
         unit = tl.cast(chunk, tl.int64) * HEADS + head
         in_state = (unit * BLOCK_K + channels[:, None]) * WIDTH + columns[None, :]
@@ -112,7 +112,7 @@ def walk_kernel(
         in_values = (unit * SIZE + steps[:, None]) * WIDTH + columns[None, :]
         corrected = tl.load(new_values + in_values).to(tl.float32)
         for part in tl.static_range(PARTS):
-            known = state[part].to(dtype)
+            known = state[part].to(dtype)  # type: ignore[var-annotated]
             tl.store(states + in_state + part * BLOCK_C * WIDTH, known)
             corrected -= tl.dot(tl.load(read_keys + in_keys + part * BLOCK_C), known, input_precision=PRECISION)
         given = corrected.to(dtype)
@@ -124,7 +124,7 @@ def walk_kernel(
             else:
                 kept = state[part] * tl.load(chunk_decay + unit)
             writing = tl.load(write_keys + in_keys + part * BLOCK_C)
-            after += (kept + tl.dot(tl.trans(writing), given, input_precision=PRECISION),)
+            after += (kept + tl.dot(tl.trans(writing), given, input_precision=PRECISION),)  # type: ignore[assignment]
         state = after
         first, last = tl.load(store_begin + chunk), tl.load(store_begin + chunk + 1)
         if first < last:  # seldom; a loop that always stood here would keep loads from being made ahead
