@@ -1,0 +1,203 @@
+"""How many requests a second two nodes serve within their targets: ``python -m benchmarks.goodput``.
+
+Two nodes of one model (random weights), each on a core of its own, in three ways: *elastic* roles, *static* ones (one
+prefill and one decode node), and two nodes that are *alike* and compute prompts themselves. Requests come as a Poisson
+process. Targets are multiples of what the pair with static roles takes for one request alone, of each mix; requests
+carry them as headers. The goodput of a mix is the highest rate at which 90 % of its requests keep both targets (the
+first token's time, and the mean time between tokens), found by halving. *shifting* changes between the mixes every
+30 s. *closed*: 16 requests of 512/128 at any time. Prints the configuration, every run, and tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import torch
+
+from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
+from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
+from benchmarks.goodput.search import SHARE, find_goodput
+from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
+from benchmarks.goodput.traffic import MIXES, SHIFTING, Mix, draw_arrivals
+from common.models.synthetic import build_tokenizer
+from tests.support.service import Service
+
+MAX_MODEL_LEN = 4096
+CLOSED = "closed"
+CLOSED_MIX = "512/128"
+SETTLE_S = 2.0
+"""Between two runs: loads and cache events arrive."""
+NUM_UNLOADED = 5
+ERRORS = "tandem_step_time_error_ratio"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, default="granitemoehybrid")
+    parser.add_argument("--size", choices=tuple(SIZES), default="M")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--mixes", nargs="*", choices=(*MIXES, SHIFTING), default=(*MIXES, SHIFTING))
+    parser.add_argument("--closed", type=int, default=48, help="requests of the closed loop; 0: leave it out")
+    parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
+    parser.add_argument("--seconds", type=float, default=120.0, help="that requests come, in each run")
+    parser.add_argument(
+        "--halvings", type=int, default=2, help="after one rate that keeps the targets and one that does not"
+    )
+    parser.add_argument("--ttft", type=float, default=2.0, help="target, in times of the value without load")
+    parser.add_argument("--itl", type=float, default=1.5, help="target, in times of the value without load")
+    parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens of the nodes")
+    args = parser.parse_args()
+    if args.seconds <= 0 or args.halvings < 0 or args.closed < 0 or args.concurrency < 1:
+        parser.error("--seconds and --concurrency must be above 0, --halvings and --closed not below")
+    print(json.dumps({**vars(args), "cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}))
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder, services(args, Path(folder)) as running:
+        asyncio.run(measure(args, running))
+
+
+@contextlib.contextmanager
+def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Service]]:
+    """All ways at once, so that they are measured in turn; those that wait cost next to nothing."""
+    path = make_checkpoint(args.family, args.size, getattr(torch, args.dtype), folder)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": MAX_MODEL_LEN}))
+    build_tokenizer(SIZES[args.size]["vocab"], MAX_MODEL_LEN).save_pretrained(path)
+    flags = ["--dtype", args.dtype, "--max-num-batched-tokens", str(args.chunk), "--kv-cache-memory", "1GiB"]
+    flags += ["--max-model-len", str(MAX_MODEL_LEN), "--num-threads", "1", "--log-level", "warning"]
+    with contextlib.ExitStack() as stack:
+        yield {way: stack.enter_context(start(way, path, flags)) for way in dict.fromkeys((STATIC, *args.ways))}
+
+
+@dataclass
+class Runs:
+    """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice."""
+
+    args: argparse.Namespace
+    running: Mapping[str, Service]
+    targets: dict[Mix, Targets] = field(default_factory=dict)
+    draw: int = 0
+
+    async def attainment(self, way: str, mixes: Sequence[Mix], rate: float) -> float:
+        self.draw += 1
+        vocab = SIZES[self.args.size]["vocab"]
+        arrivals = draw_arrivals(mixes, rate, self.args.seconds, vocab, self.draw)
+        async with self._clients(way) as clients:
+            outcome = await clients.open_loop(arrivals)
+        share = outcome.attainment(self.targets)
+        show(way, f"{rate:6.3f} requests/s, {100 * share:5.1f} % in time", outcome)
+        await asyncio.sleep(SETTLE_S)
+        return share
+
+    async def closed(self, way: str) -> Outcome:
+        self.draw += 1
+        vocab, mix = SIZES[self.args.size]["vocab"], MIXES[CLOSED_MIX]
+        arrivals = draw_arrivals([mix], float(self.args.closed), 10.0, vocab, self.draw)[: self.args.closed]
+        async with self._clients(way) as clients:
+            outcome = await clients.closed_loop(arrivals, self.args.concurrency)
+        show(way, f"{self.args.concurrency} at a time", outcome)
+        await asyncio.sleep(SETTLE_S)
+        return outcome
+
+    async def unloaded(self, mix: Mix) -> Targets:
+        """One request at a time, with static roles."""
+        self.draw += 1
+        vocab = SIZES[self.args.size]["vocab"]
+        single = Mix(mix.num_prompt_tokens, mix.num_answer_tokens)
+        arrivals = draw_arrivals([single], float(NUM_UNLOADED + 1), 10.0, vocab, self.draw)[: NUM_UNLOADED + 1]
+        async with self._clients(STATIC) as clients:
+            answers = (await clients.closed_loop(arrivals, 1)).answers[1:]
+        ttft_s = percentile([answer.ttft_s for answer in answers], 0.5)
+        itl_s = percentile([answer.itl_s for answer in answers], 0.5)
+        print(f"{mix}: alone {1e3 * ttft_s:.0f} ms to the first token, {1e3 * itl_s:.1f} ms between tokens", flush=True)
+        return Targets(self.args.ttft * ttft_s, self.args.itl * itl_s)
+
+    def _clients(self, way: str) -> Clients:
+        return Clients(self.running[way].url, self.targets)
+
+
+async def measure(args: argparse.Namespace, running: Mapping[str, Service]) -> None:
+    runs = Runs(args, running)
+    for way in args.ways:  # every kind of step was seen, and recorded, before anything counts
+        async with Clients(running[way].url, {}) as clients:
+            await clients.closed_loop(draw_arrivals([MIXES[CLOSED_MIX]], 12.0, 1.0, SIZES[args.size]["vocab"], 1), 6)
+    for mix in MIXES.values():
+        runs.targets[mix] = await runs.unloaded(mix)
+    table: dict[str, dict[str, float]] = {}
+    for name in args.mixes:
+        mixes = list(MIXES.values()) if name == SHIFTING else [MIXES[name]]
+        print(f"\n{name}", flush=True)
+        start_rate = 1 / max(runs.targets[mix].ttft_s / args.ttft for mix in mixes) / 2
+        table[name] = {}
+        for way in args.ways:
+            attainment = functools.partial(runs.attainment, way, mixes)
+            table[name][way] = await find_goodput(attainment, start_rate, args.halvings)
+    print(f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time")
+    print("  mix        " + "".join(f"{way:>10}" for way in args.ways) + "   elastic / better of the others")
+    for name, found in table.items():
+        others = max((rate for way, rate in found.items() if way != ELASTIC), default=0.0)
+        ratio = f"{found[ELASTIC] / others:10.2f}" if ELASTIC in found and others else ""
+        print(f"  {name:<11}" + "".join(f"{found[way]:>10.3f}" for way in args.ways) + ratio)
+    if args.closed:
+        print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
+        closed = {way: await runs.closed(way) for way in args.ways}
+        if {ELASTIC, STATIC} <= set(closed):
+            elastic, static = closed[ELASTIC], closed[STATIC]
+            print(
+                f"elastic / static: tokens/s {elastic.tokens_per_s / static.tokens_per_s:.2f}, mean time to the first "
+                f"token {_mean_ttft_s(elastic) / _mean_ttft_s(static):.2f}, "
+                f"p99 gap {elastic.gap_s(0.99) / static.gap_s(0.99):.2f}"
+            )
+    print("\nprediction error of a step's time: at most, of half and of nine tenths of the steps")
+    for way, service in running.items():
+        for node in (*service.prefill, *service.decode):
+            metrics = httpx.get(node.url + "/metrics", timeout=10).text  # noqa: ASYNC210 nothing else runs here now
+            print(f"  {way:<8} {node.role:<8}{prediction_errors(metrics)}")
+
+
+def _mean_ttft_s(outcome: Outcome) -> float:
+    return sum(answer.ttft_s for answer in outcome.answers) / max(1, len(outcome.answers))
+
+
+def show(way: str, what: str, outcome: Outcome) -> None:
+    failed = f", {outcome.num_refused} failed" if outcome.num_refused else ""
+    print(
+        f"  {way:<8} {what}; {outcome.tokens_per_s:6.1f} tokens/s; "
+        f"first token median {1e3 * outcome.ttft_s(0.5):6.0f}, p90 {1e3 * outcome.ttft_s(0.9):6.0f} ms; "
+        f"gaps median {1e3 * outcome.gap_s(0.5):5.1f}, p99 {1e3 * outcome.gap_s(0.99):6.1f} ms; "
+        f"{len(outcome.answers)} answers {outcome.placements}{failed}",
+        flush=True,
+    )
+
+
+def prediction_errors(metrics: str) -> str:
+    """Upper bounds of the buckets in which the median and the ninth decile lie, of each kind of step."""
+    buckets: dict[str, list[tuple[float, float]]] = {}
+    for line in metrics.splitlines():
+        if line.startswith(f"{ERRORS}_bucket"):
+            labels, value = line.rsplit(" ", 1)
+            kind = labels.partition('kind="')[2].partition('"')[0]
+            bound = labels.partition('le="')[2].partition('"')[0]
+            buckets.setdefault(kind, []).append((float(bound), float(value)))
+    parts = []
+    for kind, each in buckets.items():
+        each.sort()
+        total = each[-1][1]
+        if total:
+            median, late = (next(bound for bound, count in each if count >= part * total) for part in (0.5, 0.9))
+            parts.append(f"  {kind} {median:g}, {late:g} ({int(total)} steps)")
+    return "".join(parts) or "  no steps"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Sends requests and notes when their tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.goodput.traffic import THINK_S, Arrival, Mix
+from common.wire.headers import ITL_TARGET_HEADER, TRACE_HEADER, TTFT_TARGET_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
+
+REQUEST_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``ttft_s`` from sending to the first token; ``gaps_s`` between its tokens."""
+
+    mix: Mix
+    ttft_s: float
+    gaps_s: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    placement: str = ""
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between tokens (TPOT of DistServe and of ``vllm bench serve --goodput``)."""
+        return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else 0.0
+
+
+@dataclass(frozen=True)
+class Targets:
+    ttft_s: float
+    itl_s: float
+
+    def are_kept(self, answer: Answer) -> bool:
+        return answer.ttft_s <= self.ttft_s and answer.itl_s <= self.itl_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {
+            TTFT_TARGET_HEADER: str(max(1, int(1e3 * self.ttft_s))),
+            ITL_TARGET_HEADER: str(max(1, int(1e3 * self.itl_s))),
+        }
+
+
+@dataclass
+class Outcome:
+    """Of one run: ``num_refused`` got no answer."""
+
+    answers: list[Answer] = field(default_factory=list)
+    num_refused: int = 0
+    seconds: float = 0.0
+
+    def attainment(self, targets: Mapping[Mix, Targets]) -> float:
+        """The part of the requests that kept both targets of their mix."""
+        total = len(self.answers) + self.num_refused
+        return sum(targets[answer.mix].are_kept(answer) for answer in self.answers) / total if total else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
+
+    @property
+    def placements(self) -> dict[str, int]:
+        return dict(Counter(answer.placement for answer in self.answers))
+
+    def gap_s(self, part: float) -> float:
+        return percentile([gap for answer in self.answers for gap in answer.gaps_s], part)
+
+    def ttft_s(self, part: float) -> float:
+        return percentile([answer.ttft_s for answer in self.answers], part)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
+
+
+class Clients:
+    """``targets``: of each mix, which go with its requests."""
+
+    def __init__(self, url: str, targets: Mapping[Mix, Targets]) -> None:
+        self._targets = targets
+        self._client = httpx.AsyncClient(
+            base_url=url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
+        )
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._client.aclose()
+
+    async def open_loop(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """Each arrival at its time, however many are under way."""
+        outcome = Outcome()
+        began_s = time.perf_counter()
+
+        async def come(arrival: Arrival) -> None:
+            await asyncio.sleep(began_s + arrival.at_s - time.perf_counter())
+            await self._chat(arrival, outcome)
+
+        await asyncio.gather(*map(come, arrivals))
+        outcome.seconds = time.perf_counter() - began_s
+        return outcome
+
+    async def closed_loop(self, arrivals: Sequence[Arrival], concurrency: int) -> Outcome:
+        """``concurrency`` at any time, until all are answered."""
+        outcome = Outcome()
+        waiting = iter(arrivals)
+        began_s = time.perf_counter()
+
+        async def one_after_another() -> None:
+            for arrival in waiting:
+                await self._chat(arrival, outcome)
+
+        await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
+        outcome.seconds = time.perf_counter() - began_s
+        return outcome
+
+    async def _chat(self, arrival: Arrival, outcome: Outcome) -> None:
+        so_far: list[int] = []
+        for turn, prompt in enumerate(arrival.prompts):
+            if turn:
+                await asyncio.sleep(THINK_S)
+            so_far += prompt
+            try:
+                answer = await self._stream(so_far, arrival.mix)
+            except (httpx.HTTPError, ConnectionError):
+                # The rest of a chat whose turn failed never comes: all of it missed its targets.
+                outcome.num_refused += len(arrival.prompts) - turn
+                return
+            outcome.answers.append(answer)
+            so_far += answer.token_ids
+
+    async def _stream(self, prompt: Sequence[int], mix: Mix) -> Answer:
+        """Raises httpx.HTTPError and ConnectionError."""
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": mix.num_answer_tokens,
+        }
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        targets = self._targets.get(mix)
+        headers = {TRACE_HEADER: "1", **(targets.headers if targets else {})}
+        times_s: list[float] = []
+        token_ids: list[int] = []
+        placement = ""
+        sent_s = time.perf_counter()
+        async with self._client.stream("POST", COMPLETIONS_ROUTE, json=body, headers=headers) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise ConnectionError(event["error"])
+                new = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
+                if new:
+                    times_s.append(time.perf_counter())
+                    token_ids += new
+                placement = (event.get("tandem") or {}).get("placement", placement)
+        if len(token_ids) != mix.num_answer_tokens:
+            raise ConnectionError(f"{len(token_ids)} tokens of {mix.num_answer_tokens} came")
+        gaps_s = tuple(b - a for a, b in itertools.pairwise(times_s))
+        return Answer(mix, times_s[0] - sent_s, gaps_s, tuple(token_ids), placement)
