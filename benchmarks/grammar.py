@@ -142,11 +142,10 @@ def measure_step(args: argparse.Namespace) -> None:
             model=str(path), device="cpu", max_num_seqs=args.batch, max_model_len=1024, num_threads=args.threads
         )
         model = load_node_model(config, compact_weights=True)
-    core = create_core(config, model)
     size = int(SIZES[args.size]["vocab"])
     compiler = GrammarCompiler(lambda: tokenizer(size), frozenset({EOS}), wait_seconds=60)
     num_mask_threads = max(1, (os.cpu_count() or 1) - args.threads)
-    core.grammars = StepGrammars(compiler, GrammarMasks(size, num_threads=num_mask_threads))
+    core = create_core(config, model, StepGrammars(compiler, GrammarMasks(size, num_threads=num_mask_threads)))
     masks: list[float] = []
     core.grammars.report_to(compiled=lambda seconds: None, filled=masks.append)
     texts = {"free": None, "array": grammar(ROWS), "string": grammar({"type": "string", "minLength": 100_000})}

@@ -211,7 +211,8 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
     return backend
 
 
-def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
+def create_core(config: NodeConfig, model: NodeModel, grammars: StepGrammars | None = None) -> EngineCore:
+    """``grammars``: in place of those for the checkpoint's tokenizer."""
     sees_images = model.loaded.sees_images
     is_whole = sees_images is not None and sees_images.is_whole
     limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, images_are_whole=is_whole)
@@ -225,7 +226,7 @@ def create_core(config: NodeConfig, model: NodeModel) -> EngineCore:
         lease_seconds=config.kv_lease_seconds,
         recompute_on_load_failure=config.kv_load_failure_policy == "recompute",
         local_prefill_limit=config.local_prefill_limit,
-        grammars=create_grammars(config, model.loaded),
+        grammars=grammars if grammars is not None else create_grammars(config, model.loaded),
     )
 
 
