@@ -1,5 +1,5 @@
 """``python -m tests.support.faulty_node ROLE FLAGS``: a node in which what belongs to a marked request can be made to
-fail, on a late device if the test run wants those.
+fail or to take long, on a late device if the test run wants those.
 
 A request is marked by its ``cache_salt``, ``fault:NODE:PLACE:AFTER`` (``mark``), so it needs no field of its own and
 goes the way of any other, over the proxy and both legs. It strikes in nodes whose name begins with NODE (a role, or a
@@ -9,6 +9,7 @@ role and port), from when AFTER tokens of the request are computed there (decode
 - ``lookup``, ``admission``: the cache manager raises. ``forward``: the model runner does for each step that has rows of
   the request, after it has computed them. ``sampling``: the sampler does. ``detokenise``: turning its tokens into text.
 - ``engine_thread``: the step raises what nothing contains, so the engine's thread ends. ``hang``: the step never ends.
+- ``slow``: each step that has rows of the request takes ``SLOW_STEP_S`` longer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,9 @@ from common.metrics.table import Role
 from tests.support.late_node import DEFAULT_PORTS, run_late_node
 
 PREFIX = "fault"
-PLACES = ("lookup", "admission", "forward", "sampling", "detokenise", "engine_thread", "hang")
+PLACES = ("lookup", "admission", "forward", "sampling", "detokenise", "engine_thread", "hang", "slow")
+SLOW_STEP_S = 0.2
+"""Longer than gaps between tokens may be, by the alerts."""
 
 
 class InjectedError(Exception):
@@ -115,6 +119,8 @@ class Faults:
             forward = launch(runner, plan)  # states are advanced by then
             planned = {segment.request_id for segment in plan.segments}
             self._strike("forward", lambda sequence: sequence.seq_id in planned)
+            if self._is_due("slow", lambda sequence: sequence.seq_id in planned):
+                time.sleep(SLOW_STEP_S)
             return forward
 
         ModelRunner.launch = faulty_launch  # type: ignore[method-assign]
