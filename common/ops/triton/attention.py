@@ -112,13 +112,13 @@ def choose_tiling(shape: Shape, num_tokens: int) -> Tiling:
     if shape.dtype == torch.float32:  # products of full precision, without tensor cores
         if widest > 256:
             return Tiling(16, 16, 8, 2)
-        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 128 else 16, 4, 1)
+        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
         return Tiling(min(rows, 64 if shape.capability >= 9 else 32), 32, 8, 3)
     if rows < 128:
         return Tiling(rows, 64 if widest <= 128 else 32, 4, 3)
     if widest <= 128:
-        return Tiling(128, 64, 8, 3)
+        return Tiling(128, 64 if shape.capability >= 9 or widest <= 64 else 32, 8, 3)
     # Only 9 holds the most of both: 8 multiplies out of registers, 10 moves sums through them.
     return Tiling(128 if shape.capability >= 9 else 64, 64 if shape.capability == 9 else 32, 8, 3)
 
