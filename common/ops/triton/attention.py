@@ -105,8 +105,8 @@ def split_columns(size: int) -> tuple[int, int]:
 
 @functools.cache
 def choose_tiling(shape: Shape, num_tokens: int) -> Tiling:
-    """For tiles of at most ``num_tokens`` of a sequence; 1: decode rows. Measured are shared memory and registers: none
-    of these spills on compute capability 8.0, 9.0 or 10.0."""
+    """For tiles of at most ``num_tokens`` of a sequence; 1: decode rows. Chosen by shared memory and registers,
+    which may not spill: ``tests/engine/triton/test_compile.py``."""
     widest = max(sum(split_columns(shape.head_size)), sum(split_columns(shape.head_size_v)))
     rows = min(128, max(16, triton.next_power_of_2(min(num_tokens, 128) * shape.ratio)))
     if shape.dtype == torch.float32:  # products of full precision, without tensor cores
