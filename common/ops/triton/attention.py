@@ -105,20 +105,20 @@ def split_columns(size: int) -> tuple[int, int]:
 
 @functools.cache
 def choose_tiling(shape: Shape, num_tokens: int) -> Tiling:
-    """For tiles of at most ``num_tokens`` of a sequence; 1: decode rows. Measured are shared memory and registers: none
-    of these spills on compute capability 8.0, 9.0 or 10.0."""
+    """For tiles of at most ``num_tokens`` of a sequence; 1: decode rows. Chosen by shared memory and registers,
+    which may not spill: ``tests/engine/triton/test_compile.py``."""
     widest = max(sum(split_columns(shape.head_size)), sum(split_columns(shape.head_size_v)))
     rows = min(128, max(16, triton.next_power_of_2(min(num_tokens, 128) * shape.ratio)))
     if shape.dtype == torch.float32:  # products of full precision, without tensor cores
         if widest > 256:
             return Tiling(16, 16, 8, 2)
-        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 128 else 16, 4, 1)
+        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
         return Tiling(min(rows, 64 if shape.capability >= 9 else 32), 32, 8, 3)
     if rows < 128:
         return Tiling(rows, 64 if widest <= 128 else 32, 4, 3)
     if widest <= 128:
-        return Tiling(128, 64, 8, 3)
+        return Tiling(128, 64 if shape.capability >= 9 or widest <= 64 else 32, 8, 3)
     # Only 9 holds the most of both: 8 multiplies out of registers, 10 moves sums through them.
     return Tiling(128 if shape.capability >= 9 else 64, 64 if shape.capability == 9 else 32, 8, 3)
 

@@ -54,7 +54,7 @@ def conv1d_varlen(
         conv_tiles[num_blocks, tiles.num_tiles](
             *rows, behind, *_strides(behind), weight, *weight.stride(), bias, out,
             *state, tiles.row, tiles.length, tiles.begin, tiles.src,
-            silu, width, TILE_ROWS, block,
+            silu, width, TILE_ROWS, block, num_warps=8,
         )  # fmt: skip
         conv_states[num_blocks, runs.num_spans](
             *rows, *state, runs.span_begin, runs.row, runs.length, runs.load, runs.store_begin, runs.store_slot,

@@ -85,8 +85,15 @@ def describe(compiled: Any, **launch: Any) -> dict[str, Any]:
         usage = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
     found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", usage.stdout + usage.stderr)}
     metadata = compiled.metadata
-    return {**launch, **found, "warps": metadata.num_warps, "shared": metadata.shared, "tensor": metadata.tmem_size,
-            "is_tf32": "tf32" in compiled.asm["ptx"], "writes": "st.global" in compiled.asm["ptx"]}  # fmt: skip
+    return {
+        **launch,
+        **found,
+        "warps": metadata.num_warps,
+        "shared": metadata.shared,
+        "tensor": metadata.tmem_size or 0,
+        "is_tf32": "tf32" in compiled.asm["ptx"],
+        "writes": "st.global" in compiled.asm["ptx"],
+    }
 
 
 def compiled_kernels(capability: int, *, is_quick: bool, match: str) -> Iterator[dict[str, Any]]:
