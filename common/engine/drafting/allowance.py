@@ -17,6 +17,9 @@ _MOST = 8.0
 _MIN_PLAIN = 3
 """Steps without drafts of as many sequences, before the first one with drafts: the first is not replayed, the second is
 recorded."""
+_UNTYPICAL = 2
+"""Steps of as many sequences and rows that say nothing of what drafts cost: the first is not replayed, the second is
+recorded."""
 _PLAIN_EVERY = 64
 """Steps with drafts of as many sequences, before one without."""
 _SLOWER = 2.0
@@ -28,17 +31,18 @@ _UNKNOWN_ROW = 0.3
 _LEAST_ROW = 0.01
 """Of a step's time, what a row is taken to need at least before it is run."""
 _OUTLIER = 2.5
-"""Times the expected time from which a step with drafts is not believed: it is recorded, or the machine is busy."""
+"""Times the expected time from which a step with drafts is not believed: the machine is busy."""
 
 
 class _Batch:
     """Steps of one number of sequences: ``plain_s`` without drafts, ``row_s`` for each row more; None: nobody knows."""
 
-    __slots__ = ("num_plain", "plain_s", "row_s", "since_plain")
+    __slots__ = ("_num_steps", "num_plain", "plain_s", "row_s", "since_plain")
 
     def __init__(self, seconds: float) -> None:
         self.num_plain, self.plain_s, self.since_plain = 0, seconds, 0
         self.row_s: float | None = None
+        self._num_steps: dict[int, int] = {}  # by rows more
 
     def observe(self, seconds: float) -> None:
         self.num_plain, self.since_plain = self.num_plain + 1, 0
@@ -46,6 +50,11 @@ class _Batch:
             self.plain_s += 0.5 * (seconds - self.plain_s)
         else:  # one slow step is the machine's
             self.plain_s += 0.1 * (min(seconds, 2 * self.plain_s) - self.plain_s)
+
+    def is_typical(self, num_rows: int) -> bool:
+        """Whether a step with so many rows more, which is over, took what such steps take. Asked once for each."""
+        self._num_steps[num_rows] = self._num_steps.get(num_rows, 0) + 1
+        return self._num_steps[num_rows] > _UNTYPICAL
 
     def observe_rows(self, num_rows: int, seconds: float) -> None:
         row_s = max(0.0, seconds - self.plain_s) / num_rows
@@ -101,11 +110,12 @@ class Allowance:
         elif batch is not None and self._left_s is not None:
             batch.since_plain += 1
             plain_s, row_s = self.cost(num_sequences)
-            expected = plain_s + row_s * (num_rows - num_sequences)
-            if seconds > _OUTLIER * expected:
-                seconds = expected
+            num_more = num_rows - num_sequences
+            expected = plain_s + row_s * num_more
+            if batch.is_typical(num_more) and seconds <= _OUTLIER * expected:
+                batch.observe_rows(num_more, seconds)
             else:
-                batch.observe_rows(num_rows - num_sequences, seconds)
+                seconds = expected
             self._left_s += plain_s * (num_sequences + num_accepted) / num_sequences - seconds
             self._earn(plain_s)
 

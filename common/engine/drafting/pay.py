@@ -13,6 +13,8 @@ _USUAL_FADE = 0.99
 """The same of all sequences together."""
 _FIRST_RATE = 0.6
 """Share of right ones before any draft was run."""
+_FIRST_TRIED = 3.0
+"""Drafted tokens that the rate of the beginning counts for: one wrong draft is no reason to give up."""
 _TRY_EVERY = 64
 """Steps without drafts, before one token is tried again."""
 
@@ -23,7 +25,7 @@ class Acceptance:
     __slots__ = ("_fade", "_num_held_back", "_right", "_tried")
 
     def __init__(self, rate: float = _FIRST_RATE, fade: float = _FADE) -> None:
-        self._right, self._tried, self._fade = rate, 1.0, fade
+        self._right, self._tried, self._fade = rate * _FIRST_TRIED, _FIRST_TRIED, fade
         self._num_held_back = 0
 
     @classmethod

@@ -196,6 +196,20 @@ def test_allowance_when_nothing_is_known_of_so_many_sequences_then_steps_without
     assert counts.count(0) == 2
 
 
+def test_allowance_when_a_number_of_rows_is_new_then_its_first_steps_say_nothing_of_its_cost() -> None:
+    """They are not replayed, or recorded: several times as long, and once."""
+    allowance = Allowance()
+    for _ in range(4):
+        allowance.begin_step(1)
+        allowance.end_step(1, 1, 0, 1.0)
+    before = allowance.cost(1)
+    for seconds in (3.0, 2.9):
+        allowance.end_step(1, 2, 1, seconds)
+    assert allowance.cost(1) == before
+    allowance.end_step(1, 2, 1, 1.1)
+    assert allowance.cost(1)[1] == pytest.approx(0.1)
+
+
 def test_allowance_when_a_step_computes_prompts_too_then_its_drafts_are_paid_as_if_it_did_not() -> None:
     steps = Steps(1, 0.3, 0.0)
     steps.run(5, 0)
