@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
+from common.openai.bodies.base import MAX_FIELDS
 from common.openai.bodies.models import ChatBody, CompletionBody
 from common.openai.bodies.unsupported import HARMLESS, UNSUPPORTED
 from common.openai.protocol import parse_chat, parse_completion
@@ -163,3 +164,13 @@ def test_field_that_nobody_knows_when_given_then_is_accepted_and_named() -> None
     for route, (parse, _) in ROUTES.items():
         body = {**PROMPTS[route], "frobnicate": 1, "user": "u", "tandem_sources": [], "kv_transfer_params": None}
         assert parse(body).unknown_fields == ("frobnicate",)
+
+
+@pytest.mark.parametrize(("parse", "route"), [(parse_completion, "completion"), (parse_chat, "chat")])
+def test_fields_when_there_are_thousands_then_refused_with_their_number(parse: Any, route: str) -> None:
+    body = {**PROMPTS[route], **{f"k{number}": 0 for number in range(MAX_FIELDS)}}
+    with pytest.raises(InvalidRequestError, match=rf"the body must have at most {MAX_FIELDS} fields, got {len(body)}"):
+        parse(body)
+    while len(body) > MAX_FIELDS:
+        body.popitem()
+    assert parse(body).unknown_fields
