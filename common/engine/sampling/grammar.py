@@ -86,19 +86,22 @@ class SequenceGrammar:
             return
         if not self.matcher.is_accepting():
             _clear(mask, self._eos_token_ids)  # one that is also a piece of text
-        if self.hidden_token_ids:
-            whole = bytes(mask)
-            _clear(mask, self.hidden_token_ids)
-            if not _any(mask):
-                mask.cast("B")[:] = whole
+        hidden = _clear(mask, self.hidden_token_ids)
         if not _any(mask):
-            self.error = _failed("allows no token any more")
+            for token_id in hidden:
+                mask[token_id >> 5] |= 1 << (token_id & 31)
+            if not hidden:
+                self.error = _failed("allows no token any more")
 
 
-def _clear(mask: memoryview, token_ids: frozenset[int]) -> None:
-    for token_id in token_ids:
-        if token_id < 32 * len(mask):
-            mask[token_id >> 5] &= ~(1 << (token_id & 31)) & 0xFFFFFFFF
+def _clear(mask: memoryview, token_ids: frozenset[int]) -> list[int]:
+    """Those of ``token_ids`` that were in it."""
+    found = [
+        token_id for token_id in token_ids if token_id < 32 * len(mask) and mask[token_id >> 5] >> (token_id & 31) & 1
+    ]
+    for token_id in found:
+        mask[token_id >> 5] ^= 1 << (token_id & 31)
+    return found
 
 
 def _any(mask: memoryview) -> bool:
