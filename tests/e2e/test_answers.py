@@ -24,7 +24,8 @@ from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.chat_templates import SPECIAL_MARKERS, TEMPLATES
 from tests.support.client import metric, post, wait_settled
 from tests.support.models import MAX_POSITION, VOCAB_SIZE, checkpoint
-from tests.support.service import Service, wait_ready
+from tests.support.restart import start_again
+from tests.support.service import Service
 
 pytestmark = pytest.mark.full
 ROUTE = "/v1/chat/completions"
@@ -333,8 +334,7 @@ def run_and_strike(site: Site, make: Callable[[str], list[Made]]) -> tuple[list[
         run_all(service.url, moved)
         striker.join()
         wait_settled(service.prefill[0], other)
-        service.start_again(victim)
-        wait_ready(victim)
+        start_again(service, victim)
         assert [stream.error for stream in moved] == [None] * NUM_STREAMS
         if metric(service.proxy, "proxy_migrations_total", outcome="resumed") > before:
             return expected, moved

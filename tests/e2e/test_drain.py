@@ -21,6 +21,7 @@ from tests.support.client import completion_body, info, metric
 from tests.support.hangup import OpenRequest, wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
+from tests.support.restart import start_again
 from tests.support.service import Node, Service, start_node, wait_ready
 
 ROUTE = "/v1/completions"
@@ -34,12 +35,6 @@ def own_service() -> Iterator[Service]:
     flags = (*NODE_FLAGS, "--drain-timeout-seconds", "120")
     with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags) as running:
         yield running
-
-
-def start_again(service: Service, node: Node) -> None:
-    service.start_again(node)
-    wait_ready(node)
-    wait_until(lambda: metric(service.proxy, "node_up") == 2, "the proxy to see both nodes")
 
 
 def ask_to_stop(node: Node) -> float:

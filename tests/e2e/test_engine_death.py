@@ -22,7 +22,8 @@ from tests.support.faulty_node import mark
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
-from tests.support.service import Node, Service, wait_ready
+from tests.support.restart import start_again
+from tests.support.service import Node, Service
 from tests.support.supervised import SMALL_FLAGS, Up
 
 ROUTE = "/v1/completions"
@@ -88,13 +89,6 @@ def check_ended(node: Node) -> None:
     assert re.search(rf"node dead name={name_of(node)}: the engine stopped: InjectedError", log)
 
 
-def bring_back(service: Service, node: Node) -> None:
-    service.start_again(node)
-    wait_ready(node)
-    num_nodes = len(service.prefill) + len(service.decode)
-    wait_until(lambda: metric(service.proxy, "node_up") == num_nodes, "the proxy to see all nodes")
-
-
 def check_serves(service: Service, reference: Reference, seed: int) -> None:
     prompt = random_tokens(140, seed=seed)
     answer = complete(service.url, prompt, 12)
@@ -125,7 +119,7 @@ def test_streams_when_the_engine_under_them_dies_then_are_told_and_the_node_that
     assert told_s < TOLD_S
     check_ended(decode)
     assert prefill.process.popen.poll() is None
-    bring_back(service, decode)
+    start_again(service, decode)
     check_serves(service, reference, seed=7811)
 
 
@@ -145,7 +139,7 @@ def test_streams_when_they_may_move_and_the_engine_under_them_dies_then_go_on_el
         assert each.lines[-1] == "data: [DONE]", each.lines[-1]
     check_ended(victim)
     assert metric(service.proxy, "proxy_migrations_total", outcome="resumed") > 0
-    bring_back(service, victim)
+    start_again(service, victim)
     for prompt, stream in zip(prompts, streams, strict=True):  # as if nobody had died
         assert stream.token_ids == complete(service.url, prompt, num_tokens).token_ids()
     check_serves(service, reference, seed=7830)
@@ -166,7 +160,7 @@ def test_prompts_when_the_engine_of_their_prefill_node_dies_then_decode_node_hea
     told = {reason: metric(decode, "transfer_failures_total", reason=reason) for reason in ("leg_failed", "peer_lost")}
     assert sum(told.values()) == metric(decode, "transfer_failures_total") == 1, told
     check_ended(prefill)
-    bring_back(service, prefill)
+    start_again(service, prefill)
     check_serves(service, reference, seed=7841)
 
 

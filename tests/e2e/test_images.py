@@ -26,6 +26,7 @@ from tests.support import foreign, images, open_proxy
 from tests.support.client import metric, post, wait_settled
 from tests.support.images import data_url, image_part, picture
 from tests.support.reference import tolerance
+from tests.support.restart import start_again
 from tests.support.service import Node, Service, start_node, start_proxy, wait_ready
 from tests.unit.images.test_security import SVG, png_of
 from tests.unit.proxy.http.test_image_fetcher import World
@@ -394,10 +395,7 @@ def test_stream_when_its_decode_node_dies_then_it_goes_on_with_the_same_images(p
     expected = pairs.stream("Tell:", A, B, salt="whole", strike=False)
     assert pairs.stream("Tell:", A, B, salt="cut", strike=True) == expected
     assert metric(pairs.service.proxy, "proxy_migrations_total", outcome="resumed") == 1
-    for node in pairs.service.decode:
-        if node.process.popen.poll() is not None:
-            pairs.service.start_again(node)
-            wait_ready(node)
+    start_again(pairs.service, *(node for node in pairs.service.decode if node.process.popen.poll() is not None))
 
 
 @pytest.mark.full

@@ -19,7 +19,8 @@ from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import metric, wait_settled
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
-from tests.support.service import Node, Service, wait_ready
+from tests.support.restart import start_again
+from tests.support.service import Node, Service
 
 NUM_STREAMS = 20
 NUM_TOKENS = 1000
@@ -144,5 +145,4 @@ def test_streams_when_their_decode_node_is_gone_then_end_as_if_it_were_not(servi
     assert max(stream.pause_s for stream in streams) < MAX_PAUSE_S
     wait_settled(service.prefill[0], other)
     victim.process.kill()
-    service.start_again(victim)
-    wait_ready(victim)
+    start_again(service, victim)

@@ -32,6 +32,7 @@ from tests.support.hangup import OpenRequest, stopped, wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
 from tests.support.reference import reference as reference_of
+from tests.support.restart import start_again
 from tests.support.service import Node, Service, start_node, wait_ready
 
 ROUTE = "/v1/completions"
@@ -271,12 +272,6 @@ def num_lost(decode: Node) -> float:
     return metric(decode, "transfer_failures_total")
 
 
-def restart(service: Service, node: Node) -> None:
-    service.start_again(node)
-    wait_ready(node)
-    wait_until(lambda: metric(service.proxy, "node_up") == 2, "the proxy to see both nodes")
-
-
 def answer_without_its_prefill_node(
     service: Service, prompt: list[int], lose: Callable[[], None], *, in_parts: bool
 ) -> Answer:
@@ -320,7 +315,7 @@ def test_prefill_node_when_killed_while_it_is_waited_for_then_prompt_is_computed
     check_right(answer, prompt, reference)
     assert answer.trace["placement"] == "local"
     wait_settled(decode)
-    restart(pipelined, prefill)
+    start_again(pipelined, prefill)
     computed = computed_prompt_tokens([decode])
     back = random_tokens(200, seed=665 + in_parts)
     answer = complete(pipelined.url, back, 8)

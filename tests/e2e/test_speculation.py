@@ -24,6 +24,7 @@ from tests.support.client import Answer, complete, info, metric, together, wait_
 from tests.support.drafting_node import ANSWERS_VARIABLE, write_answers
 from tests.support.models import DEMO, checkpoint
 from tests.support.reference import Reference, random_tokens, reference
+from tests.support.restart import start_again
 from tests.support.service import Service, start_node, start_proxy, wait_ready
 
 DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
@@ -163,8 +164,7 @@ def test_streams_when_their_decode_node_dies_between_drafts_then_go_on_and_equal
     for prompt, token_ids in zip(prompts, streams, strict=True):
         assert token_ids == site.reference.greedy(prompt, num_tokens).token_ids
     wait_settled(*site.service.prefill, site.service.decode[1])
-    site.service.start_again(victim)
-    wait_ready(victim)
+    start_again(site.service, victim)
 
 
 def stream(site: Site, prompt: list[int], num_tokens: int) -> list[int]:

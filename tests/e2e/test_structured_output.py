@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from tests.e2e.test_migration import Stream, run_all, run_and_strike
 from tests.support.client import metric
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
+from tests.support.restart import start_again
 from tests.support.service import Service
 
 SCHEMA: dict[str, Any] = {
@@ -172,8 +172,7 @@ def test_streams_when_their_decode_node_is_killed_within_a_string_then_end_as_if
     for stream, other in zip(streams, expected, strict=True):
         stream.assert_like(other)
         Draft202012Validator(LONG).validate(json.loads(stream.text))
-    service.start_again(service.decode[0])
-    time.sleep(0.1)
+    start_again(service, service.decode[0])
 
 
 @pytest.mark.full
