@@ -1,7 +1,5 @@
 """The GPU backend on a real GPU: ``bash benchmarks/gpu.sh``.
 
-``__main__`` runs *parts* one after the other, each in a process and under a time limit of its own (``parts.py``), and
-writes what they found after each of them. A part is a module with ``run(settings)``, which yields rows of plain data;
-``job.py`` is the process in which it runs. ``timing.py`` measures, ``floors.py`` says what a machine would need at
-least.
+``__main__`` runs *parts* one after the other, each in a process and under a time limit of its own (``jobs.py``), and
+writes what they found after each of them. A part is a module of ``parts``; ``job.py`` is the process in which it runs.
 """

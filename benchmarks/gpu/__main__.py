@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import PARTS, Job, make_jobs
+from benchmarks.gpu.jobs import PARTS, Job, make_jobs
+from benchmarks.gpu.models.sizes import MODELS
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.sizes import MODELS
 from benchmarks.gpu.supervise import GRACE_S, run_limited
 from benchmarks.gpu.table import to_markdown
 

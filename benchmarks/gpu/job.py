@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.parts import run_job
+from benchmarks.gpu.jobs import run_job
+from benchmarks.gpu.measure.timing import find_device
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.timing import find_device
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.answers import compare
-from benchmarks.gpu.floors import Weights, decode_bytes, prefill_flops, state_bytes
-from benchmarks.gpu.models import make_config
-from benchmarks.gpu.parts import PARTS, make_jobs
+from benchmarks.gpu.jobs import PARTS, make_jobs
+from benchmarks.gpu.measure.floors import Weights, decode_bytes, prefill_flops, state_bytes
+from benchmarks.gpu.models.answers import compare
+from benchmarks.gpu.models.random_weights import make_config
 from benchmarks.gpu.supervise import run_limited
 from benchmarks.gpu.table import to_markdown
 from common.geometry.geometry import model_geometry

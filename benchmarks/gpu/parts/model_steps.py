@@ -23,13 +23,13 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.floors import Weights, decode_bytes, prefill_flops
-from benchmarks.gpu.launches import count_launches
-from benchmarks.gpu.models import make_config
-from benchmarks.gpu.node import STEP_TOKENS, BenchmarkNode
+from benchmarks.gpu.measure.floors import Weights, decode_bytes, prefill_flops
+from benchmarks.gpu.measure.launches import count_launches
+from benchmarks.gpu.measure.timing import Ceilings, find_device, measure_ceilings, synchronize
+from benchmarks.gpu.models.node import STEP_TOKENS, BenchmarkNode
+from benchmarks.gpu.models.random_weights import make_config
+from benchmarks.gpu.models.stock import stock_decode_s
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.stock import stock_decode_s
-from benchmarks.gpu.timing import Ceilings, find_device, measure_ceilings, synchronize
 from common.engine.core import EngineCore
 from common.engine.model_runner import Forward
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.timing import find_device
+from benchmarks.gpu.measure.timing import find_device
 from common.config.node import NodeConfig
 from common.models.loading.quiet import quiet_transformers
 from common.node.runtime import create_core, load_node_model

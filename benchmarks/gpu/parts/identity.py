@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.answers import PROMPTS, Answer, Difference, answers, compare
+from benchmarks.gpu.measure.timing import find_device, synchronize
+from benchmarks.gpu.models.answers import PROMPTS, Answer, Difference, answers, compare
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.timing import find_device, synchronize
 from tests.support.models import FAMILIES, SHORT_TIER
 
 SMOKE = ("granitemoehybrid",)

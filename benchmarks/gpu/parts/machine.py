@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.gpu.measure.timing import find_device, measure_ceilings
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.timing import find_device, measure_ceilings
 
 PACKAGES = ("torch", "triton", "transformers", "nixl", "nixl-cu13", "nixl-cu12")
 TOOLS = ("nvcc", "ncu", "compute-sanitizer")

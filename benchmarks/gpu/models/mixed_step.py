@@ -1,4 +1,5 @@
-"""One run with mixed steps of a tiny model, for a sanitizer to watch: ``python -m benchmarks.gpu.mixed_step FAMILY``.
+"""One run with mixed steps of a tiny model, for a sanitizer to watch:
+``python -m benchmarks.gpu.models.mixed_step FAMILY``.
 
 Loading alone runs the numeric probe: cuts in odd places, saves, decode rows beside spans. Then an engine runs prompts
 and decode rows in the same steps, without graphs. Prints ``mixed steps done`` at the end.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.gpu.answers import answers
+from benchmarks.gpu.models.answers import answers
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.gpu.models.sizes import SMOKE_MODEL
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.sizes import SMOKE_MODEL
 
 LIMITS_S = {
     "machine": 45,
@@ -53,6 +53,6 @@ def run_job(settings: Settings) -> Iterator[Row]:
     """The rows of a job, in the process that does it. A part is imported where it is needed: each needs other
     packages, and one that is missing costs that part alone."""
     name = "model_steps" if settings.model else settings.work[0]
-    module = importlib.import_module(f"benchmarks.gpu.{name if name != 'tests' else 'cuda_tests'}")
+    module = importlib.import_module(f"benchmarks.gpu.parts.{name if name != 'tests' else 'cuda_tests'}")
     rows: Iterator[Row] = module.run(settings)
     return rows

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.sizes import MAX_TOKENS, MODELS
+from benchmarks.gpu.models.sizes import MAX_TOKENS, MODELS
 from common.errors import ConfigError
 from common.models.loading import loader
 

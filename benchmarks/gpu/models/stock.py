@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.models import make_weights
+from benchmarks.gpu.models.random_weights import make_weights
 from common.models.adapter.arguments import step_arguments, stock_cache
 from common.models.loading.quiet import quiet_transformers
 

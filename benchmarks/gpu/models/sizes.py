@@ -1,4 +1,4 @@
-"""Published sizes: fields of each model's ``config.json``. The models are made in ``models.py``."""
+"""Published sizes: fields of each model's ``config.json``. The models are made in ``random_weights.py``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.gpu.children import run_child
 from benchmarks.gpu.settings import Row, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLUGINS = ("pytest_timeout", "pytest_asyncio")
 NUM_NAMED = 20
 

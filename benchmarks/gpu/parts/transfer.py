@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.multiprocessing  # teaches pipes to carry tensors
 
+from benchmarks.gpu.measure.timing import find_device, measure
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.timing import find_device, measure
 from benchmarks.transfer import Reader, make_storage, run_holder
 from common.errors import TransferError
 from common.transfer.nixl.bindings import load_bindings

@@ -1,4 +1,4 @@
-"""A node's model and engine of one of ``models.py``, in process, with room for what is measured."""
+"""A node's model and engine of one of ``random_weights.py``, in process, with room for what is measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.models import random_weights, write_config
+from benchmarks.gpu.measure.timing import find_device
+from benchmarks.gpu.models.random_weights import random_weights, write_config
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.timing import find_device
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.geometry.geometry import model_geometry

@@ -25,7 +25,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 def run(settings: Settings) -> Iterator[Row]:
     tool = shutil.which("compute-sanitizer")
-    steps = [sys.executable, "-m", "benchmarks.gpu.mixed_step", settings.backend]
+    steps = [sys.executable, "-m", "benchmarks.gpu.models.mixed_step", settings.backend]
     end_s = time.monotonic() + settings.limit_s - 2
     if tool is None:
         yield {"kind": "sanitizer", "tool": "compute-sanitizer is not on the PATH"}

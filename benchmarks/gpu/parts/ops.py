@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu.op_calls import DTYPE, Work, op_calls
-from benchmarks.gpu.op_shapes import ANCHORS_US, SHAPES, SMOKE_SHAPES, OpShape
+from benchmarks.gpu.measure.op_calls import DTYPE, Work, op_calls
+from benchmarks.gpu.measure.op_shapes import ANCHORS_US, SHAPES, SMOKE_SHAPES, OpShape
+from benchmarks.gpu.measure.timing import Ceilings, find_device, measure, measure_ceilings, synchronize
 from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.timing import Ceilings, find_device, measure, measure_ceilings, synchronize
 from common.models.loading.fingerprint import user_cache_dir
 from common.ops.interface import Ops
 from common.ops.select import create_ops

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.op_shapes import OpShape
-from benchmarks.gpu.timing import Call
+from benchmarks.gpu.measure.op_shapes import OpShape
+from benchmarks.gpu.measure.timing import Call
 from common.engine.plan import Segment
 from common.kv_cache.sequences.allocation import BlockTable
 from common.ops.cpu.norm import Gate
