@@ -6,7 +6,7 @@ time of both, so that whatever else the machine does hits both alike. Two kinds 
 - with random weights (``--family``, ``--size``), whose drafts come from the known answer and are right by ``--share``;
   how many are run is up to what they bring, as in a service. ``--fixed``: all of them.
 - the built-in one (``--built-in``), with the drafters of a service on texts of different kinds: documentation to be
-  continued, a text to be repeated, and tokens drawn at random, which repeat nothing.
+  continued, a text to be repeated, alone and behind an edit of it, and tokens drawn at random, which repeat nothing.
 
 ``7 rows more``: the time of a step with seven more rows than sequences over that of one without.
 """
@@ -155,9 +155,16 @@ def of_built_in(args: argparse.Namespace) -> None:
     rng = random.Random(0)
     drawn = [[rng.randrange(300, tokenizer.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(4)]
     greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens)
+
+    def edited(page: list[int]) -> list[int]:
+        return [
+            rng.randrange(300, tokenizer.vocab_size) if place % 10 == 5 else token for place, token in enumerate(page)
+        ]
+
     kinds = {
         "documentation, continued": (pages, greedy),
         "a text, repeated": ([page[:200] + page[:200] + page[:12] for page in pages], greedy),
+        "a text and an edit of it, again": ([page[:200] + edited(page[:200]) + page[:12] for page in pages], greedy),
         "drawn tokens, nothing repeats": (drawn, SamplingParams(temperature=1.0, seed=1, max_tokens=args.tokens)),
     }
     off, *_ = create(str(FOLDER), args.dtype, 4, "")
@@ -167,7 +174,7 @@ def of_built_in(args: argparse.Namespace) -> None:
             found = [compare(off, on, [prompt], params, args.repeat) for prompt in prompts]
             ratio, tokens, right = (statistics.mean(column) for column in zip(*found, strict=True))
             print(
-                f"built-in {args.dtype:<9} {method:<7} {name:<30}: {ratio:5.2f} x, {tokens:4.2f} tokens a step, "
+                f"built-in {args.dtype:<9} {method:<7} {name:<31}: {ratio:5.2f} x, {tokens:4.2f} tokens a step, "
                 f"{right:4.2f} of drafted ones right",
                 flush=True,
             )
