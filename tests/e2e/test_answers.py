@@ -274,26 +274,45 @@ def run_all(url: str, streams: Sequence[Made]) -> None:
         list(pool.map(lambda stream: stream.run(url), streams))
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "arguments": {**named("long"), **NO_THOUGHT},
+    "reasoning": {
+        "tool_choice": "required",
+        "tools": [FIXED],
+        "thinking_token_budget": 500,
+        "parallel_tool_calls": False,
+    },
+    "stop": {"tool_choice": "none", "stop": ["e the ", "zz", "er"], **NO_THOUGHT},
+}
+
+
+def streams_of(kind: str, salt: str) -> list[Stream]:
+    common = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 1.0, **KINDS[kind]}
+    return [Stream(body(f"{kind} {salt} {seed}", seed=seed, **common)) for seed in range(NUM_STREAMS)]
+
+
 @pytest.mark.parametrize("kind", ["arguments", "reasoning"])
 def test_streams_when_their_decode_node_dies_then_end_as_if_it_had_not(site: Site, kind: str) -> None:
     if kind == "reasoning" and site.template != "xml_thinking":
         pytest.skip("the template has no reasoning")
-    fields: dict[str, Any] = {**named("long"), **NO_THOUGHT}
-    if kind == "reasoning":
-        fields = {
-            "tool_choice": "required",
-            "tools": [FIXED],
-            "thinking_token_budget": 500,
-            "parallel_tool_calls": False,
-        }
-    common = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 1.0, **fields}
-
-    def streams(salt: str) -> list[Stream]:
-        return [Stream(body(f"{kind} {salt} {seed}", seed=seed, **common)) for seed in range(NUM_STREAMS)]
-
-    expected, moved = run_and_strike(site, streams)
+    expected, moved = run_and_strike(site, lambda salt: streams_of(kind, salt))
     assert all(stream.is_done and stream.calls for stream in expected)
     assert results(moved) == results(expected)
+
+
+def test_streams_when_nodes_draft_then_are_those_of_nodes_that_do_not(site: Site) -> None:
+    if site.template != "xml_thinking":
+        pytest.skip("one template is enough: drafts are tokens")
+    drafts = ("--speculative-config", '{"method": "ngram"}')
+    with Service(site.service.model, prefill_flags=NODE_FLAGS, decode_flags=(*NODE_FLAGS, *drafts)) as drafting:
+        for kind in KINDS:
+            expected, found = streams_of(kind, "drafts"), streams_of(kind, "drafts")
+            run_all(site.service.url, expected)
+            run_all(drafting.url, found)
+            assert all(stream.is_done for stream in expected)
+            assert results(found) == results(expected)
+        assert metric(drafting.decode[0], "spec_decode_num_accepted_tokens_total") > 0
+        assert any(stream.ends == ["stop"] and stream.num_chars for stream in expected)
 
 
 @pytest.mark.parametrize("kind", ["arguments", "reasoning"])

@@ -192,7 +192,11 @@ def test_answers_when_drafts_are_run_then_are_those_without_and_no_draft_is_of_a
     core, model = shared
     requests = [request(name, tokens(index, 20), **fields) for index, (name, fields) in enumerate(VARIANTS.items())]
     requests.append(request("n", tokens(50, 20), num_forks=3))
+    # As a budget of thought: llguidance cannot go back in it.
+    counted = 'start: thought "</think>" /[a-c]{4}/\nthought[max_tokens=12]: /(.|\\n)*/'
+    requests.append(request("counted", tokens(60, 20), grammar=counted))
     expected = Results(core, *requests)
+    assert text(model, expected.token_ids["counted", 0]).partition("</think>")[2].strip("abc") == ""
     prompts = {each.request_id: list(each.prompt_token_ids) for each in requests}
     known = [prompts[name] + token_ids for (name, _), token_ids in expected.token_ids.items()]
     speculation = speculate(core, model, known, share)
