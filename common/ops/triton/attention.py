@@ -112,7 +112,8 @@ def choose_tiling(shape: Shape, num_tokens: int) -> Tiling:
     if shape.dtype == torch.float32:  # products of full precision, without tensor cores
         if widest > 256:
             return Tiling(16, 16, 8, 2)
-        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 128 else 16, 8, 1)
+        # Columns in two parts, 64 + 32, leave too few registers for 32 keys on 10.0.
+        return Tiling(min(rows, 32 if widest <= 64 else 16), 32 if widest <= 64 or widest == 128 else 16, 8, 1)
     if widest > 256:
         return Tiling(min(rows, 64 if shape.capability >= 9 else 32), 32, 8, 3)
     if rows < 128:

@@ -70,7 +70,8 @@ def mamba2_varlen(
         states = torch.empty(chunks.num_chunks, num_heads, head_dim, state_size, dtype=x.dtype, device=x.device)
         # Without tensor cores a thread holds whole rows of what it multiplies: fewer at a time, and more threads.
         is_full = x.dtype == torch.float32
-        keys, warps, stages = (FULL_KEYS, 8, 1) if is_full else (max(16, padded), 4, 3)
+        keys, stages = (FULL_KEYS, 1) if is_full else (max(16, padded), 3)
+        warps = 8 if is_full or padded > 128 else 4  # four have too few registers for a wider state
         padded, room = max(16, padded), max(16, triton.next_power_of_2(head_dim))
         block = min(WALK_DIM, room)
         mamba2_walk[triton.cdiv(head_dim, block), num_heads, runs.num_spans](
@@ -81,7 +82,7 @@ def mamba2_varlen(
         )  # fmt: skip
         block = min(OUT_DIM // 2 if is_full else OUT_DIM, room)
         mamba2_out[num_heads, chunks.num_chunks](
-            *inputs, states, chunks.row, chunks.length, *shape, keys, block, CHUNK, num_warps=warps, num_stages=1
+            *inputs, states, chunks.row, chunks.length, *shape, keys, block, CHUNK, num_warps=8, num_stages=1
         )
     return out
 
