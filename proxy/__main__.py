@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import os
 import sys
 
 from common.config.command_line import parse_config
 from common.config.proxy import ProxyConfig
+from common.server.garbage import keep_collections_short
 from common.server.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
@@ -21,10 +21,6 @@ NODE_CONNECTIONS = 2
 SPARE_FILES = 512
 """Open files for all but requests: health probes, event feeds, logs, libraries, and clients that only read /health or
 /metrics."""
-GC_THRESHOLDS = (20_000, 20, 50)
-"""For ``gc.set_threshold``, Python's own being (700, 10, 10): a collection holds up every stream, and requests leave
-little behind that reference counts do not free."""
-
 MMAP_BYTES = 256 * 2**10
 """Size from which a block of memory is the system's again as soon as it is freed. glibc raises its limit to the largest
 block that was freed, and keeps what bodies of megabytes then leave in each thread's heap."""
@@ -54,10 +50,7 @@ def main() -> int:
     sock = bind_socket(config.host, config.port)
     config = dataclasses.replace(config, port=sock.getsockname()[1])
     app = create_app(config)
-    # What exists now lives as long as the process: collections may skip it.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    keep_collections_short()
     return run_app(app, sock, log_level=config.log_level, tls=tls, max_connections=max_connections)
 
 

@@ -24,6 +24,7 @@ from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
 from common.errors import EngineDeadError, NodeUnavailableError, TandemError
 from common.request import Request
+from common.server.garbage import collect_when_idle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -160,6 +161,8 @@ class EngineThread:
             if self._enter_thread is not None:
                 self._enter_thread()
             while not self._closing:
+                if not self._outputs:
+                    collect_when_idle()
                 self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
                 self.num_turns += 1
                 if outputs := self._core.step():

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from common.config.node import parse_node_config
 from common.metrics.table import Role
+from common.server.garbage import keep_collections_short
 from common.server.serve import bind_socket, end_process, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
@@ -48,7 +49,7 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
             # Images are a prefill node's business alone: no stream waits for one, and no memory is kept twice for it.
             model = load_node_model(config, compact_weights=role is Role.DECODE, with_images=role is Role.PREFILL)
             app = create_node_app(config, model, role)
-            gc.freeze()
+            keep_collections_short()
         finally:
             gc.enable()
         return run_app(app, sock, log_level=config.log_level)
