@@ -88,7 +88,8 @@ def _decay_rates(a, a_channel, a_size, channel, size, mask):
 
 @triton.jit
 def _bias_of(bias, channel, is_channel):
-    return None if bias is None else tl.load(bias + channel, mask=is_channel, other=0.0)
+    """float32, 0 without any."""
+    return 0.0 if bias is None else tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -89,10 +89,8 @@ def mamba2_varlen(
 
 @triton.jit
 def step_size_of(dt, bias, low, high, SOFTPLUS: tl.constexpr):
-    """clamp(softplus(dt + bias), low, high), float32; ``bias``: a value, or None."""
-    value = dt.to(tl.float32)
-    if bias is not None:
-        value += bias.to(tl.float32)
+    """clamp(softplus(dt + bias), low, high), float32."""
+    value = dt.to(tl.float32) + bias
     if SOFTPLUS:
         # log(1 + e) of a small e: what rounding took from 1 + e is put back by the quotient.
         e = tl.exp(-tl.abs(value))
@@ -105,7 +103,8 @@ def step_size_of(dt, bias, low, high, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def _bias_of(bias, head):
-    return None if bias is None else tl.load(bias + head)
+    """float32, 0 without any: in Triton 3.6 a function has no None to return."""
+    return 0.0 if bias is None else tl.load(bias + head).to(tl.float32)
 
 
 @triton.jit
