@@ -20,9 +20,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.errors import ImageRefusedError, RequestDeadlineError, TandemError
+from common.errors import ImageRefusedError, RequestDeadlineError, RequestDroppedError, TandemError
 from common.grammar.checker import GrammarChecker
-from common.metrics.outcomes import outcome_of
+from common.metrics.outcomes import Outcome, outcome_of
 from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
@@ -217,6 +217,22 @@ class GenerateService:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
                 await self._fail(job, client, exc)
+            finally:
+                self._count_targets(job, client)
+
+    def _count_targets(self, job: Job, client: ClientStream) -> None:
+        """Of a stream that came to its end, or was turned away because it would not have kept its target. What was
+        refused for another reason, or left by its client, says nothing."""
+        targets, record, answer_s = job.targets, client.record, client.entry.answer_s
+        if not job.is_stream or targets == NO_TARGETS:
+            return
+        if record.outcome is Outcome.CAPACITY and client.status == RequestDroppedError.status:
+            self._metrics.count_target("ttft", None, targets.ttft_s)
+        elif record.outcome in (Outcome.STOP, Outcome.LENGTH) and answer_s is not None:
+            self._metrics.count_target("ttft", answer_s - job.arrival_s, targets.ttft_s)
+            num_gaps = (record.num_output_tokens or 0) - len(job.prompts or (None,))
+            if num_gaps > 0:
+                self._metrics.count_target("itl", (time.monotonic() - answer_s) / num_gaps, targets.itl_s)
 
     def _follow(self, job: Job, label: str, client: ClientStream) -> contextlib.AbstractContextManager[None]:
         about = RequestAbout(job.request_id, label, len(job.prompts), job.is_stream, job.arrival_s)
