@@ -34,9 +34,9 @@ _ARENA_BYTES = 256 << 20
 _STEPS_BEFORE_RECORDING = 1
 """Steps with one number of rows before the next such step is recorded: recording takes as long as about ten steps of a
 small model, which a number of rows that comes once does not earn back."""
-_DRAFTS_BEFORE_RECORDING = 8
-"""The same of steps with drafts, whose numbers of rows are many: what is lost by not replaying so many is about what
-recording takes."""
+_DRAFTS_BEFORE_RECORDING = 2
+"""The same of steps with drafts, whose numbers of rows are more. ``common.engine.drafting.allowance`` leaves them, and
+the one that is recorded, out of what drafts cost."""
 
 
 class Replay:
