@@ -22,8 +22,8 @@ _MIN_PLAIN = 3
 recorded."""
 _UNTYPICAL = 3
 """Steps with drafts of as many rows that say nothing of what drafts cost: two are not replayed, the third is recorded
-(``common.models.cpu.replay``). Each number of rows has them once in a node's life, so they are taken for what such
-steps will cost: who paid for them at once would never come to know."""
+(``common.models.cpu.replay``). Each number of rows has them once in a node's life. Those of a lone sequence, few, are
+taken for what such steps will cost: who paid for them at once would never come to know."""
 _PLAIN_EVERY = 64
 """Steps with drafts of as many sequences, before one without."""
 _FIRST_PLAIN_EVERY = 4
@@ -165,9 +165,10 @@ class Allowance:
             num_more = num_rows - num_sequences
             self._num_steps[num_rows] += 1
             expected = plain_s + first_s + row_s * num_more
-            if self._num_steps[num_rows] > _UNTYPICAL and seconds <= _OUTLIER * expected:
+            is_typical = self._num_steps[num_rows] > _UNTYPICAL
+            if is_typical and seconds <= _OUTLIER * expected:
                 batch.observe_rows(num_more, seconds)
-            else:
+            elif is_typical or num_sequences == 1:
                 seconds = expected
             self._left_s += plain_s * (num_sequences + num_accepted) / num_sequences - seconds
             self._earn(plain_s)
