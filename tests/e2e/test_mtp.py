@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.e2e.test_migration import Stream
 from tests.support import images
 from tests.support.client import Answer, complete, info, metric, payload_bytes, together, wait_settled
 from tests.support.drafting_node import ANSWERS_VARIABLE
+from tests.support.http_server import wait_for
 from tests.support.models import checkpoint
 from tests.support.mtp import checkpoint_with_mtp, num_accepted
 from tests.support.reference import Reference, random_tokens, reference
@@ -118,8 +118,7 @@ def test_streams_when_their_decode_node_dies_between_drafts_of_the_head_then_go_
         victim, other = running.decode
 
         def strike() -> None:
-            while metric(victim, DRAFTED) < 60:
-                time.sleep(0.02)
+            wait_for(lambda: metric(victim, DRAFTED) >= 60, "drafts on the node that is to die")
             victim.process.kill()
 
         def stream(prompt: list[int]) -> list[int]:
