@@ -5,15 +5,20 @@ with the blocks and the state, and the decode node's first drafts are as right a
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import test_images
 from tests.e2e.conftest import NODE_FLAGS
-from tests.support.client import Answer, complete, info, metric, payload_bytes, wait_settled
+from tests.e2e.test_migration import Stream
+from tests.support import images
+from tests.support.client import Answer, complete, info, metric, payload_bytes, together, wait_settled
 from tests.support.drafting_node import ANSWERS_VARIABLE
+from tests.support.http_server import wait_for
 from tests.support.models import checkpoint
 from tests.support.mtp import checkpoint_with_mtp, num_accepted
 from tests.support.reference import Reference, random_tokens, reference
@@ -88,3 +93,72 @@ def test_bytes_when_the_head_is_served_then_are_those_of_one_more_layer(site: Si
     num_layers = {"qwen3_5": 1, "nemotron_h": 2}[site.reference.family]
     assert after == before // num_layers * (num_layers + 1)
     assert sizes["slot_bytes"] - plain["slot_bytes"] == 64 * 4
+
+
+DRAFTED = "spec_decode_num_draft_tokens_total"
+
+
+def test_streams_when_their_decode_node_dies_between_drafts_of_the_head_then_go_on_and_equal_stock(
+    site: Site, tmp_path: Path
+) -> None:
+    """Nothing was solved for so long an answer: the head is mostly wrong, and the model says so."""
+    num_tokens = 300
+    prompts = [random_tokens(40 + 9 * index, seed=30 + index) for index in range(3)]
+    model = checkpoint_with_mtp(site.reference.family, tmp_path / "model")
+    flags = (*NODE_FLAGS, *DRAFTS)
+    with Service(
+        model,
+        prefill_flags=flags,
+        decode_flags=flags,
+        proxy_flags=("--migration-limit", "2"),
+        num_decode=2,
+        environment={ANSWERS_VARIABLE: str(tmp_path / "none")},
+        program=PROGRAM,
+    ) as running:
+        victim, other = running.decode
+
+        def strike() -> None:
+            wait_for(lambda: metric(victim, DRAFTED) >= 60, "drafts on the node that is to die")
+            victim.process.kill()
+
+        def stream(prompt: list[int]) -> list[int]:
+            body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+            got = Stream({**body, "stream": True, "return_token_ids": True}).run(running.url)
+            assert got.error is None, got.error
+            return got.token_ids
+
+        striker = threading.Thread(target=strike)
+        striker.start()
+        streams = together([lambda p=prompt: stream(p) for prompt in prompts])
+        striker.join()
+        assert metric(running.proxy, "proxy_migrations_total", outcome="resumed") > 0
+        assert metric(other, DRAFTED) > 0
+        for prompt, token_ids in zip(prompts, streams, strict=True):
+            assert token_ids == site.reference.greedy(prompt, num_tokens).token_ids
+        wait_settled(*running.prefill, other)
+
+
+def test_images_when_the_head_drafts_then_answers_equal_transformers_cold_repeated_and_in_a_second_turn(
+    tmp_path: Path,
+) -> None:
+    family = test_images.FAMILY
+    model = checkpoint_with_mtp(f"{family}_vl", tmp_path / "model", source=images.image_checkpoint(family))
+    flags = (*NODE_FLAGS, *DRAFTS)
+    environment = {ANSWERS_VARIABLE: str(tmp_path / "none")}
+    prefill_flags = (*flags, "--max-num-batched-tokens", "40")  # cuts images
+    with Service(
+        model, prefill_flags=prefill_flags, decode_flags=flags, environment=environment, program=PROGRAM
+    ) as running:
+        site = test_images.Site(running)
+        first = test_images.user("What is this?", test_images.A, "And this?", test_images.B)
+        cold = site.ask(first)
+        site.check(cold, [test_images.A, test_images.B])
+        repeated = site.ask(first)
+        assert (repeated.token_ids, repeated.cached_tokens) == (cold.token_ids, len(cold.prompt_token_ids))
+        second = site.ask(
+            first, {"role": "assistant", "content": cold.text}, test_images.user("A third", test_images.C)
+        )
+        site.check(second, [test_images.A, test_images.B, test_images.C])
+        assert second.cached_tokens > site.first_placeholder(second)
+        assert metric(running.decode[0], DRAFTED) > 0
+        wait_settled(*running.prefill, *running.decode)

@@ -57,10 +57,14 @@ def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service)
     for seed in range(4):
         _complete(placed, random_tokens(300 + 150 * seed, seed=7010 + seed), 4, "remote")
     prefill, decode = (info(node)["load"] for node in (placed.prefill[0], placed.decode[0]))
-    assert 1e-7 < prefill["prefill"]["seconds_per_token"] < 1
+    # Of either part alone nothing can be said: on a busy machine a longer prompt may take less.
+    line = prefill["prefill"]
+    assert 0 < line["seconds_per_step"] + 500 * line["seconds_per_token"] < 5
+    assert min(line["seconds_per_step"], line["seconds_per_token"]) >= 0
     assert prefill["prefill"]["observations"] >= 4
     assert 0 < decode["decode_step_seconds"] < 5
-    assert 0 < decode["pull"]["seconds_per_byte"] < 1e-3
+    pull = decode["pull"]
+    assert 0 < pull["seconds_per_pull"] + 1e6 * pull["seconds_per_byte"] < 5
     assert decode["kv_bytes_per_token"] * 16 == info(placed.decode[0])["block_bytes"]
     assert (decode["running"], decode["waiting"], decode["uncomputed_prompt_tokens"]) == (0, 0, 0)
 

@@ -44,10 +44,12 @@ def num_accepted(start: int, end: int, count: int) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def checkpoint_with_mtp(family: str, folder: Path, texts: Sequence[tuple[int, Sequence[int]]] = ()) -> Path:
-    """The tiny checkpoint of ``family`` with a head. ``texts``: (length of the prompt, prompt and answer); over their
-    answers the head is right where ``is_right`` says."""
-    source = checkpoint(family)
+def checkpoint_with_mtp(
+    family: str, folder: Path, texts: Sequence[tuple[int, Sequence[int]]] = (), *, source: Path | None = None
+) -> Path:
+    """The tiny checkpoint of ``family``, or ``source``, with a head. ``texts``: (length of the prompt, prompt and
+    answer); over their answers the head is right where ``is_right`` says."""
+    source = source or checkpoint(family)
     model = auto_class(family).from_pretrained(source, dtype=torch.float32).eval()
     base = getattr(model.base_model, "language_model", model.base_model)
     head = create_head(base, copy.deepcopy(model.config.get_text_config()))

@@ -127,16 +127,22 @@ class TierNode:
                 await asyncio.sleep(0.005)
 
     async def forget_memory(self) -> None:
-        """Everything that is cached and not used is evicted."""
+        """Everything that is cached is evicted, once nobody uses it: a write to a tier that others share may be under
+        way."""
 
-        def evict() -> None:
+        def evict() -> bool:
             coordinator = self.manager._coordinator
+            if any(each.is_pinned for each in coordinator.state):
+                return False
             for each in list(coordinator.state):
                 coordinator._evict_checkpoint(each, "capacity")
             for group in coordinator.groups:
                 coordinator._evict_blocks(group, [block_id for _, block_id in list(group.items())])
+            return True
 
-        await self.engine.call(evict)
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self.engine.call(evict):
+                await asyncio.sleep(0.005)
 
     async def check(self) -> None:
         """Once what is being written is written: nothing is held, nothing is inconsistent."""
