@@ -39,8 +39,10 @@ class Speeds:
         """None: something was not measured."""
         if report.prefill is None or report.decode is None or report.pull is None:
             return None
-        lines = [Measured(each.fixed_s, each.unit_s) for each in (report.prefill, report.decode, report.pull)]
-        return cls(*lines, report.row_s, report.chunk, report.max_num_seqs)
+        prefill, decode, pull = (
+            Measured(each.fixed_s, each.unit_s) for each in (report.prefill, report.decode, report.pull)
+        )
+        return cls(prefill, decode, pull, report.row_s, report.chunk, report.max_num_seqs)
 
     def step_s(self, shape: StepShape) -> float:
         if shape.num_prompt_tokens:

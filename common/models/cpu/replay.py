@@ -36,9 +36,9 @@ _STEPS_BEFORE_RECORDING = 1
 small model, which a number of rows that comes once does not earn back."""
 _FEW_ROWS = 16
 _DRAFTS_BEFORE_RECORDING, _MANY_BEFORE_RECORDING = 2, 8
-"""The same of steps with drafts: of up to ``_FEW_ROWS``, as one sequence has them, which
-``common.engine.drafting.allowance`` leaves out of what drafts cost, and of more, whose numbers are many: what is lost by not replaying so many is about what
-recording takes."""
+"""The same of steps with drafts: of up to ``_FEW_ROWS``, as one sequence has them (what a lone sequence's first steps
+take, ``common.engine.drafting.allowance`` does not charge), and of more, whose numbers are many: what is lost by not
+replaying so many is about what recording takes."""
 
 
 class Replay:
