@@ -271,7 +271,7 @@ class Orchestrator:
     async def _decode(self, run: Run, placement: Placement, leases: LeaseGuard) -> None:
         """The decode leg, on the node that was placed while it is usable, or on another."""
         job, client = run.job, run.client
-        failure: NodeUnavailableError = self._placer.no_decode_node()
+        failure: NodeUnavailableError | None = None
         was_started = client.is_started
         placed = placement.decode
         may_go = placed.is_usable or placed in self._pool.usable(NodeRole.DECODE)
@@ -306,7 +306,7 @@ class Orchestrator:
             node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
             if node is not None and not self._may_retry(failure):
                 break
-        raise failure
+        raise failure or self._placer.no_decode_node()
 
     def _headers(self, job: Job, node: Node) -> dict[str, str]:
         """Our own keys are not for servers of another make."""
