@@ -135,12 +135,12 @@ def of_random_models(args: argparse.Namespace) -> None:
                     adapts=not args.fixed,
                 )
                 ratio, tokens, right = compare(off, on, prompts, params, args.repeat)
-                plain, row = speculation.allowance.cost(batch)
+                plain, first, row = speculation.allowance.cost(batch)
                 states = "saved" if speculation.saves_each else "computed again"
                 print(
                     f"{family:<17} {args.size} {args.dtype:<9} batch {batch:<3} right {share:4.2f}: {ratio:5.2f} x, "
                     f"{tokens:4.2f} tokens a step, {right:4.2f} of drafted ones right, 7 rows more: "
-                    f"{(plain + 7 * row) / plain:4.2f} x the time, states {states}",
+                    f"{(plain + first + 7 * row) / plain:4.2f} x the time, states {states}",
                     flush=True,
                 )
 

@@ -69,9 +69,11 @@ from proxy.nodes.breaker import Breaker
 from proxy.nodes.discovery import Discovery, split_urls
 from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
+from proxy.nodes.rates import RateTable
 from proxy.pages.routes import PAGE_PATHS, add_page_routes
 from proxy.placement.estimate import Targets
 from proxy.placement.placer import Placer
+from proxy.placement.replicas import ReplicaAdvice
 from proxy.prefix_index.event_feed import EventFeeds
 from proxy.prefix_index.index import PrefixIndex
 from proxy.status.board import StatusBoard
@@ -145,7 +147,9 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         grammars = GrammarChecker(limits, metrics.grammar_checked)
-        metrics.set_source(lambda: read_gauges(pool, index, admission, grammars))
+        targets = Targets(_seconds(config.ttft_target_ms), _seconds(config.itl_target_ms))
+        replicas = ReplicaAdvice(pool, RateTable(), targets.itl_s)
+        metrics.set_source(lambda: read_gauges(pool, index, admission, grammars, replicas))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
         fetcher = ImageFetcher(config.allowed_media_domains, image_limits, config.image_fetch_seconds)
@@ -158,8 +162,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             config.otlp_traces_endpoint, role="proxy", name="proxy", version=installed_versions()["tandem"] or ""
         )
         recent = RecentRequests()
-        board = StatusBoard(pool, recent, admission, drain, config.max_concurrency)
-        targets = Targets(_seconds(config.ttft_target_ms), _seconds(config.itl_target_ms))
+        board = StatusBoard(pool, recent, admission, drain, metrics.targets, replicas, config.max_concurrency)
         generate = GenerateService(
             pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars, targets
         )

@@ -5,7 +5,8 @@ prefill and one decode node), and two nodes that are *alike* and compute prompts
 process. Targets are multiples of what the pair with static roles takes for one request alone, of each mix; requests
 carry them as headers. The goodput of a mix is the highest rate at which 90 % of its requests keep both targets (the
 first token's time, and the mean time between tokens), found by halving. *shifting* changes between the mixes every
-30 s. *closed*: 16 requests of 512/128 at any time. Prints the configuration, every run, and tables.
+30 s. *closed*: 16 requests of 512/128 at any time.
+*predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
+from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
 from benchmarks.goodput.search import SHARE, find_goodput
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFTING, Mix, draw_arrivals
@@ -34,6 +36,7 @@ from common.models.synthetic import build_tokenizer
 from tests.support.service import Service
 
 MAX_MODEL_LEN = 4096
+CACHE_BYTES = 1 << 30
 CLOSED = "closed"
 CLOSED_MIX = "512/128"
 SETTLE_S = 2.0
@@ -63,7 +66,7 @@ def main() -> None:
         parser.error("--seconds and --concurrency must be above 0, --halvings and --closed not below")
     print(json.dumps({**vars(args), "cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder, services(args, Path(folder)) as running:
-        asyncio.run(measure(args, running))
+        asyncio.run(measure(args, running, Path(folder)))
 
 
 @contextlib.contextmanager
@@ -73,7 +76,7 @@ def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Servi
     config = path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": MAX_MODEL_LEN}))
     build_tokenizer(SIZES[args.size]["vocab"], MAX_MODEL_LEN).save_pretrained(path)
-    flags = ["--dtype", args.dtype, "--max-num-batched-tokens", str(args.chunk), "--kv-cache-memory", "1GiB"]
+    flags = ["--dtype", args.dtype, "--max-num-batched-tokens", str(args.chunk), "--kv-cache-memory", str(CACHE_BYTES)]
     flags += ["--max-model-len", str(MAX_MODEL_LEN), "--num-threads", "1", "--log-level", "warning"]
     with contextlib.ExitStack() as stack:
         yield {way: stack.enter_context(start(way, path, flags)) for way in dict.fromkeys((STATIC, *args.ways))}
@@ -122,11 +125,16 @@ class Runs:
         print(f"{mix}: alone {1e3 * ttft_s:.0f} ms to the first token, {1e3 * itl_s:.1f} ms between tokens", flush=True)
         return Targets(self.args.ttft * ttft_s, self.args.itl * itl_s)
 
+    def start_rate(self, mixes: Sequence[Mix]) -> float:
+        """The first that is tried."""
+        slowest_s = max(self.targets[mix].ttft_s for mix in mixes) / float(self.args.ttft)
+        return 1 / slowest_s / 2
+
     def _clients(self, way: str) -> Clients:
         return Clients(self.running[way].url, self.targets)
 
 
-async def measure(args: argparse.Namespace, running: Mapping[str, Service]) -> None:
+async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
     runs = Runs(args, running)
     for way in args.ways:  # every kind of step was seen, and recorded, before anything counts
         async with Clients(running[way].url, {}) as clients:
@@ -137,7 +145,7 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service]) -> N
     for name in args.mixes:
         mixes = list(MIXES.values()) if name == SHIFTING else [MIXES[name]]
         print(f"\n{name}", flush=True)
-        start_rate = 1 / max(runs.targets[mix].ttft_s / args.ttft for mix in mixes) / 2
+        start_rate = runs.start_rate(mixes)
         table[name] = {}
         for way in args.ways:
             attainment = functools.partial(runs.attainment, way, mixes)
@@ -148,6 +156,7 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service]) -> N
         others = max((rate for way, rate in found.items() if way != ELASTIC), default=0.0)
         ratio = f"{found[ELASTIC] / others:10.2f}" if ELASTIC in found and others else ""
         print(f"  {name:<11}" + "".join(f"{found[way]:>10.3f}" for way in args.ways) + ratio)
+    await predict(runs, table, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
         closed = {way: await runs.closed(way) for way in args.ways}
@@ -163,6 +172,34 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service]) -> N
         for node in (*service.prefill, *service.decode):
             metrics = httpx.get(node.url + "/metrics", timeout=10).text  # noqa: ASYNC210 nothing else runs here now
             print(f"  {way:<8} {node.role:<8}{prediction_errors(metrics)}")
+
+
+async def predict(runs: Runs, table: Mapping[str, Mapping[str, float]], model: Path) -> None:
+    """The same table from the nodes' own figures, and how far it is off."""
+    args = runs.args
+    print(
+        "\npredicted (tandem simulate --cluster, with the speeds that the nodes report), and as a share of the measured"
+    )
+    print("  mix        " + "".join(f"{way:>16}" for way in args.ways))
+    for name, found in table.items():
+        mixes = list(MIXES.values()) if name == SHIFTING else [MIXES[name]]
+        cells = []
+        for way in args.ways:
+            speeds = measured_speeds(runs.running[way])
+            max_num_seqs = max(each.max_num_seqs for each in speeds.values())
+            goodput = await predict_goodput(
+                way,
+                mixes,
+                runs.targets,
+                cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
+                speeds=speeds,
+                seconds=args.seconds,
+                vocab=SIZES[args.size]["vocab"],
+                start_rate=runs.start_rate(mixes),
+                num_halvings=args.halvings + 2,
+            )
+            cells.append(f"{goodput:9.3f} ({goodput / found[way]:.2f})" if found[way] else f"{goodput:9.3f} ( - )")
+        print(f"  {name:<11}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 def _mean_ttft_s(outcome: Outcome) -> float:

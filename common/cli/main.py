@@ -82,7 +82,10 @@ def _simulate(argv: Sequence[str]) -> int:
     simulate = importlib.import_module("common.simulate.simulate")
     parser = argparse.ArgumentParser(prog="tandem simulate", allow_abbrev=False)
     simulate.add_arguments(parser)
-    status: int | None = simulate.run(parser.parse_args(argv))
+    cluster = importlib.import_module("proxy.simulation.run")
+    cluster.add_arguments(parser)
+    args = parser.parse_args(argv)
+    status: int | None = (cluster if args.cluster else simulate).run(args)
     return status or 0
 
 

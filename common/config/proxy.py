@@ -48,6 +48,10 @@ class ProxyConfig(ProcessConfig):
     ttft_target_ms: int | None = int_flag(
         None, "milliseconds in which a request's first token is to come (default: as soon as it can)", 1, 86_400_000
     )
+    shed_late: bool = bool_flag(
+        True,
+        "answer 429 to a request with a target for its first token that would come too late behind those before it",
+    )
     itl_target_ms: int | None = int_flag(
         None,
         "milliseconds in which each further token is to come: prompts beside it are computed in chunks that leave it "

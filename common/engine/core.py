@@ -109,6 +109,9 @@ class EngineCore:
             end=self._end_exactly,
         )
         scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
+        self.step_seconds = {"prompt": 0.0, "decode": 0.0}
+        """Of all steps that ran a forward: those with prompt tokens, and those that only generated. Readable from any
+        thread."""
         self._is_stalled = False
         self._is_in_flight = False
         self._num_failed_forwards = 0
@@ -325,11 +328,13 @@ class EngineCore:
                 self._fail(sequence, exc)
         self._tokens.sample(to_sample)
         if schedule.sequences:
+            seconds = self._clock() - step.started_s
+            only_decodes = step.shape is not None and not step.shape.num_prompt_tokens
+            self.step_seconds["decode" if only_decodes else "prompt"] += seconds
             if step.shape is not None:
-                self.step_model.observe(step.shape, self._clock() - step.started_s)
+                self.step_model.observe(step.shape, seconds)
             if self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
-                seconds = self._clock() - step.started_s
                 self.speculation.end_step(
                     len(schedule.sequences), num_rows, seconds, has_prompts=not schedule.plan.only_decodes
                 )

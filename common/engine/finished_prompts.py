@@ -8,16 +8,25 @@ is told which blocks are finished. Called after the device has done the step: wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from common.engine.live_sequences import LiveSequences
-from common.engine.model_runner import ModelRunner
 from common.engine.outputs import OutputList
 from common.engine.plan import StepPlan
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.kv_cache.manager import KVCacheManager
 from common.request import FinishReason
+
+
+class Launched(Protocol):
+    def wait(self) -> object: ...
+
+
+class BlockCopier(Protocol):
+    """Runs block copies outside a step: a model runner."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
 
 
 class FinishedPrompts:
@@ -27,7 +36,7 @@ class FinishedPrompts:
         self,
         scheduler: Scheduler,
         manager: KVCacheManager,
-        runner: ModelRunner,
+        runner: BlockCopier,
         live: LiveSequences,
         outputs: OutputList,
         *,

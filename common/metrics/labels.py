@@ -64,7 +64,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
     LabelValues(
-        ("step_time_error_ratio",),
+        ("step_time_error_ratio", "step_seconds_total"),
         "kind",
         {"prompt": "steps with prompt tokens", "decode": "steps that only generate"},
     ),
@@ -238,6 +238,15 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         {"prompt": "a decode node computes a prompt that is new to it", "answer": "a prefill node generates"},
     ),
     LabelValues(
+        ("proxy_targets_total",),
+        "target",
+        {"ttft": "the first token's time", "itl": "the mean time between two tokens"},
+    ),
+    LabelValues(("proxy_targets_total",), "kept", {"yes": "in time", "no": "late, or turned away for it"}),
+    LabelValues(
+        ("proxy_recommended_nodes",), "node_role", {"prefill": "that compute prompts", "decode": "that generate"}
+    ),
+    LabelValues(
         ("proxy_retries_total",),
         "reason",
         {
@@ -262,6 +271,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "rejected-deadline": "its turn would come after its deadline",
             "rejected-concurrency": "its key's `max_concurrency`",
             "rejected-rate-limit": "its key's rate",
+            "rejected-late": "its first token would come after its target, behind those before it",
             "evicted-priority": "a better one took its place in the queue",
             "evicted-deadline": "its deadline passed",
             "evicted-timeout": "waited for `--max-queue-seconds`",

@@ -139,6 +139,9 @@ METRICS: tuple[MetricSpec, ...] = (
     _gauge("mm_encoder_cache_bytes", "Vectors of images that are kept.", roles=NODES),
     _counter("images_refused_total", "Requests refused because of an image, by reason.", "reason"),
     _counter("preemptions_total", "Requests whose memory the scheduler took back.", roles=NODES, sourced=True),
+    _counter(
+        "step_seconds_total", "Time of the engine's steps, by what they computed.", "kind", roles=NODES, sourced=True
+    ),
     _histogram(
         "step_time_error_ratio",
         "Share by which the predicted time of an engine's step was wrong.",
@@ -201,6 +204,19 @@ METRICS: tuple[MetricSpec, ...] = (
         "proxy_elastic_placements_total",
         "Placements in which a node takes the other role's work, by that work.",
         "work",
+        roles=PROXY,
+    ),
+    _counter(
+        "proxy_targets_total",
+        "Streams with a target, by target and by whether it was kept.",
+        "target",
+        "kept",
+        roles=PROXY,
+    ),
+    _gauge(
+        "proxy_recommended_nodes",
+        "Nodes of each role that the load of the last minute asks for.",
+        "node_role",
         roles=PROXY,
     ),
     _histogram(

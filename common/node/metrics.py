@@ -19,6 +19,7 @@ def cache_samples(
     preemptions: int,
     grammars_waiting: int,
     transfers_in_flight: int,
+    step_seconds: Mapping[str, float],
     images: EncoderStats | None,
 ) -> Samples:
     """Samples of the metrics that are counted where they happen, by the metric's name."""
@@ -43,6 +44,7 @@ def cache_samples(
         "preemptions_total": {(): preemptions},
         "grammars_waiting": {(): grammars_waiting},
         "transfers_in_flight": {(): transfers_in_flight},
+        "step_seconds_total": _labelled(step_seconds),
         **_image_samples(images if images is not None else EncoderStats()),
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
@@ -70,7 +72,7 @@ def _image_samples(stats: EncoderStats) -> Samples:
     }
 
 
-def _labelled(counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+def _labelled(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(label,): value for label, value in counts.items()}
 
 

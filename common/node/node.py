@@ -239,6 +239,7 @@ class Node:
             images=self.model.runner.images.stats if self.model.runner.images is not None else None,
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
             transfers_in_flight=self._puller.num_in_flight,
+            step_seconds=core.step_seconds,
         )
         samples = {**samples, **draft_samples(core.speculation)}
         return samples if self.tiers is None else {**samples, **self.tiers.samples()}

@@ -26,7 +26,7 @@ from common.geometry.geometry import model_geometry
 from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.planner import MAMBA_CACHE_MODES, plan_cache
+from common.kv_cache.planner import MAMBA_CACHE_MODES, CachePlan, plan_cache
 from common.kv_cache.spec import DTYPE_BYTES
 from common.kv_cache.tiers.tier import MIN_RETURN, TierSettings
 from common.simulate.ideal_cache import IdealCache
@@ -36,7 +36,7 @@ from common.simulate.trace import TraceRequest, read_trace
 _UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SEQ_ID = "request"
 """One id serves all requests, as they run one after the other."""
-_CACHE_FLAGS = {
+CACHE_FLAGS = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "block_size": "block_size",
     "mamba_cache_mode": "mamba_cache_mode",
@@ -72,14 +72,11 @@ def simulate(
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} is below its minimum of 1", param=flag)
     started = time.perf_counter()
-    raw_config = _read_config(model_config_path)
-    plan = plan_cache(
-        model_geometry(raw_config, _model_dtype(raw_config, dtype)),
+    plan = read_plan(
+        model_config_path,
+        dtype,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
-        max_num_seqs=1,
-        max_model_len=1,
         block_size=block_size,
-        root_key=b"simulate",
         mamba_cache_mode=mamba_cache_mode,
         retention_interval=retention_interval,
         eviction_policy=eviction_policy,
@@ -142,6 +139,13 @@ def simulate(
         **_after_stop(totals, stop_at),
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def read_plan(model_config_path: Path, dtype: str, *, max_num_seqs: int = 1, **settings: Any) -> CachePlan:
+    """One node's cache for a model. ``settings``: of ``plan_cache``. Raises ConfigError."""
+    raw_config = _read_config(model_config_path)
+    geometry = model_geometry(raw_config, _model_dtype(raw_config, dtype))
+    return plan_cache(geometry, max_num_seqs=max_num_seqs, max_model_len=1, root_key=b"simulate", **settings)
 
 
 def _after_stop(totals: Counter[str], stop_at: int | None) -> dict[str, float]:
@@ -268,7 +272,7 @@ def _read_tiers(args: argparse.Namespace) -> list[TierSettings]:
 
 def run(args: argparse.Namespace) -> int:
     tiers = _read_tiers(args)
-    flags = {flag: getattr(args, flag) for flag in _CACHE_FLAGS}
+    flags = {flag: getattr(args, flag) for flag in CACHE_FLAGS}
     rows = []
     for values in itertools.product(*flags.values()):
         setting = dict(zip(flags, values, strict=True))
@@ -280,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
             tiers=tiers,
             num_nodes=args.nodes,
             stop_at=args.stop_at,
-            **{_CACHE_FLAGS[flag]: value for flag, value in setting.items()},
+            **{CACHE_FLAGS[flag]: value for flag, value in setting.items()},
         )
         varied = {flag: value for flag, value in setting.items() if len(flags[flag]) > 1}
         rows.append({**varied, **figures})

@@ -14,13 +14,12 @@ use, at its end what it did use (``Charge.settle``). What is over by then is a d
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -76,24 +75,35 @@ class _Use:
     num_open: int = 0
 
 
-@dataclass(slots=True)
 class Charge:
-    """What a request was charged: ``settle`` or ``give_back``, once."""
+    """What a request was charged: ``settle`` or ``give_back``, once. As ``with``: the request is in flight for as long
+    as the block runs."""
 
-    use: _Use | None
-    num_answers: int
-    num_tokens: int
+    __slots__ = ("_is_settled", "_num_answers", "_num_tokens", "_use")
+
+    def __init__(self, use: _Use, num_answers: int, num_tokens: int) -> None:
+        self._use = use
+        self._num_answers = num_answers
+        self._num_tokens = num_tokens
+        self._is_settled = False
+
+    def __enter__(self) -> Charge:
+        self._use.num_open += self._num_answers
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._use.num_open -= self._num_answers
 
     def settle(self, num_tokens: int) -> None:
         """The request has ended and used so many tokens."""
-        if self.use is not None:
-            self.use.tokens.take(num_tokens - self.num_tokens)
-            self.use = None
+        if not self._is_settled:
+            self._use.tokens.take(num_tokens - self._num_tokens)
+            self._is_settled = True
 
     def give_back(self) -> None:
         """Nothing was spent on the request."""
-        if self.use is not None:
-            self.use.requests.take(-self.num_answers)
+        if not self._is_settled:
+            self._use.requests.take(-self._num_answers)
         self.settle(0)
 
 
@@ -105,10 +115,9 @@ class KeyLimits:
     by_key: Mapping[str, Limits] = field(default_factory=dict)
     _uses: dict[str | None, _Use] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def hold(self, request: AdmissionRequest) -> Iterator[Charge]:
-        """One request for as long as the block runs. The caller has authenticated its key, so that there are only so
-        many.
+    def hold(self, request: AdmissionRequest) -> Charge:
+        """Charge one request, which counts for as long as the charge's block runs. The caller has authenticated its
+        key, so that there are only so many.
 
         Raises:
             RequestDroppedError: over a limit now.
@@ -135,11 +144,7 @@ class KeyLimits:
                 raise _dropped(text, "rejected-rate-limit", wait_s)
         for bucket, amount, _ in waits:
             bucket.take(amount)
-        use.num_open += num_answers
-        try:
-            yield Charge(use, num_answers, num_tokens)
-        finally:
-            use.num_open -= num_answers
+        return Charge(use, num_answers, num_tokens)
 
     def _use(self, key: str | None) -> _Use:
         use = self._uses.get(key)

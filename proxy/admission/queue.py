@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
-import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from common.errors import RequestDroppedError, TandemError
 from proxy.admission.key_limits import Charge, KeyLimits
@@ -79,30 +79,41 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @contextlib.asynccontextmanager
-    async def admitted(self, request: AdmissionRequest) -> AsyncIterator[Charge]:
-        """The block runs when the request's turn has come, and its end gives the place on. It is to settle the
-        charge.
+    def admitted(self, request: AdmissionRequest) -> Admitted:
+        """``async with``: the block runs when the request's turn has come, and its end gives the place on. It is to
+        settle the charge that it gets.
 
         Raises:
             RequestDroppedError: it is turned away; nothing of the block has run.
+            InvalidRequestError: its key may never ask for so much.
         """
+        return Admitted(self, request)
+
+    async def enter(self, request: AdmissionRequest) -> Charge:
+        """As ``admitted``; the charge's block is begun."""
         try:
-            with self._limits.hold(request) as charge:
-                try:
-                    await self._take_place(request)
-                except BaseException:
-                    charge.give_back()  # nothing was spent on it
-                    raise
-                started_s = time.monotonic()
-                try:
-                    yield charge
-                finally:
-                    self._service_s.append(time.monotonic() - started_s)
-                    self._leave(request)
+            charge = self._limits.hold(request).__enter__()
+            try:
+                await self._take_place(request)
+            except BaseException:
+                charge.give_back()  # nothing was spent on it
+                charge.__exit__()
+                raise
         except RequestDroppedError as exc:
             self._on_drop(str(exc.dropped))
             raise
+        return charge
+
+    def leave(
+        self, request: AdmissionRequest, charge: Charge, seconds: float, error: BaseException | None = None
+    ) -> None:
+        """The end of what was let in, ``seconds`` later; ``error``: that it ended with, which may be a drop as well
+        (its first token would be late)."""
+        if isinstance(error, RequestDroppedError):
+            self._on_drop(str(error.dropped))
+        self._service_s.append(seconds)
+        self._leave(request)
+        charge.__exit__()
 
     def evict_all(self, error: TandemError) -> None:
         """Nobody waits any more: whoever did gets ``error``."""
@@ -252,3 +263,21 @@ class AdmissionQueue:
             f"the request has waited for {now_s - request.arrival_s:.3f} s and its turn would come in about "
             f"{self.predicted_wait_s(position):.3f} s, its deadline is in {max(0.0, request.deadline_s - now_s):.3f} s"
         )
+
+
+class Admitted:
+    """One request's block (``AdmissionQueue.admitted``). A class: a generator costs several times as much."""
+
+    def __init__(self, queue: AdmissionQueue, request: AdmissionRequest) -> None:
+        self._queue = queue
+        self._request = request
+
+    async def __aenter__(self) -> Charge:
+        self._charge = await self._queue.enter(self._request)
+        self._started_s = time.monotonic()
+        return self._charge
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._queue.leave(self._request, self._charge, time.monotonic() - self._started_s, error)

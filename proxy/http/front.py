@@ -7,7 +7,6 @@ stream. Everything else is FastAPI's.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -86,9 +85,9 @@ class _Headers(Headers):
 
 
 class _Request(Request):
-    @functools.cached_property
-    def headers(self) -> Headers:
-        return _Headers(self.scope["headers"])
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self._headers = _Headers(scope["headers"])
 
 
 class ProxyApp(FastAPI):

@@ -13,16 +13,16 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from common.errors import ImageRefusedError, RequestDeadlineError, TandemError
+from common.errors import ImageRefusedError, RequestDroppedError, TandemError
 from common.grammar.checker import GrammarChecker
-from common.metrics.outcomes import outcome_of
+from common.metrics.outcomes import Outcome, outcome_of
 from common.metrics.unknown_fields import UnknownFields
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
@@ -37,7 +37,6 @@ from common.text.answers.grammar import CallRules
 from common.wire.fields import seconds_of_header
 from common.wire.headers import (
     API_KEY_HEADER,
-    DEADLINE_HEADER,
     ITL_TARGET_HEADER,
     PLACEMENT_HEADER,
     REQUEST_ID_HEADER,
@@ -56,6 +55,7 @@ from proxy.admission.request import AdmissionRequest
 from proxy.admission.request_cost import RequestCost, read_admission_request
 from proxy.dialects.conversion import Conversion
 from proxy.dialects.dialect import Convert, convert_messages, convert_responses
+from proxy.http.time_limits import TimeLimits
 from proxy.http.tokenizer import PromptTokenizer, Tokenised
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import LegFailedError, RelayedAnswer
@@ -111,17 +111,12 @@ class GenerateService:
         self._admission = admission
         self._drain = drain
         self._unknown_fields = UnknownFields(metrics)
-        self._limits: set[asyncio.Timeout] = set()
-        self._cut_off_by: TandemError | None = None
+        self._limits = TimeLimits(metrics.count_drop)
 
     def cut_off(self, error: TandemError) -> None:
         """Everything that is in flight, waiting or streaming, ends now with ``error``."""
-        self._cut_off_by = error
         self._admission.evict_all(error)
-        for limit in self._limits:
-            if limit.expired():
-                continue  # its own deadline has passed, it is on its way out
-            limit.reschedule(asyncio.get_running_loop().time())
+        self._limits.cut_off(error)
 
     async def completions(self, request: Request) -> Response:
         return await self._respond(request, "completions", COMPLETIONS_ROUTE, parse_completion)
@@ -172,7 +167,7 @@ class GenerateService:
                 await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
             if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
                 await self._grammars.check(schemas, param="tools")
-            max_model_len = self._pool.max_model_len()
+            max_model_len = self._pool.max_model_len() if read.cost.max_answer_tokens is None else None
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])
         span = self._tracer.begin(path, request_id, request.headers, arrival_s)
@@ -207,7 +202,7 @@ class GenerateService:
         client.conversion = asked.conversion
         with self._metrics.track(label, job.arrival_s, client.record, job.span), self._follow(job, label, client):
             try:
-                async with self._admission.admitted(admission) as charge, self._bounded(admission):
+                async with self._admission.admitted(admission) as charge, self._limits.bounded(admission):
                     job.admitted_s = time.monotonic()
                     self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
                     with _settled(charge, job, client):
@@ -217,6 +212,22 @@ class GenerateService:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers
                 await self._fail(job, client, exc)
+            finally:
+                self._count_targets(job, client)
+
+    def _count_targets(self, job: Job, client: ClientStream) -> None:
+        """Of a stream that came to its end, or was turned away because it would not have kept its target. What was
+        refused for another reason, or left by its client, says nothing."""
+        targets, record, answer_s = job.targets, client.record, client.entry.answer_s
+        if not job.is_stream or targets == NO_TARGETS:
+            return
+        if record.outcome is Outcome.CAPACITY and client.status == RequestDroppedError.status:
+            self._metrics.count_target("ttft", None, targets.ttft_s)
+        elif record.outcome in (Outcome.STOP, Outcome.LENGTH) and answer_s is not None:
+            self._metrics.count_target("ttft", answer_s - job.arrival_s, targets.ttft_s)
+            num_gaps = (record.num_output_tokens or 0) - len(job.prompts or (None,))
+            if num_gaps > 0:
+                self._metrics.count_target("itl", (time.monotonic() - answer_s) / num_gaps, targets.itl_s)
 
     def _follow(self, job: Job, label: str, client: ClientStream) -> contextlib.AbstractContextManager[None]:
         about = RequestAbout(job.request_id, label, len(job.prompts), job.is_stream, job.arrival_s)
@@ -236,30 +247,6 @@ class GenerateService:
             # What the legs' bodies have in common is remembered: putting them together takes no time then.
             await run_for_body(asked.http, lambda: job.encoder.encode(job.body))
         return _num_prompt_tokens(done, estimate=asked.admission.num_prompt_tokens)
-
-    @contextlib.asynccontextmanager
-    async def _bounded(self, admission_request: AdmissionRequest) -> AsyncIterator[None]:
-        """The block ends by the client's deadline, or when everything is cut off, wherever it is then: what it holds is
-        given up as on any other way out.
-
-        Raises RequestDeadlineError, or what ``cut_off`` was given.
-        """
-        left_s = None if admission_request.deadline_s is None else admission_request.deadline_s - time.monotonic()
-        try:
-            async with asyncio.timeout(left_s) as limit:
-                self._limits.add(limit)
-                try:
-                    yield
-                finally:
-                    self._limits.discard(limit)
-        except TimeoutError as exc:
-            if self._cut_off_by is not None:
-                raise self._cut_off_by from exc
-            total_ms = round(((admission_request.deadline_s or 0.0) - admission_request.arrival_s) * 1000)
-            self._metrics.count_drop(str(RequestDeadlineError.dropped))
-            raise RequestDeadlineError(
-                f"the deadline of {total_ms} ms ({DEADLINE_HEADER}) passed while the request was worked on"
-            ) from exc
 
     async def _fail(self, job: Job, client: ClientStream, error: Exception) -> None:
         if client.is_finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ _DECODE_ONLY_FIELDS = ("stream_options", "min_tokens", "n", "best_of")
 _TANDEM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "max_completion_tokens", "echo", "logprobs", "top_logprobs")
 _VLLM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "min_completion_tokens")
 
+_LONG = (list, dict, array)
+
 _PREFILL_ONLY_FIELDS = (TRANSFER_PARAMS_KEY, IMAGES_KEY)
 """What a decode leg does not get of the client's body: who generates an answer never sees an image."""
 
@@ -60,23 +63,28 @@ class BodyEncoder:
         self._known: dict[int, tuple[object, bytes]] = {}
 
     def encode(self, leg: Mapping[str, Any]) -> bytes:
-        """``leg`` as a JSON object. Its values must not change afterwards."""
-        pieces: list[bytes] = []
-        rest: dict[str, Any] = {}
+        """``leg`` as a JSON object. Its values must not change afterwards; ``orjson.Fragment``: JSON already."""
+        fields: dict[str, Any] = {}
         for name, value in leg.items():
-            if isinstance(value, list | dict | array) or (isinstance(value, str) and len(value) > SHORT_CHARS):
-                pieces.append(encode(name) + b":" + self._encode_once(value))
-            else:
-                rest[name] = value
-        if rest or not pieces:
-            pieces.append(encode(rest)[1:-1])
-        return b"{" + b",".join(pieces) + b"}"
+            if isinstance(value, _LONG) or (isinstance(value, str) and len(value) > SHORT_CHARS):
+                value = orjson.Fragment(self._encode_once(value))
+            elif isinstance(value, float) and not math.isfinite(value):
+                value = orjson.Fragment(encode(value))
+            fields[name] = value
+        try:
+            return orjson.dumps(fields)
+        except orjson.JSONEncodeError:  # a whole number beyond 64 bits
+            return orjson.dumps({name: _fragment(value) for name, value in fields.items()})
 
     def _encode_once(self, value: object) -> bytes:
         known = self._known.get(id(value))
         if known is None:
             known = self._known[id(value)] = (value, encode(value))
         return known[1]
+
+
+def _fragment(value: object) -> orjson.Fragment:
+    return value if isinstance(value, orjson.Fragment) else orjson.Fragment(encode(value))
 
 
 def prefill_body(
@@ -93,7 +101,8 @@ def prefill_body(
     if node.is_vllm:
         return encoder.encode(_vllm_prefill_leg(body, prompt))
     leg = {key: value for key, value in body.items() if key not in _TANDEM_DECODE_ONLY_FIELDS}
-    leg |= {"stream": False, "max_tokens": 1, TRANSFER_PARAMS_KEY: prefill_leg_params(rendezvous_id)}
+    params = orjson.Fragment(orjson.dumps(prefill_leg_params(rendezvous_id)))
+    leg |= {"stream": False, "max_tokens": 1, TRANSFER_PARAMS_KEY: params}
     if prompt is not None:
         leg["prompt"] = prompt
     if sources:

@@ -17,16 +17,18 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from common.config.proxy import ProxyConfig
-from common.errors import DeadlineExceededError, NodeUnavailableError
-from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER
+from common.errors import DeadlineExceededError, NodeUnavailableError, RequestDroppedError
+from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER, TTFT_TARGET_HEADER
 from common.wire.resume import RESUME_KEY
 from common.wire.routes import CHAT_ROUTE
+from proxy.admission.queue import MAX_RETRY_AFTER_S
 from proxy.legs.bodies import BodyEncoder, decode_body
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.concurrent import ConcurrentLegs
@@ -46,6 +48,7 @@ from proxy.legs.stream_progress import ResumableProgress, StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
+from proxy.placement.estimate import Targets
 from proxy.placement.placer import Placer
 from proxy.placement.request import Avoided, Placement
 
@@ -93,6 +96,7 @@ class Orchestrator:
         self._placer = placer
         self._budget = RetryBudget(config.retry_budget)
         self._migration_limit = config.migration_limit
+        self._sheds_late = config.shed_late
         # A stream's first byte comes when the prompt is computed, a whole answer's when its last token is.
         first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
         self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
@@ -146,6 +150,8 @@ class Orchestrator:
             self._metrics.inc("proxy_elastic_placements_total", work=work)
         run.client.on_start = lambda status: self._started(run, status)
         try:
+            if placement.late_s and self._sheds_late and not run.client.is_started:
+                raise _too_late(placement, job.targets)
             if self._can_be_concurrent(job, placement):
                 await self._run_concurrently(run, placement)
             else:
@@ -265,7 +271,7 @@ class Orchestrator:
     async def _decode(self, run: Run, placement: Placement, leases: LeaseGuard) -> None:
         """The decode leg, on the node that was placed while it is usable, or on another."""
         job, client = run.job, run.client
-        failure: NodeUnavailableError = self._placer.no_decode_node()
+        failure: NodeUnavailableError | None = None
         was_started = client.is_started
         placed = placement.decode
         may_go = placed.is_usable or placed in self._pool.usable(NodeRole.DECODE)
@@ -300,7 +306,7 @@ class Orchestrator:
             node = self._placer.place_decode(run.avoided) if num_tries < MAX_TRIES else None
             if node is not None and not self._may_retry(failure):
                 break
-        raise failure
+        raise failure or self._placer.no_decode_node()
 
     def _headers(self, job: Job, node: Node) -> dict[str, str]:
         """Our own keys are not for servers of another make."""
@@ -314,6 +320,18 @@ class Orchestrator:
         queue_s, tokenize_s = run.waits_s
         headers |= {PROXY_SECONDS_HEADER: f"{queue_s:.6f},{elapsed_s:.6f},{tokenize_s:.6f}"}
         return headers if prefill_node is None else headers | {PREFILL_NODE_HEADER: prefill_node}
+
+
+def _too_late(placement: Placement, targets: Targets) -> RequestDroppedError:
+    assert placement.ttft_s is not None
+    assert targets.ttft_s is not None
+    return RequestDroppedError(
+        f"the first token would come after {1e3 * placement.ttft_s:.0f} ms, "
+        f"the target is {1e3 * targets.ttft_s:.0f} ms ({TTFT_TARGET_HEADER} or --ttft-target-ms)",
+        dropped="rejected-late",
+        code="target_unreachable",
+        retry_after_s=min(max(1, math.ceil(placement.late_s)), MAX_RETRY_AFTER_S),
+    )
 
 
 def _decode_content(run: Run, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:

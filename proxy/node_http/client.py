@@ -81,18 +81,32 @@ class NodeStream:
         """Whether the body was read to its end."""
         return self._connection.is_read
 
-    async def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
+    def chunks(self, idle_s: float) -> AsyncIterator[bytes]:
         """The body's bytes as they come. The first may take as long as the head; silence for more than ``idle_s`` after
         that is a NodeTimeoutError. Time that the caller spends on a chunk does not count."""
-        connection, limit_s = self._connection, self._timeout_s
-        while True:
-            connection.deadline.begin(limit_s)
-            chunk = await connection.read()
-            connection.deadline.end()
-            if not chunk:
-                return
-            limit_s = idle_s
-            yield chunk
+        return _Chunks(self._connection, self._timeout_s, idle_s)
+
+
+class _Chunks:
+    """``NodeStream.chunks``. A class: event loops keep a list of all generators, which costs more than this does."""
+
+    def __init__(self, connection: NodeConnection, first_s: float, idle_s: float) -> None:
+        self._connection = connection
+        self._limit_s = first_s
+        self._idle_s = idle_s
+
+    def __aiter__(self) -> _Chunks:
+        return self
+
+    async def __anext__(self) -> bytes:
+        connection = self._connection
+        connection.deadline.begin(self._limit_s)
+        chunk = await connection.read()
+        connection.deadline.end()
+        if not chunk:
+            raise StopAsyncIteration
+        self._limit_s = self._idle_s
+        return chunk
 
 
 class NodeClient:

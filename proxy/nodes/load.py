@@ -190,11 +190,15 @@ class NodeLoad:
         own_s = max(self._drained_s(now), MIN_SHARE_LEFT * self.placed_s)
         return own_s + max(0.0, self._other_s - max(0.0, now - self._reported_at_s))
 
+    def busy_s(self, now: float) -> float:
+        """Seconds of computing prompts that were placed here lately, faded over ``BUSY_S``."""
+        self._fade_busy(now)
+        return self._busy_s
+
     def prompt_share(self, now: float, during_s: float) -> float:
         """Of the next ``during_s`` seconds, what share prompts will take: those that wait, or as many as have come
         lately."""
-        self._fade_busy(now)
-        coming = self._busy_s / BUSY_S
+        coming = self.busy_s(now) / BUSY_S
         waiting = self.queue_s(now) / during_s if during_s > 0 else 0.0
         return min(1.0, max(coming, waiting))
 

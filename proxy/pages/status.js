@@ -71,6 +71,9 @@ function nodeParts(node) {
     facts.push(["pulled", bytes(rates.kv_bytes || 0) + "/s KV, " + bytes(rates.state_bytes || 0) + "/s states"]);
     facts.push(["tokens", number(rates.computed_tokens || 0) + "/s computed, " +
       number(rates.generated_tokens || 0) + "/s generated"]);
+    if ("prompt_share" in rates) {
+      facts.push(["time", percent(rates.prompt_share) + " in steps with prompts, " + percent(rates.decode_share) + " generating"]);
+    }
     const drafted = figures.spec_decode_num_draft_tokens_total;
     if (drafted) {
       facts.push(["drafts", percent((figures.spec_decode_num_accepted_tokens_total || 0) / drafted) + " of " +
@@ -224,6 +227,12 @@ function showTiles(status, down) {
     ["tokens generated a second", number(sum("generated_tokens")), "", false],
     ["prompt tokens computed a second", number(sum("computed_tokens")), "", false],
   ];
+  const kept = Object.entries(status.targets_kept || {});
+  for (const [target, share] of kept) {
+    tiles.push([target === "ttft" ? "of first tokens were in time" : "of answers came in time, token by token", percent(share), "", share < 0.9]);
+  }
+  const wanted = Object.entries(status.recommended_nodes || {}).map(([role, count]) => number(count) + " " + role).join(", ");
+  if (wanted) tiles.push(["nodes that the load asks for", wanted, "", false]);
   same(byId("tiles"), tiles, () => tiles.map(([name, value, unit, isAlarm]) =>
     el("div", "tile" + (isAlarm ? " alarm" : ""), el("dt", "", name),
       el("dd", "", value + " ", el("small", "", unit)))));

@@ -43,8 +43,9 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """``prefill`` is empty for a local placement. ``sources``: from whom those who compute may pull. ``ttft_s``: the
-    estimate. ``charges``: the work that it means, by node. ``known_tokens``: of each prompt that was weighed, those
-    that whoever computes it has, will have or is told to pull. ``crosses``: a node takes the other role's work."""
+    estimate, ``wait_s`` of them behind others' work. ``charges``: the work that it means, by node. ``known_tokens``: of
+    each prompt that was weighed, those that whoever computes it has, will have or is told to pull. ``crosses``: a node
+    takes the other role's work."""
 
     decode: Node
     prefill: Sequence[Node]
@@ -53,6 +54,7 @@ class Choice:
     charges: Sequence[tuple[Node, Charge]]
     known_tokens: Sequence[int] = ()
     crosses: bool = False
+    wait_s: float = 0.0
 
 
 class _Bid(NamedTuple):
@@ -86,7 +88,7 @@ def _price_s(bid: _Bid) -> float:
 @dataclass(slots=True)
 class _Way:
     """One way to do it on one decode node. ``cost_s`` is ``ttft_s`` with what others suffer. ``bids`` is empty when the
-    decode node computes the prompts, as ``fills``. ``crosses``: as of ``Choice``."""
+    decode node computes the prompts, as ``fills``. ``crosses``, ``wait_s``: as of ``Choice``."""
 
     decode: Node
     ttft_s: float
@@ -95,6 +97,7 @@ class _Way:
     fills: Sequence[Fill] = ()
     bids: Sequence[_Bid] = ()
     crosses: bool = False
+    wait_s: float = 0.0
 
 
 class CostChooser:
@@ -132,7 +135,8 @@ class CostChooser:
             charge = Charge(way.num_computed, compute_s, is_stream=True)
             sources = _sources([way.decode], weighed, way.fills)
             known = _known(weighed, way.fills)
-            return Choice(way.decode, (), sources, way.ttft_s, [(way.decode, charge)], known, way.crosses)
+            charges = [(way.decode, charge)]
+            return Choice(way.decode, (), sources, way.ttft_s, charges, known, way.crosses, way.wait_s)
         chosen = way.bids if len(prompts) > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
         # What was not weighed is spread like what was.
         chosen = [chosen[index % len(chosen)] for index in range(len(prompts))]
@@ -140,7 +144,7 @@ class CostChooser:
         charges.append((way.decode, Charge(0, 0.0, is_stream=True)))
         prefill, fills = [bid.node for bid in chosen], [bid.fill for bid in chosen]
         sources, known = _sources(prefill, weighed, fills), _known(weighed, fills)
-        return Choice(way.decode, prefill, sources, way.ttft_s, charges, known)
+        return Choice(way.decode, prefill, sources, way.ttft_s, charges, known, wait_s=way.wait_s)
 
     @staticmethod
     def _bids(prompts: Sequence[Prompt], options: Options, estimator: Estimator) -> list[list[_Bid]]:
@@ -231,10 +235,11 @@ def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Est
         seconds += fill.seconds
         waste_s += fill.waste_s
     num_computed = int(scale * num_computed)
-    ttft_s = estimator.queue_s(decode) + decode.load.room_s() + scale * seconds
+    wait_s = estimator.queue_s(decode) + decode.load.room_s()
+    ttft_s = wait_s + scale * seconds
     cost_s = ttft_s + base_s + scale * waste_s + estimator.delay_price_s(decode, num_computed)
     cost_s += estimator.late_price_s(ttft_s)
-    return _Way(decode, ttft_s, cost_s, num_computed, fills)
+    return _Way(decode, ttft_s, cost_s, num_computed, fills, wait_s=wait_s)
 
 
 def _remote(
@@ -250,9 +255,10 @@ def _remote(
     if len(prompts) == 1:
         blocks_s, rest_s = estimator.handoff_s(decode, prompts[0])
         if blocks_s <= first.hidden_s:  # the usual case: the cheapest one hides the blocks' way
-            fill, ttft_s = first.fill, decode.load.room_s() + first.ready_s + rest_s
+            fill, room_s = first.fill, decode.load.room_s()
+            ttft_s, wait_s = room_s + first.ready_s + rest_s, room_s + estimator.queue_s(first.node)
             cost_s = ttft_s + base_s + fill.waste_s + estimator.late_price_s(ttft_s)
-            return _Way(decode, ttft_s, cost_s, fill.num_computed, bids=(first,))
+            return _Way(decode, ttft_s, cost_s, fill.num_computed, bids=(first,), wait_s=wait_s)
     last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
     chosen: list[_Bid] = []
@@ -274,7 +280,8 @@ def _remote(
         chosen.append(best)
     ttft_s = decode.load.room_s() + scale * last_s
     cost_s = ttft_s + base_s + scale * waste_s + estimator.late_price_s(ttft_s)
-    return _Way(decode, ttft_s, cost_s, int(scale * num_computed), bids=chosen)
+    wait_s = decode.load.room_s() + max(estimator.queue_s(bid.node) for bid in chosen)
+    return _Way(decode, ttft_s, cost_s, int(scale * num_computed), bids=chosen, wait_s=wait_s)
 
 
 def _known(prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[int]:

@@ -23,7 +23,7 @@ from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
 from proxy.placement.cost import Choice, CostChooser, Options
-from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt
+from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt, Targets
 from proxy.placement.in_progress import Claim, PromptsInProgress
 from proxy.placement.policies import Cost, PlacementPolicy, create_policy, pick
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
@@ -31,6 +31,9 @@ from proxy.placement.sessions import SessionNodes
 from proxy.placement.text_history import TextHistory, TextKeys
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.prompt_keys import PromptKeys
+
+LATE_SHARE = 1.25
+"""Times its target from which on an estimated first token is late: estimates miss by so much."""
 
 OnStart = Callable[[str, float, float], None]
 
@@ -124,7 +127,8 @@ class Placer:
         )
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
-        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, choice.crosses)
+        late_s = _late_s(choice, request.targets)
+        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, choice.crosses, late_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
@@ -270,6 +274,13 @@ class Placer:
         for claim in entry.claims:
             self._in_progress.end(claim, is_computed=is_computed)
         entry.claims = ()
+
+
+def _late_s(choice: Choice, targets: Targets) -> float:
+    target_s = targets.ttft_s
+    if target_s is None or choice.ttft_s <= LATE_SHARE * target_s or choice.ttft_s - choice.wait_s > target_s:
+        return 0.0
+    return choice.ttft_s - target_s
 
 
 def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, tried: Sequence[Node]) -> Node:

@@ -97,6 +97,8 @@ class Placement:
         ttft_s: the estimated time to the first token; None when the policy makes no estimate.
         crosses: a node takes the other role's work: ``decode`` computes a prompt that is new to it, or is a prefill
             node.
+        late_s: how much later than its target the first token would come for what is placed before it; 0: it would
+            come in time, or not even without the others.
     """
 
     decode: Node
@@ -104,6 +106,7 @@ class Placement:
     sources: Sequence[Mapping[str, Any]] = ()
     ttft_s: float | None = None
     crosses: bool = False
+    late_s: float = 0.0
 
     @property
     def is_local(self) -> bool:

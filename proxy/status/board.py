@@ -8,9 +8,11 @@ from typing import Any
 from common.server.drain import STATUS, Drain
 from common.server.versions import installed_versions
 from proxy.admission.queue import AdmissionQueue
+from proxy.metrics.proxy_metrics import TargetCounts
 from proxy.metrics.recent_requests import RecentRequests
 from proxy.nodes.node import Node, NodeState
 from proxy.nodes.pool import NodePool
+from proxy.placement.replicas import ReplicaAdvice
 from proxy.status.figures import Fetch, NodeFigures
 
 HELD_BACK = "held back"
@@ -21,12 +23,21 @@ class StatusBoard:
     """Puts together what the page shows: of the proxy, its nodes, its last requests."""
 
     def __init__(
-        self, pool: NodePool, recent: RecentRequests, admission: AdmissionQueue, drain: Drain, max_running: int
+        self,
+        pool: NodePool,
+        recent: RecentRequests,
+        admission: AdmissionQueue,
+        drain: Drain,
+        targets: TargetCounts,
+        replicas: ReplicaAdvice,
+        max_running: int,
     ) -> None:
         self._pool = pool
         self._recent = recent
         self._admission = admission
         self._drain = drain
+        self._targets = targets
+        self._replicas = replicas
         self._max_running = max_running
         self._figures = NodeFigures()
         self._start_s = time.monotonic()
@@ -46,6 +57,8 @@ class StatusBoard:
             "running": self._admission.num_running,
             "waiting": self._admission.num_waiting,
             "max_concurrency": self._max_running,
+            "targets_kept": {name: self._targets.share(name) for name in self._targets.asked},
+            "recommended_nodes": {role.value: num for role, num in self._replicas.nodes().items()},
             "nodes": [{**_describe(node), **self._figures.of(node.url)} for node in nodes],
             "requests": self._recent.to_json(),
         }

@@ -41,6 +41,7 @@ _WANTED: Mapping[str, str | None] = {
     "prefix_cache_hit_tokens_total": "group",
     "prompt_tokens_total": "source",
     "generation_tokens_total": None,
+    "step_seconds_total": "kind",
     "transfer_bytes_total": "kind",
     "transfer_seconds_sum": None,
     "transfer_seconds_count": None,
@@ -198,7 +199,8 @@ def _hit_rates(figures: Figures, before: Figures | None) -> dict[str, float]:
 
 
 def _rates(samples: deque[tuple[float, Figures]]) -> dict[str, float]:
-    """Per second over the last samples: bytes pulled by kind, tokens generated, prompt tokens computed."""
+    """Per second over the last samples: bytes pulled by kind, tokens generated, prompt tokens computed, seconds of
+    steps with prompt tokens and of those that only generated."""
     at_s, figures = samples[-1]
     kept = [sample for sample in samples if sample[0] >= at_s - RATE_WINDOW_S]
     seconds = at_s - kept[0][0]
@@ -214,6 +216,8 @@ def _rates(samples: deque[tuple[float, Figures]]) -> dict[str, float]:
         "state_bytes": rate("transfer_bytes_total", "state"),
         "generated_tokens": rate("generation_tokens_total"),
         "computed_tokens": rate("prompt_tokens_total", "computed"),
+        "prompt_share": rate("step_seconds_total", "prompt"),
+        "decode_share": rate("step_seconds_total", "decode"),
     }
 
 

@@ -6,10 +6,17 @@ from common.grammar.checker import GrammarChecker
 from common.metrics.metrics import Samples
 from proxy.admission.queue import AdmissionQueue
 from proxy.nodes.pool import NodePool
+from proxy.placement.replicas import ReplicaAdvice
 from proxy.prefix_index.index import PrefixIndex
 
 
-def read_gauges(pool: NodePool, index: PrefixIndex, admission: AdmissionQueue, grammars: GrammarChecker) -> Samples:
+def read_gauges(
+    pool: NodePool,
+    index: PrefixIndex,
+    admission: AdmissionQueue,
+    grammars: GrammarChecker,
+    replicas: ReplicaAdvice,
+) -> Samples:
     """A source for ``Metrics.set_source``."""
     nodes = pool.nodes
     return {
@@ -19,5 +26,6 @@ def read_gauges(pool: NodePool, index: PrefixIndex, admission: AdmissionQueue, g
         "node_up": {(node.url,): float(node.is_up) for node in nodes},
         "breaker_state": {(node.url,): float(node.breaker.state.value) for node in nodes},
         "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in nodes},
+        "proxy_recommended_nodes": {(role.value,): float(num) for role, num in replicas.nodes().items()},
         "prefix_index_entries": {(node.url,): index.num_entries(node.url) for node in nodes},
     }

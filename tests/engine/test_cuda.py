@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from common.node.runtime import create_core, load_node_model
 from common.request import Request, SamplingParams
 from tests.engine.harness import random_tokens, stock_greedy, tolerance
 from tests.support.models import FAMILIES, checkpoint
+from tests.support.tier_node import TierNode
 
 pytestmark = pytest.mark.cuda
 
@@ -62,3 +66,26 @@ def test_repeat_when_on_cuda_in_half_precision_gives_the_same_tokens(dtype: str)
     assert all(len(result) == NUM_OUTPUT for result in results)
     for cold, cached in zip(results[:2], results[2:], strict=True):
         assert cold[0] == pytest.approx(cached[0], abs=5e-2)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_conversation_when_its_blocks_went_to_a_tier_then_goes_on_from_there(kind: str, tmp_path: Path) -> None:
+    """The tier is filled from pools on the device, and read back into them."""
+    tier = "host:64MiB" if kind == "host" else f"disk:{tmp_path / 'tier'}?size=64MiB"
+    prompt = random_tokens(600, seed=1)
+
+    async def converse(*tiers: str) -> tuple[list[int], list[int], float]:
+        async with TierNode(*tiers, device="cuda") as node:
+            answer, _ = await node.generate(prompt)
+            if tiers:
+                await node.flush()
+                await node.forget_memory()
+            turn = [*prompt, *answer, *random_tokens(30, seed=50)]
+            second, _ = await node.generate(turn)
+            await node.check()
+            return answer, second, node.metric("tier_hit_tokens_total") if tiers else 0.0
+
+    expected = asyncio.run(converse())
+    found = asyncio.run(converse(tier))
+    assert found[:2] == expected[:2]
+    assert found[2] >= len(prompt)

@@ -15,6 +15,17 @@ HEAVY = ("torch", "nixl", "transformers", "numpy", "safetensors", "accelerate", 
 
 # Part -> what it may import of ours besides itself. `common.errors` is open to all.
 ALLOWED = {
+    "proxy.simulation": {
+        "proxy.nodes",
+        "proxy.placement",
+        "proxy.prefix_index",
+        "common.config",
+        "common.engine",
+        "common.kv_cache",
+        "common.request",
+        "common.simulate",
+        "common.wire",
+    },
     "proxy": {
         "common.openai",
         "common.text",
@@ -66,6 +77,7 @@ ALLOWED = {
         "common.config",
         "common.demo_model",
         "common.simulate",
+        "proxy.simulation",
         "common.metrics.labels",
         "common.metrics.table",
         "common.openai",
@@ -287,8 +299,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "pages",
         "http",
         "app",
+        "simulation",
         "__main__",
     ),
+    "proxy.simulation": ("speeds", "node", "cluster", "run"),
     "proxy.dialects": ("chat_answer", "conversion", "fields", "responses", "messages", "dialect"),
 }
 # A folder that is longer is two.
@@ -317,8 +331,12 @@ LIGHT = (
 )
 LIGHT_EXCEPT = {"common.kv_cache.pools.storage"}
 LIGHT_MODULES = (
+    "common.engine.finished_prompts",
+    "common.engine.live_sequences",
+    "common.engine.outputs",
     "common.engine.plan",
     "common.engine.rates",
+    "common.engine.remote_prefixes",
     "common.engine.scheduler",
     "common.engine.sequence",
     "common.engine.shared_prefixes",

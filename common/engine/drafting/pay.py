@@ -48,12 +48,13 @@ class Acceptance:
         return int(self._num_held_back % _TRY_EVERY == 0)
 
 
-def num_paying(rate: float, max_drafts: int, num_sequences: int, cost: tuple[float, float]) -> int:
+def num_paying(rate: float, max_drafts: int, num_sequences: int, cost: tuple[float, float, float]) -> int:
     """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``. ``cost``: of that
-    step without drafts, and of a row more."""
-    time, row = cost
+    step without drafts, of the first row more beside each, and of each."""
+    time, first, row = cost
     tokens, gain = float(num_sequences), 1.0
     best, best_speed = 0, tokens / time
+    time += first
     for count in range(1, max_drafts + 1):
         gain *= rate
         tokens += gain

@@ -34,9 +34,11 @@ _ARENA_BYTES = 256 << 20
 _STEPS_BEFORE_RECORDING = 1
 """Steps with one number of rows before the next such step is recorded: recording takes as long as about ten steps of a
 small model, which a number of rows that comes once does not earn back."""
-_DRAFTS_BEFORE_RECORDING = 8
-"""The same of steps with drafts, whose numbers of rows are many: what is lost by not replaying so many is about what
-recording takes."""
+_FEW_ROWS = 16
+_DRAFTS_BEFORE_RECORDING, _MANY_BEFORE_RECORDING = 2, 8
+"""The same of steps with drafts: of up to ``_FEW_ROWS``, as one sequence has them (what a lone sequence's first steps
+take, ``common.engine.drafting.allowance`` does not charge), and of more, whose numbers are many: what is lost by not
+replaying so many is about what recording takes."""
 
 
 class Replay:
@@ -114,7 +116,7 @@ class Replay:
         if num_rows > MAX_ROWS:
             return call(*inputs)
         if key not in self._programs:
-            if self._num_steps[key] < (_DRAFTS_BEFORE_RECORDING if has_drafts else _STEPS_BEFORE_RECORDING):
+            if self._num_steps[key] < _num_before_recording(num_rows, has_drafts):
                 self._num_steps[key] += 1
                 return call(*inputs)
             return self._record(key, call, inputs, group_metadata)
@@ -150,3 +152,9 @@ class Replay:
             self._constants.clear()
             logger.info("decode steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
         return output.clone()
+
+
+def _num_before_recording(num_rows: int, has_drafts: bool) -> int:
+    if not has_drafts:
+        return _STEPS_BEFORE_RECORDING
+    return _DRAFTS_BEFORE_RECORDING if num_rows <= _FEW_ROWS else _MANY_BEFORE_RECORDING

@@ -61,12 +61,6 @@ def create_tiers(
 
 def _check(config: NodeConfig, model: NodeModel) -> None:
     cache = model.cache_config
-    if model.storage.device.type != "cpu":
-        raise ConfigError(
-            f"{OPTION} {config.kv_tier[0]}: tiers read and write pools in host memory; this node's are on "
-            f"{model.storage.device}",
-            param=OPTION,
-        )
     if not cache.caches_states:
         raise ConfigError(
             f"{OPTION} {config.kv_tier[0]}: --mamba-cache-mode none keeps no states, so there is nothing to write",

@@ -165,13 +165,16 @@ class PrefixObjects:
 
     def _blocks(self, group_id: int, block_ids: Sequence[int]) -> list[memoryview]:
         arena = self._storage.block_arenas[group_id]
-        return [memoryview(arena[block_id].numpy()) for block_id in block_ids]
+        if arena.device.type == "cpu":
+            return [memoryview(arena[block_id].numpy()) for block_id in block_ids]
+        # One copy for all of them; what was published is there, whatever else runs on the device.
+        return [_in_host_memory(arena[torch.tensor(block_ids, device=arena.device)].view(-1))]
 
     def _tails(self, checkpoint: Checkpoint) -> list[memoryview]:
         """Copies, without the rows behind the tail's: their owner may write them meanwhile."""
         num_valid = len(checkpoint.tail_tokens)
         return [
-            memoryview(self._storage.copy_rows(block_id, num_valid, group_id).numpy())
+            _in_host_memory(self._storage.copy_rows(block_id, num_valid, group_id))
             for group_id, block_id in enumerate(checkpoint.tail_block_ids)
         ]
 
@@ -179,7 +182,7 @@ class PrefixObjects:
         parts = [self._storage.slot_arena[slot_id]] if slot_id else []
         if row is not None:
             parts.append(row.contiguous().view(torch.uint8))
-        return [memoryview(part.numpy()) for part in parts]
+        return [_in_host_memory(part) for part in parts]
 
     # --- to be read
 
@@ -233,3 +236,8 @@ class PrefixObjects:
             return payload[self._slot_bytes :].clone().view(self._row_dtype) if has_row else None
 
         return deliver
+
+
+def _in_host_memory(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own bytes on a CPU, else a copy."""
+    return memoryview(tensor.cpu().numpy())

@@ -75,6 +75,35 @@ ROWS = (
         ),
     ),
     Row(
+        "Targets",
+        (
+            Panel(
+                "Targets kept",
+                "Share of streams in time: 'ttft', the first token; 'itl', the mean time between two. Shed ones count.",
+                "percentunit",
+                (
+                    (
+                        "{{target}}",
+                        'sum by (target) (rate(tandem_proxy_targets_total{kept="yes"}[5m]))'
+                        " / sum by (target) (rate(tandem_proxy_targets_total[5m]))",
+                    ),
+                ),
+            ),
+            Panel(
+                "Nodes that the load asks for",
+                "By role, as the proxy reckons from the last minute's prompts and tokens. For an autoscaler.",
+                "short",
+                (("{{node_role}}", "max by (node_role) (tandem_proxy_recommended_nodes)"),),
+            ),
+            Panel(
+                "Time in steps",
+                "Share of the engines' time: 'prompt', steps with prompt tokens; 'decode', steps that only generate.",
+                "percentunit",
+                (("{{role}} {{kind}}", "avg by (role, kind) (rate(tandem_step_seconds_total[5m]))"),),
+            ),
+        ),
+    ),
+    Row(
         "Cache and health",
         (
             Panel(

@@ -203,11 +203,11 @@ def test_allowance_when_a_number_of_rows_is_new_then_its_first_steps_say_nothing
         allowance.begin_step(1)
         allowance.end_step(1, 1, 0, 1.0)
     before = allowance.cost(1)
-    for seconds in (3.0, 2.9):
+    for seconds in (3.0, 2.9, 9.0):
         allowance.end_step(1, 2, 1, seconds)
     assert allowance.cost(1) == before
     allowance.end_step(1, 2, 1, 1.1)
-    assert allowance.cost(1)[1] == pytest.approx(0.1)
+    assert sum(allowance.cost(1)) == pytest.approx(1.1)
 
 
 def test_allowance_when_a_step_computes_prompts_too_then_its_drafts_are_paid_as_if_it_did_not() -> None:
@@ -224,16 +224,18 @@ def test_allowance_when_a_step_computes_prompts_too_then_its_drafts_are_paid_as_
 @pytest.mark.parametrize(
     ("rate", "num_sequences", "cost", "least", "most"),
     [
-        (0.9, 1, (1.0, 0.05), 7, 7),
-        (0.5, 1, (1.0, 0.05), 3, 4),
-        (0.02, 1, (1.0, 0.05), 0, 0),
-        (0.5, 1, (1.0, 0.3), 1, 1),
-        (0.5, 16, (1.6, 0.04), 1, 1),
-        (0.3, 16, (1.6, 0.05), 0, 0),
-        (0.9, 64, (64.0, 1.0), 0, 0),  # rows cost what they bring
+        (0.9, 1, (1.0, 0.0, 0.05), 7, 7),
+        (0.5, 1, (1.0, 0.0, 0.05), 3, 4),
+        (0.02, 1, (1.0, 0.0, 0.05), 0, 0),
+        (0.5, 1, (1.0, 0.0, 0.3), 1, 1),
+        (0.6, 1, (1.0, 0.6, 0.02), 3, 6),  # one would not pay
+        (0.2, 1, (1.0, 0.6, 0.02), 0, 0),
+        (0.5, 16, (1.6, 0.0, 0.04), 1, 1),
+        (0.3, 16, (1.6, 0.0, 0.05), 0, 0),
+        (0.9, 64, (64.0, 0.0, 1.0), 0, 0),  # rows cost what they bring
     ],
 )
 def test_drafts_when_more_would_cost_more_than_they_bring_then_are_as_many_as_pay(
-    rate: float, num_sequences: int, cost: tuple[float, float], least: int, most: int
+    rate: float, num_sequences: int, cost: tuple[float, float, float], least: int, most: int
 ) -> None:
     assert least <= num_paying(rate, 7, num_sequences, cost) <= most

@@ -79,6 +79,7 @@ class FakeNode:
     late_status: int = 200
     report: str = ""
     metrics: str = ""
+    load: dict[str, Any] = field(default_factory=dict)
     is_frozen: bool = False
     is_silent: bool = False
     chunk_pause_s: float = 0.0
@@ -132,6 +133,8 @@ class FakeNode:
                 "max_model_len": 128,
                 "fingerprint": self.fingerprint,
             }
+            if self.load:
+                body |= {"load": self.load}
             if self.resume:
                 body |= {"resume": True}
             if self.role is not None:

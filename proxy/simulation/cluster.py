@@ -1,0 +1,256 @@
+"""Requests and nodes of a cluster in simulated time: who is placed where is decided by the proxy's own placement.
+
+Life of a request: 1 ``submit``: placed, 2 remote: its prompt is computed by a prefill node and handed out; local: by
+whoever generates; either may pull a beginning from the sources that placement names, 3 its first token, 4 its last.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from common.config.proxy import ProxyConfig
+from common.kv_cache.keys import PrefixKeys, chain_root
+from common.kv_cache.spec import KVCacheConfig
+from common.request import Request, SamplingParams
+from proxy.nodes.node import NodeInfo, NodeRole
+from proxy.nodes.pool import NodePool
+from proxy.placement.estimate import HANDOFF_S, MIN_GAIN_TOKENS, NO_TARGETS, OVERLAP, Targets
+from proxy.placement.placer import Placer
+from proxy.placement.request import Avoided, Placement, PlacementRequest
+from proxy.prefix_index.index import PrefixIndex
+from proxy.prefix_index.node_cache import NodeCache
+from proxy.prefix_index.prompt_keys import PromptKeys
+from proxy.simulation.node import HeldPrefix, SimulatedNode
+from proxy.simulation.speeds import Speeds
+
+MAX_INDEX_ENTRIES = 10_000_000
+"""The index forgets nothing that nodes have: how much it keeps is another question."""
+
+
+@dataclass(slots=True)
+class Served:
+    """One request, with the times of its first and last token."""
+
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    targets: Targets
+    came_s: float
+    way: str = ""
+    is_shed: bool = False
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.came_s
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between two tokens."""
+        return (self.last_s - self.first_s) / max(1, self.num_answer_tokens - 1)
+
+    @property
+    def is_in_time(self) -> bool:
+        if self.is_shed:
+            return False
+        targets = self.targets
+        is_late = targets.ttft_s is not None and self.ttft_s > targets.ttft_s
+        return not is_late and (targets.itl_s is None or self.itl_s <= targets.itl_s)
+
+
+@dataclass(slots=True)
+class _Job:
+    request: PlacementRequest
+    placement: Placement
+    served: Served
+    keys: PrefixKeys
+    prompt: list[int]
+    answer: Sequence[int]
+    boundaries: tuple[int, ...]
+    name: str
+    on_end: Callable[[], None]
+
+
+class Cluster:
+    """
+    Attributes:
+        served: the requests that have ended.
+        now: simulated seconds.
+    """
+
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        *,
+        cache: KVCacheConfig,
+        speeds: Mapping[NodeRole, Speeds],
+        **config: Any,
+    ) -> None:
+        """``cache``: of each node, with events. ``config``: fields of ``ProxyConfig``."""
+        self.now = 0.0
+        self.served: list[Served] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._num_open = 0
+        self._num_requests = 0
+        self._root = chain_root(cache.root_key)
+        self._config = ProxyConfig(decode=("http://unused",), **config)
+        self._pool = NodePool(
+            [f"http://prefill-{number}" for number in range(num_prefill)],
+            [f"http://decode-{number}" for number in range(num_decode)],
+            create_client=lambda url: cast("Any", None),  # nobody is called
+            poll_interval_s=1.0,
+            headers={},
+        )
+        self._index = PrefixIndex(MAX_INDEX_ENTRIES, clock=self._clock)
+        self._placer = Placer(self._config, self._pool, self._index, clock=self._clock)
+        self.nodes: dict[str, SimulatedNode] = {}
+        self._by_port: dict[int, SimulatedNode] = {}
+        labels = tuple(group.label for group in cache.geometry.attention_groups)
+        for port, node in enumerate(self._pool.nodes, start=1):
+            simulated = SimulatedNode(node, cache, speeds[node.role], self)
+            self.nodes[node.url] = self._by_port[port] = simulated
+            node.mark_ready(
+                NodeInfo(pull=True, host="127.0.0.1", port=port, epoch="1", resume=True, load=simulated.report())
+            )
+            self._index.start(node.url, NodeCache(cache.block_size, labels, cache.has_state))
+        self._report()
+
+    def _clock(self) -> float:
+        return self.now
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), action))
+
+    def run(self) -> None:
+        """Until nothing is left."""
+        self.at(self.now, self._report_again)
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+
+    # --- a request
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        *,
+        targets: Targets = NO_TARGETS,
+        boundaries: tuple[int, ...] = (),
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Now. ``boundaries``: positions in the prompt that are worth a state."""
+        self._num_open += 1
+        self._num_requests += 1
+        self._tell_index()
+        keys = PrefixKeys(self._root, self._pool_block_size, prompt)
+        prompt_keys = PromptKeys(
+            len(prompt),
+            keys.block_size,
+            tuple(keys.boundary_keys(len(prompt) // keys.block_size)),
+            array("I", prompt),
+        )
+        prompt = list(prompt)
+        request = PlacementRequest(
+            body={},
+            prompts=[prompt],
+            is_local=False,
+            is_stream=True,
+            prompt_keys=(prompt_keys,),
+            targets=targets,
+            max_answer_tokens=len(answer),
+        )
+        placement = self._placer.place(request, Avoided())
+        served = Served(len(prompt), len(answer), targets, self.now, "local" if placement.is_local else "remote")
+        if placement.crosses:
+            served.way = "crossing"
+        if placement.late_s and self._config.shed_late:
+            self._placer.finished(request)
+            served.way, served.is_shed = "shed", True
+            self.served.append(served)
+            self._num_open -= 1
+            self.at(self.now, on_end)
+            return
+        name = f"request {self._num_requests}"
+        job = _Job(request, placement, served, keys, prompt, answer, boundaries, name, on_end)
+        if placement.is_local:
+            self._generate(job, self._source(job, self.nodes[placement.decode.url]))
+        else:
+            self._compute(job)
+
+    @property
+    def _pool_block_size(self) -> int:
+        return next(iter(self.nodes.values())).manager.config.block_size
+
+    def _compute(self, job: _Job) -> None:
+        node = self.nodes[job.placement.prefill[0].url]
+
+        def hand_out(lease: Any, took_s: float) -> None:
+            held = HeldPrefix(
+                node, job.name, lease.num_tokens, lease.key, lease.output_row is not None, OVERLAP * took_s
+            )
+            self.at(self.now + HANDOFF_S, lambda: self._generate(job, held))
+
+        node.compute(self._request(job, None, self._source(job, node)), job.keys.fork(), hand_out)
+
+    def _generate(self, job: _Job, held: HeldPrefix | None) -> None:
+        node = self.nodes[job.placement.decode.url]
+        sampling = SamplingParams(max_tokens=len(job.answer), ignore_eos=True)
+        request = self._request(job, sampling, held)
+        node.generate(request, job.keys.fork(), job.answer, lambda: self._first(job), lambda: self._last(job))
+
+    def _request(self, job: _Job, sampling: SamplingParams | None, held: HeldPrefix | None) -> Request:
+        return Request(
+            job.name,
+            job.prompt,
+            sampling,
+            remote=held,
+            is_remote_optional=True,
+            arrival_s=self.now,
+            itl_target_s=job.served.targets.itl_s,
+            semantic_boundaries=job.boundaries,
+        )
+
+    def _source(self, job: _Job, reader: SimulatedNode) -> HeldPrefix | None:
+        """A lease on what the first source has that has more than the reader."""
+        least = reader.num_local_tokens(job.keys) + MIN_GAIN_TOKENS
+        for source in job.placement.sources:
+            holder = self._by_port[int(source["url"].rpartition(":")[2])]
+            if holder is not reader and (held := holder.lease(job.keys.fork(), least)) is not None:
+                return held
+        return None
+
+    def _first(self, job: _Job) -> None:
+        job.served.first_s = self.now
+        self._placer.started(job.request, is_answer=True)
+
+    def _last(self, job: _Job) -> None:
+        job.served.last_s = self.now
+        self._placer.finished(job.request)
+        self.served.append(job.served)
+        self._num_open -= 1
+        job.on_end()
+
+    # --- what the proxy learns
+
+    def _tell_index(self) -> None:
+        for url, node in self.nodes.items():
+            for change in node.take_changes():
+                self._index.apply(url, change)
+
+    def _report(self) -> None:
+        for node in self.nodes.values():
+            node.node.load.update(node.report(), self.now)
+
+    def _report_again(self) -> None:
+        self._tell_index()
+        self._report()
+        if self._num_open or self._events:
+            self.at(self.now + self._config.health_interval_seconds, self._report_again)

@@ -1,0 +1,374 @@
+"""One node: the real scheduler and cache manager, a clock that somebody else turns, and steps that compute nothing.
+
+A step begins when there is work and none is in flight, and ends after what its node's rates say; then all that
+``EngineCore.collect`` publishes is published. While nobody but streams runs, one event stands for all steps to the end
+of the first of them; whatever happens to the node meanwhile cuts that run after the step it falls into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.engine.finished_prompts import FinishedPrompts
+from common.engine.live_sequences import LiveSequences
+from common.engine.outputs import OutputList
+from common.engine.pacing.step_model import StepShape
+from common.engine.plan import StepPlan
+from common.engine.remote_prefixes import RemotePrefixes
+from common.engine.scheduler import Schedule, Scheduler, SchedulerConfig, shape_of
+from common.engine.sequence import Sequence as EngineSequence
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.layout import make_layout
+from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.observe.events import CacheEvent, EventKind
+from common.kv_cache.sharing.leases import LeasedPrefix
+from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.kv_cache.spec import KVCacheConfig
+from common.request import FinishReason, Request
+from common.wire.cache_events import CacheChange, truncate_key
+from proxy.nodes.load import LoadReport
+from proxy.nodes.node import Node
+from proxy.simulation.speeds import Speeds
+
+LEASE_S = 30.0
+"""As nodes have it (``--kv-lease-seconds``)."""
+LOOK_S = 0.1
+"""A node whose queue waits for memory that others have leased looks again after so long."""
+ROW = object()
+"""In place of a last hidden row."""
+
+
+class Time(Protocol):
+    """Simulated seconds, and what is to be done at which of them."""
+
+    now: float
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class HeldPrefix:
+    """A prefix that ``holder`` has leased for a reader. ``hidden_s``: of moving its blocks, what passed while it was
+    computed."""
+
+    holder: SimulatedNode
+    lease_id: str
+    num_tokens: int
+    prefix_key: bytes
+    has_row: bool
+    hidden_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """``common.engine.remote_prefixes.PullResult``."""
+
+    output_row: Any
+    num_bytes: int
+    num_blocks: int
+    num_states: int
+    ok: bool = True
+    terminal: bool = True
+    reason: str = ""
+    final_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one sequence is for: ``answer`` are the tokens that it will generate."""
+
+    answer: Sequence[int]
+    on_first: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
+    on_handoff: Callable[[LeasedPrefix, float], None] | None = None
+    began_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """``repeats`` steps one after the other, each of ``seconds``."""
+
+    schedule: Schedule
+    started_s: float
+    seconds: float
+    repeats: int
+    number: int
+
+
+class _NoDevice:
+    """Block copies, which take no time here (``common.engine.finished_prompts.BlockCopier``)."""
+
+    def launch(self, plan: StepPlan) -> _NoDevice:
+        return self
+
+    def wait(self) -> None:
+        return None
+
+
+class SimulatedNode:
+    """
+    Attributes:
+        busy_s: seconds of steps so far, by kind: "prompt" (those with prompt tokens) and "decode".
+        num_computed: prompt tokens computed here.
+    """
+
+    def __init__(self, node: Node, config: KVCacheConfig, speeds: Speeds, time: Time) -> None:
+        self.node = node
+        self.speeds = speeds
+        self._time = time
+
+        def clock() -> float:
+            return time.now
+
+        self.manager = manager = KVCacheManager(config, clock=clock)
+        self._layout = make_layout(config.geometry, config.block_size)
+        self.scheduler = scheduler = Scheduler(SchedulerConfig(speeds.max_num_seqs, speeds.chunk), manager, clock)
+        self._outputs = OutputList()
+        self._live = live = LiveSequences(scheduler, manager, self._outputs)
+        scheduler.end = lambda sequence, donate: live.end(sequence, donate=donate)
+        self._remote = RemotePrefixes(
+            scheduler, manager, live, recompute_on_load_failure=True, local_prefill_limit=None, clock=clock
+        )
+        self._remote.source = self
+        self._prompts = FinishedPrompts(
+            scheduler, manager, _NoDevice(), live, self._outputs, lease_seconds=LEASE_S, clock=clock
+        )
+        self._works: dict[str, _Work] = {}
+        self._step: _Step | None = None
+        self._num_steps = 0
+        self._num_leases = 0
+        self._last_event = 0
+        self._looks_at_s = -1.0
+        self._is_settling = False
+        self.busy_s = {"prompt": 0.0, "decode": 0.0}
+        self.num_computed = 0
+
+    # --- what it is asked for
+
+    def compute(self, request: Request, keys: PrefixKeys, on_handoff: Callable[[LeasedPrefix, float], None]) -> None:
+        """A prompt that is handed out. ``on_handoff`` gets the lease and the seconds from its first step to its end."""
+        self._add(request, keys, _Work((), on_handoff=on_handoff))
+
+    def generate(
+        self,
+        request: Request,
+        keys: PrefixKeys,
+        answer: Sequence[int],
+        on_first: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._add(request, keys, _Work(answer, on_first, on_end))
+
+    def lease(self, keys: PrefixKeys, deeper_than: int) -> HeldPrefix | None:
+        """What is here of a prompt beyond ``deeper_than`` tokens, for another node."""
+        self._num_leases += 1
+        lease_id = f"{self.node.url} {self._num_leases}"
+        deadline_s = self._time.now + LEASE_S
+        lease = self.manager.lease_prefix(keys, keys.num_tokens, lease_id, deadline_s, deeper_than=deeper_than)
+        self._prompts.run_copies(lease_id)
+        if lease is None:
+            return None
+        is_whole = lease.num_tokens == keys.num_tokens and lease.output_row is not None
+        return HeldPrefix(self, lease_id, lease.num_tokens, lease.key, is_whole)
+
+    def num_local_tokens(self, keys: PrefixKeys) -> int:
+        return self.manager.lookup(keys, keys.num_tokens).num_tokens
+
+    def release(self, lease_id: str) -> None:
+        self.manager.release_lease(lease_id)
+        self.wake()
+
+    def report(self) -> LoadReport:
+        scheduler, speeds, config = self.scheduler, self.speeds, self.manager.config
+        queued = [*scheduler.waiting, *scheduler.running]
+        groups = zip(config.geometry.attention_groups, self._layout.group_block_bytes, strict=True)
+        return LoadReport(
+            num_running=len(scheduler.running) + len(scheduler.transferring),
+            num_waiting=len(scheduler.waiting),
+            num_uncomputed_tokens=sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued),
+            max_num_seqs=speeds.max_num_seqs,
+            chunk=speeds.chunk,
+            prefill=speeds.prefill,
+            decode=speeds.decode,
+            row_s=speeds.row_s,
+            pull=speeds.pull,
+            kv_bytes_per_token=sum(size for group, size in groups if not group.window) / config.block_size,
+            state_bytes=self._layout.slot_bytes,
+        )
+
+    def take_changes(self) -> list[CacheChange]:
+        """What came into the cache and left it since the last time."""
+        log = self.manager.events
+        assert log is not None
+        events = log.since(self._last_event)
+        assert events is not None, "more changes between two steps than are kept"
+        self._last_event = log.last_sequence_number
+        return [_change(event) for event in events]
+
+    def wake(self) -> None:
+        """Something came, or memory became free."""
+        step = self._step
+        if self._is_settling:
+            return  # a step begins when all of the last one is told
+        if step is None:
+            self._begin()
+        elif step.repeats > 1:
+            repeats = int((self._time.now - step.started_s) / step.seconds) + 1
+            if repeats < step.repeats:
+                step.repeats = repeats
+                self._run(step)
+
+    # --- common.engine.remote_prefixes.PrefixSource
+
+    def start(self, seq_id: str, remote: HeldPrefix, plan: PullPlan) -> None:
+        num_blocks = [len(pairs) for pairs in plan.pairs]
+        block_bytes = sum(n * size for n, size in zip(num_blocks, self._layout.group_block_bytes, strict=True))
+        state_bytes = self._layout.slot_bytes if plan.slot_id else 0
+        seconds = self.speeds.pull_s(state_bytes)
+        seconds += max(0.0, self.speeds.pull.unit_s * block_bytes - remote.hidden_s)
+        result = _Pulled(
+            ROW if remote.has_row else None, block_bytes + state_bytes, sum(num_blocks), int(bool(plan.slot_id))
+        )
+        self._time.at(self._time.now + seconds, lambda: self._end_pull(seq_id, remote, result))
+
+    def cancel(self, seq_id: str) -> None:
+        raise AssertionError("nobody leaves a simulated cluster")
+
+    def give_up(self, remote: HeldPrefix) -> None:
+        remote.holder.release(remote.lease_id)
+
+    # --- inside
+
+    def _add(self, request: Request, keys: PrefixKeys, work: _Work) -> None:
+        sequence = EngineSequence(request, 0, keys)
+        self._works[sequence.seq_id] = work
+        self._live.add(sequence)
+        self.scheduler.add(sequence)
+        self.wake()
+
+    def _end_pull(self, seq_id: str, remote: HeldPrefix, result: _Pulled) -> None:
+        sequence = self._live[seq_id]
+        row = self._remote.finish(sequence, result)
+        if row is not None:
+            for ready in self._prompts.begin_output(sequence):
+                ready.pending_row = row
+        remote.holder.release(remote.lease_id)
+        self.wake()
+
+    def _begin(self) -> None:
+        """Plans a step if there is anything to do."""
+        scheduler = self.scheduler
+        if not scheduler.has_work():
+            return
+        self.manager.expire_leases()
+        schedule = scheduler.schedule()
+        for _, error in schedule.failed:
+            raise error
+        self._remote.give_up_optional()
+        for sequence, plan in schedule.pulls:
+            self._remote.start(sequence, plan)
+        if not schedule.sequences and not schedule.row_only:
+            if scheduler.waiting and not schedule.pulls and self._looks_at_s <= self._time.now:
+                self._looks_at_s = self._time.now + LOOK_S
+                self._time.at(self._looks_at_s, self.wake)
+            return
+        shape = shape_of(schedule)
+        assert shape is not None
+        seconds = self.speeds.step_s(shape) if schedule.sequences else 0.0
+        self._num_steps += 1
+        self._step = _Step(schedule, self._time.now, seconds, self._repeats(schedule, shape), self._num_steps)
+        self._note_beginnings(schedule)
+        self._run(self._step)
+
+    def _repeats(self, schedule: Schedule, shape: StepShape) -> int:
+        """Steps like this one that come if nothing happens, at most."""
+        if shape.num_prompt_tokens or schedule.row_only or len(schedule.sequences) != len(self.scheduler.running):
+            return 1
+        return min(self._num_left(sequence) for sequence in schedule.sequences)
+
+    def _num_left(self, sequence: EngineSequence) -> int:
+        return len(self._works[sequence.seq_id].answer) - sequence.num_output_tokens
+
+    def _note_beginnings(self, schedule: Schedule) -> None:
+        for sequence in schedule.sequences:
+            work = self._works[sequence.seq_id]
+            if work.began_s is None:
+                work.began_s = self._time.now
+
+    def _run(self, step: _Step) -> None:
+        repeats = step.repeats
+
+        def end() -> None:
+            if self._step is step and step.repeats == repeats:
+                self._end(step)
+
+        self._time.at(step.started_s + repeats * step.seconds, end)
+
+    def _end(self, step: _Step) -> None:
+        """As ``EngineCore.collect``."""
+        self._step, self._is_settling = None, True
+        schedule, shape = step.schedule, shape_of(step.schedule)
+        assert shape is not None
+        due = []
+        for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True):
+            if not sequence.is_prompt_done:
+                self.num_computed += segment.num_tokens
+            sequence.num_computed_tokens += segment.num_tokens
+            self.manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
+            if not sequence.num_uncomputed_tokens:
+                due.append(sequence)
+        for sequence in schedule.row_only:
+            sequence.pending_row = None
+            due.append(sequence)
+        if schedule.sequences:
+            self.scheduler.step_model.observe(shape, step.seconds)
+            self.busy_s["prompt" if shape.num_prompt_tokens else "decode"] += step.repeats * step.seconds
+        for sequence in due:
+            if sequence.is_prompt_done or self._prompts.finish(sequence, ROW):
+                self._append(sequence, step.repeats)
+        self._hand_out()
+        self._is_settling = False
+        self._begin()
+
+    def _append(self, sequence: EngineSequence, count: int) -> None:
+        """The next ``count`` tokens of its answer; all but the last of them were run, too."""
+        work, num_done = self._works[sequence.seq_id], sequence.num_output_tokens
+        tokens = list(work.answer[num_done : num_done + count])
+        sequence.token_ids.extend(tokens)
+        sequence.keys.extend(tokens)
+        if count > 1:
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count - 1
+            if not self.manager.extend(sequence.seq_id, end):
+                # Its memory would have run out on the way: it goes on as one that was preempted does.
+                self.scheduler.preempt(sequence)
+            else:
+                self.manager.plan_saves(sequence.seq_id, start, end, {})
+                self.manager.take_block_copies()
+                sequence.num_computed_tokens = end
+                self.manager.complete_step(sequence.seq_id, end)
+        if not num_done and work.on_first is not None:
+            work.on_first()
+        if num_done + count >= len(work.answer):
+            sequence.finish_reason = FinishReason.LENGTH
+            del self._works[sequence.seq_id]
+            self._live.end(sequence, donate=True)
+            assert work.on_end is not None
+            work.on_end()
+
+    def _hand_out(self) -> None:
+        for output in self._outputs.take():
+            assert output.error is None, output.error
+            work = self._works.pop(f"{output.request_id}#0")
+            assert output.handoff is not None
+            assert work.on_handoff is not None
+            took_s = self._time.now - (work.began_s if work.began_s is not None else self._time.now)
+            work.on_handoff(output.handoff, took_s)
+
+
+def _change(event: CacheEvent) -> CacheChange:
+    keys, is_stored = tuple(map(truncate_key, event.keys)), event.kind is EventKind.STORED
+    if not (is_stored and event.is_checkpoint):
+        return CacheChange(is_stored, event.group, keys)
+    return CacheChange(True, event.group, keys, truncate_key(event.parent), event.position, event.has_row)

@@ -1,0 +1,285 @@
+"""Clusters in simulated time, against what can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.simulate.simulate import read_plan
+from proxy.nodes.load import Measured
+from proxy.nodes.node import NodeRole
+from proxy.placement.estimate import HANDOFF_S, Targets
+from proxy.simulation.cluster import Cluster
+from proxy.simulation.run import choose, figures, parse_cluster
+from proxy.simulation.speeds import Speeds, read_speeds
+
+HYBRID = {
+    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
+    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
+}  # fmt: skip
+SPEEDS = Speeds(
+    prefill=Measured(0.01, 0.001), decode=Measured(0.02, 0.001), pull=Measured(0.003, 0.0), row_s=0.002, chunk=512,
+    max_num_seqs=8,
+)  # fmt: skip
+LOAD = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "prefill": {"seconds_per_step": 0.01, "seconds_per_token": 0.001},
+    "decode": {"seconds_per_step": 0.02, "seconds_per_row": 0.001},
+    "pull": {"seconds_per_pull": 0.003, "seconds_per_byte": 0},
+    "seconds_per_row_beside_prompts": 0.002,
+}
+
+
+def make_cluster(folder: Path, num_prefill: int, num_decode: int, *, memory: int = 1 << 24, **config: Any) -> Cluster:
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    plan = read_plan(
+        folder,
+        "auto",
+        max_num_seqs=SPEEDS.max_num_seqs,
+        kv_cache_memory_bytes=memory,
+        block_size=16,
+        enable_events=True,
+    )
+    speeds = dict.fromkeys(NodeRole, SPEEDS)
+    return Cluster(num_prefill, num_decode, cache=plan.config, speeds=speeds, **config)
+
+
+def words(seed: int, count: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000) for _ in range(count)]
+
+
+def check_conserved(cluster: Cluster) -> None:
+    for node in cluster.nodes.values():
+        assert node.manager.check() == []
+        stats = node.manager.stats()
+        assert (stats.num_sequences, stats.leases_active) == (0, 0)
+        assert not node.scheduler.has_work()
+        assert node.node.load.num_charges == 0
+
+
+def test_request_when_it_is_alone_then_takes_what_its_steps_and_its_way_take(tmp_path: Path) -> None:
+    cluster = make_cluster(tmp_path, 1, 1, elastic=False)
+    cluster.at(1.0, lambda: cluster.submit(words(1, 600), words(2, 11)))
+    cluster.run()
+    [served] = cluster.served
+    # Two chunks, the rest of the way (its blocks' time is hidden), and a row without a forward; ten steps follow.
+    prompt_s = 2 * 0.01 + 600 * 0.001
+    assert served.way == "remote"
+    assert served.ttft_s == pytest.approx(prompt_s + HANDOFF_S + 0.003)
+    assert served.itl_s == pytest.approx(0.021)
+    node = cluster.nodes["http://decode-0"]
+    assert node.busy_s == {"prompt": 0.0, "decode": pytest.approx(10 * 0.021)}
+    assert cluster.nodes["http://prefill-0"].busy_s["prompt"] == pytest.approx(prompt_s)
+    check_conserved(cluster)
+
+
+def test_turn_when_it_continues_an_answer_then_only_what_is_new_is_computed(tmp_path: Path) -> None:
+    cluster = make_cluster(tmp_path, 1, 1)
+    prompt, answer = words(1, 600), words(2, 40)
+    second = [*prompt, *answer, *words(3, 60)]
+    cluster.at(0.0, lambda: cluster.submit(prompt, answer, on_end=lambda: cluster.submit(second, words(4, 5))))
+    cluster.run()
+    assert len(cluster.served) == 2
+    # The last sampled token of an answer was never run.
+    assert sum(node.num_computed for node in cluster.nodes.values()) == 600 + 61
+    assert cluster.served[1].way == "local"
+    check_conserved(cluster)
+
+
+def test_steps_when_they_are_run_together_then_end_as_one_by_one(tmp_path: Path) -> None:
+    """A second request every few milliseconds cuts all runs of steps; without one they go to the first stream's end."""
+
+    def times(*others: float) -> tuple[float, float]:
+        cluster = make_cluster(tmp_path, 0, 1)
+        cluster.at(0.0, lambda: cluster.submit(words(1, 16), words(2, 50)))
+        for at_s in others:
+            cluster.at(at_s, lambda: cluster.nodes["http://decode-0"].wake())
+        cluster.run()
+        [served] = cluster.served
+        check_conserved(cluster)
+        return served.first_s, served.last_s
+
+    alone = times()
+    assert times(*(0.001 * each for each in range(1200))) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("shape", [(2, 2), (0, 3)])
+def test_traffic_when_it_is_heavy_and_pools_are_small_then_all_is_served_and_conserved(
+    shape: tuple[int, int], elastic: bool, tmp_path: Path
+) -> None:
+    cluster = make_cluster(tmp_path, *shape, memory=1 << 21, elastic=elastic)
+    draw = random.Random(7)
+
+    def turn(prompt: Sequence[int], left: int) -> None:
+        answer = words(draw.randrange(10**6), draw.randrange(1, 40))
+
+        def go_on() -> None:
+            if left:
+                longer = [*prompt, *answer, *words(draw.randrange(10**6), 50)]
+                cluster.at(cluster.now + draw.uniform(0.0, 0.5), lambda: turn(longer, left - 1))
+
+        cluster.submit(prompt, answer, on_end=go_on)
+
+    for number in range(30):
+        prompt = words(number % 20, draw.randrange(20, 400))  # some begin alike
+        cluster.at(draw.uniform(0.0, 4.0), lambda prompt=prompt: turn(prompt, 2))  # type: ignore[misc]
+    cluster.run()
+    assert len(cluster.served) == 90
+    assert all(each.came_s < each.first_s <= each.last_s for each in cluster.served)
+    check_conserved(cluster)
+    found = figures(cluster)
+    assert found["attainment"] == 1.0
+    assert all(0.0 <= sum(busy.values()) <= 1.0 for busy in found["utilisation"].values())
+
+
+def test_late_requests_when_they_are_shed_then_the_others_are_in_time(tmp_path: Path) -> None:
+    targets = Targets(ttft_s=1.0)
+
+    def run(*, shed_late: bool) -> dict[str, Any]:
+        cluster = make_cluster(tmp_path, 1, 1, elastic=False, shed_late=shed_late)
+        for number in range(20):
+            prompt = words(number, 500)
+            cluster.at(0.2 * number, lambda prompt=prompt: cluster.submit(prompt, [1, 2], targets=targets))  # type: ignore[misc]
+        cluster.run()
+        check_conserved(cluster)
+        return figures(cluster)
+
+    shed, late = run(shed_late=True), run(shed_late=False)
+    assert shed["ways"]["shed"] > 3
+    assert shed["requests"] == late["requests"] == 20
+    assert shed["goodput"] > 1.5 * late["goodput"]
+
+
+def test_request_that_would_be_late_alone_then_is_served_all_the_same(tmp_path: Path) -> None:
+    cluster = make_cluster(tmp_path, 1, 1)
+    for number in range(3):
+        prompt = words(number, 2000)
+        cluster.at(0.0, lambda prompt=prompt: cluster.submit(prompt, [1, 2], targets=Targets(ttft_s=0.5)))  # type: ignore[misc]
+    cluster.run()
+    assert [each.is_shed for each in cluster.served] == [False] * 3
+
+
+def test_clusters_when_named_then_are_read() -> None:
+    assert parse_cluster("2+6") == [(2, 6)]
+    assert parse_cluster("3") == [(0, 3), (1, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("word", ["", "a", "2+0", "0", "1+2+3", "-1+2", "200+57", "9999"])
+def test_clusters_when_they_are_none_then_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_cluster(word)
+    assert refused.value.param == "--cluster"
+
+
+def test_best_cluster_when_several_serve_enough_then_has_the_fewest_nodes_and_serves_most() -> None:
+    rows = [
+        {"cluster": "4+4", "attainment": 1.0, "ttft_p90_ms": 1.0},
+        {"cluster": "1+2", "attainment": 0.91, "ttft_p90_ms": 1.0},
+        {"cluster": "2+1", "attainment": 0.95, "ttft_p90_ms": 9.0},
+        {"cluster": "1+1", "attainment": 0.89, "ttft_p90_ms": 1.0},
+    ]
+    assert choose(rows, 0.9) is rows[2]
+    assert choose(rows, 1.0) is rows[0]
+    assert choose(rows[3:], 0.9) is None
+
+
+def test_rates_when_given_for_all_or_by_role_then_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(LOAD))
+    assert read_speeds(file) == dict.fromkeys(NodeRole, SPEEDS)
+    file.write_text(json.dumps({"roles": {"prefill": LOAD, "decode": {**LOAD, "max_num_seqs": 3}}}))
+    assert read_speeds(file)[NodeRole.DECODE].max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("[]", "must be an object"),
+        ("{", "Expecting"),
+        ({"roles": []}, "roles must be an object"),
+        ({"roles": {"prefill": LOAD}}, "roles.decode must be an object"),
+        ({**LOAD, "pull": None}, "pull.seconds_per_pull"),
+        ({**LOAD, "decode": {"seconds_per_step": 0.1}}, "decode.seconds_per_row"),
+        ({**LOAD, "prefill": {"seconds_per_step": 0, "seconds_per_token": "x"}}, "numbers above 0"),
+    ],
+)
+def test_rates_when_something_is_missing_then_refused_by_name(body: Any, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(body if isinstance(body, str) else json.dumps(body))
+    with pytest.raises(ConfigError, match="--rates") as refused:
+        read_speeds(file)
+    assert named in refused.value.message
+
+
+def simulate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    (folder / "rates.json").write_text(json.dumps(LOAD))
+    lines = [
+        {"timestamp": 100 * number, "prompt_token_ids": words(number, 300), "output_token_ids": words(number + 99, 20)}
+        for number in range(30)
+    ]
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [
+        sys.executable,
+        "-m",
+        "common.cli",
+        "simulate",
+        "--trace",
+        "trace.jsonl",
+        "--model-config",
+        "config.json",
+    ]
+    root = str(Path(__file__).resolve().parents[4])
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_command_when_given_a_number_of_nodes_then_compares_all_ways_and_marks_one(tmp_path: Path) -> None:
+    flags = ["--rates", "rates.json", "--kv-cache-memory", "16MiB", "--ttft-target-ms", "2000", "--itl-target-ms", "90"]
+    done = simulate(tmp_path, "--cluster", "3", "1+1", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["cluster"] for row in rows] == ["0+3", "1+2", "2+1", "1+1"]
+    assert [row["is_best"] for row in rows].count(True) == 1
+    assert all(row["requests"] == 30 for row in rows)
+    table = simulate(tmp_path, "--cluster", "3", *flags)
+    assert table.stdout.count("*") == 1
+    assert len(table.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--cluster", "2+x", "--rates", "rates.json"),
+        ("--cluster", "1+1"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--ttft-target-ms", "0"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--attainment", "1.5"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--arrivals", "0"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--block-size", "16", "32"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--kv-tier", "disk:/x?size=1GiB"),
+        ("--cluster", "1+1", "--rates", "rates.json", "--nodes", "2"),
+    ],
+)
+def test_command_when_a_flag_does_not_fit_then_names_it(flags: tuple[str, ...], tmp_path: Path) -> None:
+    done = simulate(tmp_path, *flags)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tandem simulate: error: ")
+    assert any(flag in done.stderr for flag in (flags[-2], flags[-3] if len(flags) > 2 else "", "--rates", "--cluster"))
