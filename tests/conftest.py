@@ -1,7 +1,7 @@
 """What holds for every test: those that need a CUDA device are skipped, with the reason, where there is none.
 
 With several workers (``pytest -n``), tests that start services are two groups, each of which runs one after the other
-on one worker; of the others each file is a group.
+on one worker; of the others each file is a group, or each test where one takes a minute.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tandem")
 
+ONE_BY_ONE = ("tests/engine/triton/test_compile.py", "tests/engine/triton/test_models.py")
+"""Files of few long tests, which a worker alone would still be at when all the others have ended."""
 E2E_HALF = "tests/e2e/test_e"
 """Files of services before it take about as long as those from it on."""
 
@@ -35,9 +37,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             if not file.startswith("tests/e2e/"):
-                return file
+                return nodeid if file in ONE_BY_ONE else file
             return "e2e, first" if file < E2E_HALF else "e2e, second"
 
+    # In the order of their names: xdist's own, groups of few tests last, would end with the longest ones.
+    config.option.loadscopereorder = False
     return TwoWorkersForServices(config, log)
 
 

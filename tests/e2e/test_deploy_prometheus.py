@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.table import PREFIX
-from common.wire.headers import PLACEMENT_HEADER
+from common.wire.headers import ITL_TARGET_HEADER, PLACEMENT_HEADER, TTFT_TARGET_HEADER
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support.client import completion_body, together
 from tests.support.hangup import wait_until
@@ -40,6 +40,7 @@ UNUSED_ROWS = {"Tiers", "Structured output", "Speculative decoding"}
 """By this service: it has neither tiers nor drafts, and its requests have no schemas."""
 LOAD_S = 20.0
 MOVED, STAYS = {PLACEMENT_HEADER: "remote"}, {PLACEMENT_HEADER: "local"}
+IN_TIME = {TTFT_TARGET_HEADER: "60000", ITL_TARGET_HEADER: "60000"}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def prometheus(observed: Service, tmp_path_factory: pytest.TempPathFactory) -> I
             together(
                 [
                     functools.partial(ask, observed.url, 100 + 40 * index, 240 + (turn + index) % 7, headers)
-                    for index, headers in enumerate(({}, MOVED, {}, MOVED))
+                    for index, headers in enumerate(({}, MOVED, IN_TIME, MOVED))
                 ]
             )
             # A prefix that only the decode node has, then a longer prompt for the prefill node: it asks for it.

@@ -21,7 +21,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     site.close()
 
 
-@pytest.fixture(params=["inprocess", pytest.param("faulty", marks=pytest.mark.full), "nixl"])
+@pytest.fixture(params=[*(pytest.param(fake, marks=pytest.mark.full) for fake in ("inprocess", "faulty")), "nixl"])
 def freezable_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A transport over which a frozen holder keeps a read in flight: TCP. Over shared memory the reader copies by
     itself."""

@@ -33,7 +33,7 @@ def full_beside(*values: Any, others: Sequence[Any]) -> list[Any]:
 
 dtypes = pytest.mark.parametrize(
     "dtype",
-    full_beside(torch.float32, torch.bfloat16, others=(torch.float16,)),
+    full_beside(torch.float32, others=(torch.bfloat16, torch.float16)),
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 

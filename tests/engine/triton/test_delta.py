@@ -103,7 +103,7 @@ def test_delta_when_decays_are_extreme_then_equals_torch(strength: float, per_ch
     check(LONG_SPANS, guard, torch.float32, per_channel=per_channel, strength=strength)
 
 
-@rules
+@pytest.mark.parametrize("per_channel", [False, pytest.param(True, marks=_FULL)], ids=["gated", "kimi"])
 @damages
 def test_delta_when_the_step_is_wrong_then_the_comparison_fails(damage: Damage, per_channel: bool) -> None:
     mix = MIXES["spans_and_decode_rows"]

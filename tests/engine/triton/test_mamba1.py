@@ -107,7 +107,7 @@ def test_mamba1_when_spans_are_long_then_equals_torch(
 
 
 @damages
-@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=_FULL)])
 def test_mamba1_when_the_step_is_wrong_then_the_comparison_fails(
     damage: Damage, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
