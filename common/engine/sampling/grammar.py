@@ -106,7 +106,7 @@ def _clear(mask: memoryview, token_ids: frozenset[int]) -> list[int]:
 
 
 def _any(mask: memoryview) -> bool:
-    return bool(bytes(mask).lstrip(b"\0"))
+    return bytes(mask) != bytes(mask.nbytes)
 
 
 def _failed(why: str) -> GrammarError:

@@ -32,6 +32,9 @@ _UNIFORM_BITS = 52
 below the total in float64."""
 
 
+_NOTHING = np.float32(-np.inf)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleTask:
     """One row to sample.
@@ -183,8 +186,13 @@ def _largest(logits: Tensor, tasks: Sequence[SampleTask]) -> list[int]:
     for row, task in enumerate(tasks):
         mask = task.mask
         if mask is not None and not mask[tokens[row] >> 5] >> (tokens[row] & 31) & 1:
-            allowed = np.flatnonzero(_bits(mask, logits.shape[1]))
-            tokens[row] = int(allowed[int(scores[row][allowed].argmax())])
+            bits = _bits(mask, logits.shape[1])
+            if isinstance(scores, np.ndarray) and 4 * np.count_nonzero(bits) > bits.size:
+                # 12 us of 16,384, where gathering most of them takes 18.
+                tokens[row] = int(np.where(bits, scores[row], _NOTHING).argmax())
+            else:
+                allowed = np.flatnonzero(bits)
+                tokens[row] = int(allowed[int(scores[row][allowed].argmax())])
     return tokens
 
 
