@@ -60,7 +60,7 @@ from proxy.http.tokenizer import PromptTokenizer, Tokenised
 from proxy.legs.client_stream import ClientStream, RelayResponse
 from proxy.legs.errors import LegFailedError, RelayedAnswer
 from proxy.legs.job import Job
-from proxy.legs.orchestrator import Orchestrator
+from proxy.legs.orchestrator import DROPPED_LATE, Orchestrator
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
@@ -216,14 +216,12 @@ class GenerateService:
                 self._count_targets(job, client)
 
     def _count_targets(self, job: Job, client: ClientStream) -> None:
-        """Of a stream that came to its end, or was turned away because it would not have kept its target. What was
-        refused for another reason, or left by its client, says nothing."""
+        """Of a stream that came to its end. One that was turned away because it would not have kept its target is
+        counted there (``_fail``); what was refused for another reason, or left by its client, says nothing."""
         targets, record, answer_s = job.targets, client.record, client.entry.answer_s
         if not job.is_stream or targets == NO_TARGETS:
             return
-        if record.outcome is Outcome.CAPACITY and client.status == RequestDroppedError.status:
-            self._metrics.count_target("ttft", None, targets.ttft_s)
-        elif record.outcome in (Outcome.STOP, Outcome.LENGTH) and answer_s is not None:
+        if record.outcome in (Outcome.STOP, Outcome.LENGTH) and answer_s is not None:
             self._metrics.count_target("ttft", answer_s - job.arrival_s, targets.ttft_s)
             num_gaps = (record.num_output_tokens or 0) - len(job.prompts or (None,))
             if num_gaps > 0:
@@ -255,6 +253,8 @@ class GenerateService:
         client.record.outcome = outcome_of(error)
         if isinstance(error, ImageRefusedError):
             self._metrics.inc("images_refused_total", reason=error.reason)
+        if isinstance(error, RequestDroppedError) and error.dropped == DROPPED_LATE and job.is_stream:
+            self._metrics.count_target("ttft", None, job.targets.ttft_s)
         if not isinstance(error, TandemError):
             logger.error("unexpected error request_id=%s", job.request_id, exc_info=error)
         status = error.status if isinstance(error, TandemError) else TandemError.status

@@ -54,6 +54,9 @@ from proxy.placement.request import Avoided, Placement
 
 logger = logging.getLogger(__name__)
 
+DROPPED_LATE = "rejected-late"
+"""``RequestDroppedError.dropped`` of a request whose first token would come after its target."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -328,7 +331,7 @@ def _too_late(placement: Placement, targets: Targets) -> RequestDroppedError:
     return RequestDroppedError(
         f"the first token would come after {1e3 * placement.ttft_s:.0f} ms, "
         f"the target is {1e3 * targets.ttft_s:.0f} ms ({TTFT_TARGET_HEADER} or --ttft-target-ms)",
-        dropped="rejected-late",
+        dropped=DROPPED_LATE,
         code="target_unreachable",
         retry_after_s=min(max(1, math.ceil(placement.late_s)), MAX_RETRY_AFTER_S),
     )

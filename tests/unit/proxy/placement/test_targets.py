@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
+from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.rates import RateTable
@@ -116,6 +117,28 @@ def test_streams_when_they_end_then_their_targets_are_counted_and_shown(start_cl
     wait_for(lambda: counted("ttft", "yes") + counted("ttft", "no") == 2, "both streams")
     assert counted("itl", "yes") == 2
     assert set(cluster.client.get("/status.json").json()["targets_kept"]) == {"ttft", "itl"}
+
+
+def test_targets_when_kept_or_not_then_counted_as_that() -> None:
+    metrics = ProxyMetrics()
+    for seconds, target_s in ((0.5, 1.0), (2.0, 1.0), (None, 1.0), (9.0, None)):
+        metrics.count_target("ttft", seconds, target_s)
+    assert (metrics.targets.asked, metrics.targets.kept) == ({"ttft": 3}, {"ttft": 1})
+    assert metrics.targets.share("ttft") == pytest.approx(1 / 3)
+    assert metrics.targets.share("itl") is None
+
+
+def test_stream_when_turned_away_for_another_reason_then_says_nothing_of_targets(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(ttft_target_ms=60_000, max_concurrency=1, max_queue_size=0)
+    cluster.decode[0].chunk_pause_s = 0.5
+    body = {"prompt": "abc", "stream": True}
+    with cluster.client.stream("POST", "/v1/completions", json=body) as first:
+        assert first.status_code == 200
+        refused = cluster.client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["X-Tandem-Dropped"]) == (429, "rejected-queue-full")
+        first.read()
+    wait_for(lambda: cluster.metric("tandem_proxy_targets_total", target="ttft", kept="yes") == 1, "the first stream")
+    assert cluster.metric("tandem_proxy_targets_total", target="ttft", kept="no") == 0
 
 
 # --- replicas
