@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     clusters = [each for word in args.cluster for each in parse_cluster(word)]
-    speeds, cache = _read_speeds(args.rates), _read_cache(args, args.rates)
+    speeds = _read_speeds(args.rates)
+    cache = _read_cache(args, max(each.max_num_seqs for each in speeds.values()))
     targets = Targets(
         _seconds("--ttft-target-ms", args.ttft_target_ms), _seconds("--itl-target-ms", args.itl_target_ms)
     )
@@ -207,20 +208,18 @@ def _read_speeds(path: Path | None) -> dict[NodeRole, Speeds]:
     return read_speeds(path)
 
 
-def _read_cache(args: argparse.Namespace, rates: Path) -> KVCacheConfig:
+def _read_cache(args: argparse.Namespace, max_num_seqs: int) -> KVCacheConfig:
     """Of each node."""
-    for flag, parameter in CACHE_FLAGS.items():
+    for flag in CACHE_FLAGS:
         if len(getattr(args, flag)) > 1:
             option = f"--{flag.replace('_', '-')}"
             raise ConfigError(f"{option} has several values, which --cluster does not compare", param=option)
-        del parameter
     for option, value in (("--kv-tier", args.kv_tier), ("--stop-at", args.stop_at)):
         if value:
             raise ConfigError(f"{option} goes with one cache, not with --cluster", param=option)
     if args.nodes != 1:
         raise ConfigError("--nodes goes with one cache each, asked in turn; --cluster places requests", param="--nodes")
     settings = {parameter: getattr(args, flag)[0] for flag, parameter in CACHE_FLAGS.items()}
-    max_num_seqs = max(each.max_num_seqs for each in read_speeds(rates).values())
     return read_plan(args.model_config, args.dtype, max_num_seqs=max_num_seqs, enable_events=True, **settings).config
 
 
