@@ -35,7 +35,7 @@ from common.engine.speculation import Speculation
 from common.node.runtime import create_core, load_node_model
 from common.request import Request, SamplingParams
 
-PROMPT_TOKENS = 512
+PAGE_TOKENS = 512
 NUM_DRAFTS = 7
 DRAFTED = '{"method": "%s", "num_speculative_tokens": %d}'
 
@@ -123,7 +123,7 @@ def of_random_models(args: argparse.Namespace) -> None:
         vocab_size = SIZES[args.size]["vocab"]
         for batch in args.batch:
             rng = random.Random(batch)
-            prompts = [[rng.randrange(6, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+            prompts = [[rng.randrange(6, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(batch)]
             params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
             answers, _ = run(off, prompts, params)
             for share in args.share:
@@ -151,9 +151,9 @@ def of_built_in(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     root = Path(__file__).resolve().parents[1]
     text = tokenizer.encode((root / "docs" / "cache.md").read_text(encoding="utf-8"), add_special_tokens=False)
-    pages = [text[start : start + PROMPT_TOKENS] for start in range(0, len(text) - PROMPT_TOKENS, 1500)][:4]
+    pages = [text[start : start + PAGE_TOKENS] for start in range(0, len(text) - PAGE_TOKENS, 1500)][:4]
     rng = random.Random(0)
-    drawn = [[rng.randrange(300, tokenizer.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(4)]
+    drawn = [[rng.randrange(300, tokenizer.vocab_size) for _ in range(PAGE_TOKENS)] for _ in range(4)]
     greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens)
 
     def edited(page: list[int]) -> list[int]:
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--share", nargs="+", type=float, default=[0.0, 0.6, 0.8, 1.0])
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of a random model's prompt; is not timed")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--repeat", type=int, default=3, help="alternating rounds, after one to warm up")
     parser.add_argument("--fixed", action="store_true", help="run every draft, whether it pays or not")

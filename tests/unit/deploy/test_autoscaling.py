@@ -114,8 +114,6 @@ def series_of(role: str, changes: Series) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_scalers_when_one_role_is_short_then_only_that_one_grows(name: str, tmp_path: Path) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("promtool is not installed (Debian package prometheus)")
     situation = SITUATIONS[name]
     checks: list[dict[str, Any]] = []
     for role, metrics in targets().items():
@@ -127,12 +125,38 @@ def test_scalers_when_one_role_is_short_then_only_that_one_grows(name: str, tmp_
             {"expr": f"clamp_max({' + '.join(above)}, 1)", "value": float(role in situation.grows), "role": role}
         )
         checks.append({"expr": " + ".join(known), "value": len(metrics), "role": ""})
+    evaluate([*series_of("prefill", situation.prefill), *series_of("decode", situation.decode)], checks, tmp_path)
+
+
+def test_load_when_two_proxies_reckon_then_keda_asks_for_prompts_of_both_and_streams_once(tmp_path: Path) -> None:
+    reckoned = {("tandem", "prefill"): (2, 3), ("tandem", "decode"): (4, 3), ("other", "prefill"): (9, 9)}
+    series = [
+        {
+            "series": f'tandem_proxy_recommended_nodes{{namespace="{space}", node_role="{role}", pod="proxy-{index}"}}',
+            "values": f"{count}x40",
+        }
+        for (space, role), counts in reckoned.items()
+        for index, count in enumerate(counts)
+    ]
+    path = KUBERNETES / "overlays" / "keda" / "scaledobjects.yaml"
+    checks = []
+    for scaler, pods in zip(yaml.safe_load_all(path.read_text()), (5, 4), strict=True):
+        [trigger] = scaler["spec"]["triggers"]
+        assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1"), "a pod for each"
+        checks.append({"expr": trigger["metadata"]["query"], "value": pods, "role": ""})
+    evaluate(series, checks, tmp_path)
+
+
+def evaluate(series: list[dict[str, str]], checks: list[dict[str, Any]], folder: Path) -> None:
+    """``checks``: each an expression, its one value, and the role whose first pod it is labelled with, or none."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
     document = {
         "evaluation_interval": "15s",
         "tests": [
             {
                 "interval": "15s",
-                "input_series": [*series_of("prefill", situation.prefill), *series_of("decode", situation.decode)],
+                "input_series": series,
                 "promql_expr_test": [
                     {
                         "expr": check["expr"],
@@ -149,7 +173,7 @@ def test_scalers_when_one_role_is_short_then_only_that_one_grows(name: str, tmp_
             }
         ],
     }
-    (tmp_path / "test.yml").write_text(yaml.safe_dump(document))
+    (folder / "test.yml").write_text(yaml.safe_dump(document))
     command = ["promtool", "test", "rules", "test.yml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -258,6 +258,11 @@ def test_prometheus_when_it_reads_the_rules_then_accepts_them_and_their_tests_pa
     run_tool("promtool", "test", "rules", "alerts_test.yml", cwd=folder / "tests")
 
 
+def most_pods(scaler: dict[str, Any]) -> int:
+    """Of a HorizontalPodAutoscaler, or of KEDA."""
+    return int(scaler["maxReplicas"] if "maxReplicas" in scaler else scaler["maxReplicaCount"])
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_overlay_when_built_then_its_parts_refer_to_each_other(overlay: Path) -> None:
     documents = [each for each in yaml.safe_load_all(run_tool("kubectl", "kustomize", str(overlay))) if each]
@@ -273,14 +278,16 @@ def test_overlay_when_built_then_its_parts_refer_to_each_other(overlay: Path) ->
             continue
         role = each["metadata"]["name"].removeprefix("tandem-")
         urls = topology[f"TANDEM_{role.upper()}"].strip().split(",")
-        count = scalers[each["metadata"]["name"]]["maxReplicas"] if scalers else each["spec"]["replicas"]
+        count = most_pods(scalers[each["metadata"]["name"]]) if scalers else each["spec"]["replicas"]
         port = {"prefill": 8100, "decode": 8200}[role]
         assert urls == [f"http://tandem-{role}-{index}.tandem-{role}:{port}" for index in range(count)]
         assert ("Service", each["spec"]["serviceName"]) in names
         for source in each["spec"]["template"]["spec"]["containers"][0]["envFrom"]:
             assert ("ConfigMap", source["configMapRef"]["name"]) in names
     for spec in scalers.values():
-        for entry in spec["metrics"]:
+        for entry in spec.get("metrics", ()):
             name = entry["pods"]["metric"]["name"]
             assert name in ADAPTED
             assert names_in(ADAPTED[name]) <= exposed_names()
+        for trigger in spec.get("triggers", ()):
+            assert names_in(trigger["metadata"]["query"]) <= exposed_names()
