@@ -146,13 +146,13 @@ def start_proxy(
     prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str, program: str = "proxy"
 ) -> Node:
     port = free_port()
-    argv = [sys.executable, "-m", program, "--port", str(port), "--health-interval-seconds", "0.2"]
+    argv = ["--port", str(port), "--health-interval-seconds", "0.2"]
     # Most tests are about the handoff: without other flags every prompt takes it.
     argv += ["--policy", "round_robin"]
     if prefill:
         argv += ["--prefill", *(node.url for node in prefill)]
     argv += ["--decode", *(node.url for node in decode), *flags]
-    return Node("proxy", f"http://127.0.0.1:{port}", Process(argv, folder / f"proxy-{port}.log"))
+    return Node("proxy", f"http://127.0.0.1:{port}", WarmProcess(program, argv, folder / f"proxy-{port}.log"))
 
 
 def wait_ready(node: Node, timeout_s: float = START_TIMEOUT_S) -> None:

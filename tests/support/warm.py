@@ -1,4 +1,4 @@
-"""Nodes forked from a process that has their imports behind it: see ``tests.support.warm_server``."""
+"""Nodes and proxies forked from a process that has their imports behind it: see ``tests.support.warm_server``."""
 
 from __future__ import annotations
 
