@@ -2,8 +2,8 @@
 
 Importing them takes most of a start, and the tests start a hundred of them. The server imports their modules once,
 stays at one thread, and forks a child for each request on its standard input's socket. What the child then runs is
-``python -m prefill_node``, ``decode_node`` or ``proxy`` with its flags, in a session and with an environment of its own:
-all that it skips is the import. (Cold starts are tested where starting is: the CLI, ``tandem up``, deploy.)
+``python -m prefill_node``, ``decode_node`` or ``proxy`` with its flags, in a session and with an environment of its
+own: all that it skips is the import. (Cold starts are tested where starting is: the CLI, ``tandem up``, deploy.)
 
 A request is one JSON line, {"module", "argv", "environment", "cwd", "log"}; its answers are one JSON line each,
 {"pid"} when it runs and {"pid", "status"} when it has ended, with the status of ``os.waitstatus_to_exitcode``.
