@@ -28,6 +28,7 @@ from tests.support.supervised import SMALL_FLAGS, Up, alive, free_base_port
 
 FAMILY = "granitemoehybrid"
 EXIT_TIMEOUT_S = 120.0
+FULL = pytest.mark.full
 
 
 def printed_curl(up: Up) -> str:
@@ -97,7 +98,7 @@ def test_up_when_it_gets_sigterm_while_starting_then_exits_0_with_no_child_left(
     assert "ready at" not in up.output
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_serving_and_it_gets_sigterm_then_exits_0_with_no_child_left(tmp_path: Path) -> None:
     expected = reference(FAMILY)
     flags = (*SMALL_FLAGS, "--model", str(checkpoint(FAMILY)), "--prefill-nodes", "2", "--served-model-name", "tiny")
@@ -123,7 +124,7 @@ def test_up_when_serving_and_it_gets_sigterm_then_exits_0_with_no_child_left(tmp
         assert alive(children) == []
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_its_proxy_dies_then_everything_ends_with_an_error(tmp_path: Path) -> None:
     with Up(tmp_path, *SMALL_FLAGS, "--model", str(checkpoint(FAMILY))) as up:
         up.wait_ready()
@@ -157,7 +158,7 @@ def failed_start(tmp_path: Path, *flags: str) -> tuple[int, str]:
     return status, up.output
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_model_family_is_not_supported_then_says_which_are(tmp_path: Path, scratch_model: Path) -> None:
     folder = copy_of_checkpoint(scratch_model, "other-family")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -170,8 +171,8 @@ def test_up_when_model_family_is_not_supported_then_says_which_are(tmp_path: Pat
         assert word in output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("damage", ["cut off", pytest.param("no header", marks=pytest.mark.full)])
+@FULL
+@pytest.mark.parametrize("damage", ["cut off", pytest.param("no header", marks=FULL)])
 def test_up_when_weights_file_is_corrupt_then_names_it(tmp_path: Path, scratch_model: Path, damage: str) -> None:
     folder = copy_of_checkpoint(scratch_model, f"corrupt-{damage}")
     weights = folder / "model.safetensors"
@@ -183,7 +184,7 @@ def test_up_when_weights_file_is_corrupt_then_names_it(tmp_path: Path, scratch_m
     assert re.search(r"error: .*decode-\d+ exited with status 1 while starting", output)
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_model_folder_is_missing_then_names_it(tmp_path: Path) -> None:
     missing = str(tmp_path / "no-such-model")
     status, output = failed_start(tmp_path, *SMALL_FLAGS, "--model", missing)
@@ -191,7 +192,7 @@ def test_up_when_model_folder_is_missing_then_names_it(tmp_path: Path) -> None:
     assert missing in output
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_cache_memory_is_too_little_then_names_flag_and_the_smallest_value(tmp_path: Path) -> None:
     flags = ("--model", str(checkpoint(FAMILY)), "--dtype", "float32", "--max-model-len", "4096")
     status, output = failed_start(tmp_path, *flags, "--kv-cache-memory", "1MiB")
@@ -202,7 +203,7 @@ def test_up_when_cache_memory_is_too_little_then_names_flag_and_the_smallest_val
     assert int(smallest[1]) == 258 * 8192 + 66 * 20224
 
 
-@pytest.mark.full
+@FULL
 def test_up_when_cache_memory_is_the_smallest_value_that_was_named_then_serves(tmp_path: Path) -> None:
     flags = ("--model", str(checkpoint(FAMILY)), "--dtype", "float32", "--max-model-len", "4096")
     with Up(tmp_path, *flags, "--kv-cache-memory", str(258 * 8192 + 66 * 20224)) as up:
@@ -223,7 +224,10 @@ def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("offset", "role"), [(0, "--port"), (100, "prefill"), (200, "decode")])
+@pytest.mark.parametrize(
+    ("offset", "role"),
+    [pytest.param(0, "--port", marks=FULL), pytest.param(100, "prefill", marks=FULL), (200, "decode")],
+)
 def test_up_when_a_port_is_in_use_then_names_port_and_process(offset: int, role: str) -> None:
     base = free_base_port()
     with socket.socket() as taken:
@@ -239,17 +243,22 @@ def test_up_when_a_port_is_in_use_then_names_port_and_process(offset: int, role:
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        (("--no-such-flag",), 2, ("--no-such-flag",)),
+        pytest.param(("--no-such-flag",), 2, ("--no-such-flag",), marks=FULL),
         (("--max-num-seq", "4"), 2, ("--max-num-seq",)),
         (("--max-num-seqs", "0"), 1, ("--max-num-seqs", "0", "minimum of 1")),
-        (("--max-num-seqs", "many"), 1, ("--max-num-seqs", "many")),
-        (("--kv-cache-memory", "2 GB of it"), 1, ("--kv-cache-memory",)),
+        pytest.param(("--max-num-seqs", "many"), 1, ("--max-num-seqs", "many"), marks=FULL),
+        pytest.param(("--kv-cache-memory", "2 GB of it"), 1, ("--kv-cache-memory",), marks=FULL),
         (("--policy", "fastest"), 1, ("--policy", "fastest", "round_robin", "least_loaded")),
-        (("--mamba-cache-mode", "sometimes"), 1, ("--mamba-cache-mode", "sometimes", "auto, align, all, none")),
-        (("--port", "70000"), 1, ("--port", "70000")),
-        (("--api-key-file", "/no/such/file"), 1, ("--api-key-file", "/no/such/file")),
+        pytest.param(
+            ("--mamba-cache-mode", "sometimes"),
+            1,
+            ("--mamba-cache-mode", "sometimes", "auto, align, all, none"),
+            marks=FULL,
+        ),
+        pytest.param(("--port", "70000"), 1, ("--port", "70000"), marks=FULL),
+        pytest.param(("--api-key-file", "/no/such/file"), 1, ("--api-key-file", "/no/such/file"), marks=FULL),
         (("--decode-nodes", "0"), 1, ("--decode-nodes",)),
-        (("--model", ""), 1, ("--model",)),
+        pytest.param(("--model", ""), 1, ("--model",), marks=FULL),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -267,7 +276,7 @@ def test_up_when_a_flag_is_wrong_then_says_which_and_starts_nothing(
 
 @pytest.mark.parametrize(
     "command",
-    ["up", "proxy", "simulate", "bench", *(pytest.param(n, marks=pytest.mark.full) for n in ("prefill", "decode"))],
+    ["up", "simulate", *(pytest.param(name, marks=FULL) for name in ("proxy", "bench", "prefill", "decode"))],
 )
 def test_command_when_asked_for_help_then_prints_its_flags_and_exits_0(command: str) -> None:
     result = run_cli(command, "--help")

@@ -95,7 +95,9 @@ def test_proxy_when_heavy_packages_are_missing_then_starts_and_answers(
         process.stop()
 
 
-@pytest.mark.parametrize("command", ["simulate", "proxy", "up", "bench"])
+@pytest.mark.parametrize(
+    "command", ["simulate", "proxy", *(pytest.param(name, marks=pytest.mark.full) for name in ("up", "bench"))]
+)
 def test_command_when_heavy_packages_are_missing_then_shows_its_help(
     tmp_path: Path, blocked: Mapping[str, str], command: str
 ) -> None:
