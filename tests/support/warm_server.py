@@ -101,9 +101,21 @@ def _run(request: dict[str, Any], *sockets: socket.socket) -> NoReturn:
         os._exit(status)
 
 
+def prepare_docs() -> None:
+    """What each process makes once of its API; children have it then."""
+    from common.openai.openapi import ENDPOINTS
+    from common.server.docs_routes import make_docs
+    from proxy.app import DIALECT_ENDPOINTS
+
+    make_docs("Tandem prefill node", ENDPOINTS)
+    make_docs("Tandem decode node", ENDPOINTS)
+    make_docs("Tandem proxy", (*ENDPOINTS, *DIALECT_ENDPOINTS))
+
+
 def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    prepare_docs()
     # A fork copies one thread only: a second one could hold a lock for ever in the child.
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
