@@ -41,6 +41,7 @@ def test_answers_of_64_requests_at_once_when_first_tokens_are_forced_apart_then_
         return complete(service.url, [*prompt(index), forced_token(index)], NUM_TOKENS)
 
     continued = together([lambda index=index: go_on(index) for index in range(NUM_REQUESTS)])  # type: ignore[misc]
+    reference.generate([[*prompt(index), forced_token(index)] for index in range(NUM_REQUESTS)], NUM_TOKENS)
     for index, answer in enumerate(continued):
         expected = reference.greedy([*prompt(index), forced_token(index)], NUM_TOKENS)
         mismatch = expected.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance)
@@ -62,6 +63,7 @@ def test_answers_of_240_requests_at_once_without_faults_then_all_are_right_and_n
     before = alarms()
     prompts = [random_tokens(40 + index % 90, seed=index % 400) for index in range(240)]
     answers = together([lambda prompt=prompt: complete(service.url, prompt, NUM_TOKENS) for prompt in prompts])  # type: ignore[misc]
+    reference.generate(prompts, NUM_TOKENS)
     for prompt, answer in zip(prompts, answers, strict=True):
         mismatch = reference.greedy(prompt, NUM_TOKENS).mismatch(
             answer.token_ids(), answer.logprobs(), reference.tolerance

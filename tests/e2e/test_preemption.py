@@ -56,6 +56,7 @@ def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_sto
     prompts = [random_tokens(PROMPT_TOKENS, seed=1600 + index) for index in range(NUM_REQUESTS)]
     answers = together([lambda p=prompt: complete(proxy.url, p, LONG_TOKENS) for prompt in prompts])
     assert metric(decode, "preemptions_total") > 0
+    reference.generate(prompts, LONG_TOKENS)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.trace["placement"] == "remote"
         greedy = reference.greedy(prompt, LONG_TOKENS)

@@ -15,13 +15,11 @@ import pytest
 
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.wire.manifest import PrefillReport
-from tests.support.models import FAMILIES, tiered
+from tests.support.models import CACHE_SHAPES, FAMILIES, tiered
 from tests.support.pair import Answer, Pair
 from tests.support.reference import Mismatch, Reference, random_tokens, reference
 
 NUM_TOKENS = 10
-SHORT_TIER = ("granitemoehybrid", "jamba", "qwen3_5", "lfm2", "mamba2", "llama", "kimi_linear", "gemma3")
-"""One for each shape of cache: what moves does not depend on the rest of the model."""
 CHUNK = 48
 """Tokens a step: longer prompts are cut, and several of them are cut in one step."""
 
@@ -66,7 +64,7 @@ class Site:
         return num_blocks, int(self.has_state)
 
 
-@pytest.fixture(scope="module", params=tiered(FAMILIES, SHORT_TIER))
+@pytest.fixture(scope="module", params=tiered(FAMILIES, CACHE_SHAPES))
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     family = str(request.param)
     pair = Pair(family, max_num_batched_tokens=CHUNK)

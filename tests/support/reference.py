@@ -7,8 +7,9 @@ answer, for answers that are not greedy or too long to generate twice. Both are 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,9 +92,15 @@ class Reference:
         self._greedy: dict[tuple[tuple[int, ...], int], Greedy] = {}
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> Greedy:
-        key = (tuple(prompt), num_tokens)
-        if key not in self._greedy:
-            input_ids = torch.tensor([list(prompt)])
+        self.generate([prompt], num_tokens)
+        return self._greedy[tuple(prompt), num_tokens]
+
+    def generate(self, prompts: Iterable[Sequence[int]], num_tokens: int) -> None:
+        """Has ``greedy`` of all these prompts ready: those of equal length, which need no padding, in one batch."""
+        missing = dict.fromkeys(tuple(each) for each in prompts if (tuple(each), num_tokens) not in self._greedy)
+        for length, alike in itertools.groupby(sorted(missing, key=len), key=len):
+            batch = list(alike)
+            input_ids = torch.tensor(batch)
             output = self._model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -101,9 +108,9 @@ class Reference:
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-            logits = torch.stack([step[0] for step in output.logits]).float()
-            self._greedy[key] = Greedy(output.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1))
-        return self._greedy[key]
+            logits = torch.stack(output.logits, dim=1).float().log_softmax(-1)  # [prompts, tokens, vocab]
+            for prompt, sequence, rows in zip(batch, output.sequences, logits, strict=True):
+                self._greedy[prompt, num_tokens] = Greedy(sequence[length:].tolist(), rows)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> Tensor:

@@ -123,7 +123,9 @@ def start_up(tmp_path: Path) -> Iterator[StartUp]:
             up.wait_exit()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_up_when_signalled_then_status_0_and_no_child_left(start_up: StartUp, number: signal.Signals) -> None:
     up = start_up(ignore_sigint=True).wait_ready()
     pids = up.pids()
