@@ -21,6 +21,8 @@ from common.ops.triton.kv import adjacent
 _MAX_SPLITS = 64
 _MIN_SPLIT_KEYS = 512
 """Spans' keys are not shared out finer than that: it would cost more than the second launch brings."""
+_FITS_64_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+"""Whether 64 keys of 256 columns fit the registers of 9.0: Triton 3.6 spills eight bytes."""
 
 
 def paged_attention(
@@ -121,7 +123,8 @@ def choose_tiling(shape: Shape, num_tokens: int) -> Tiling:
     if widest <= 128:
         return Tiling(128, 64 if shape.capability >= 9 or widest <= 64 else 32, 8, 3)
     # Only 9 holds the most of both: 8 multiplies out of registers, 10 moves sums through them.
-    return Tiling(128 if shape.capability >= 9 else 64, 64 if shape.capability == 9 else 32, 8, 3)
+    most_keys = 64 if shape.capability == 9 and _FITS_64_KEYS else 32
+    return Tiling(128 if shape.capability >= 9 else 64, most_keys, 8, 3)
 
 
 def attend_constants(

@@ -72,7 +72,7 @@ def long_spans(
         read_keys, write_keys, new_values, chunk_decay, states, pool, chunks.span_begin, chunks.load,
         chunks.store_begin, chunks.store_slot, pool.stride(0),
         HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, WIDTH=width, PER_CHANNEL=per_channel, SIZE=size,
-        BLOCK_K=block_k, BLOCK_C=min(64, block_k) if is_full else block_k, BLOCK_V=walk_block, PRECISION=precision,
+        BLOCK_K=block_k, BLOCK_C=min(32, block_k) if is_full else block_k, BLOCK_V=walk_block, PRECISION=precision,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     output_kernel[width // slice_v, num_heads, chunks.num_chunks](
