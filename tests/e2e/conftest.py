@@ -44,7 +44,7 @@ TIGHT_FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # three files use it: it need not idle beside all the others
 def tight_service() -> Iterator[Service]:
     """As ``service`` with hardly more memory than one longest sequence needs, short leases, few sequences at once and a
     slow prefill (8 tokens a step), so that requests queue, evict and preempt each other.

@@ -77,6 +77,8 @@ def _run(request: dict[str, Any], *sockets: socket.socket) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        # Python before 3.13 keeps the parent's number of it, by which a loop's lag looks up what its thread ran.
+        threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
         die_with_parent()
         for each in sockets:
             os.close(each.detach())
