@@ -1,4 +1,4 @@
-"""Sizes of published checkpoints: what their configs say of what is kept between tokens, with a few layers of each kind.
+"""Sizes of published checkpoints: what their configs say is kept between tokens, with a few layers of each kind.
 
 At least one for each function that reads configs (``common.geometry``). *defaults*: those of transformers' config
 class, for families whose checkpoints we have not seen.
