@@ -9,22 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from common.errors import ConfigError, LayoutMismatchError
 from common.geometry.families import FAMILIES
-from common.geometry.geometry import model_geometry
-from common.geometry.parts import with_mtp
 from common.kv_cache import shards
 from common.kv_cache.layout import TensorPlace, make_layout
 from common.kv_cache.layout_document import TENSOR_PARALLEL_SIZE, NodeLayout
 from common.kv_cache.shards import check_tensor_parallel, shard_geometry, slices, unit_slices
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry, ShardPart
 from tests.support.published import CANNOT_DIVIDE, MODELS
+from tests.support.shards_by_hand import cut_by_hand, geometry_of, narrow, unit_by_hand, units_of
 
 SIZES = (1, 2, 4, 8)
 BLOCK_SIZE = 4
-LINE_BYTES = 64  # on a multiple of which each tensor of a unit starts
 
 # Latents, which every rank holds whole, and query and key heads of which several ranks hold the same.
 MLA = TensorPlace(0, (BLOCK_SIZE, 1, 24), "bfloat16", (ShardPart("kv_heads", 1, may_repeat=True),), 1)
@@ -39,11 +36,6 @@ ODD = (
 )
 
 
-def geometry_of(name: str) -> ModelGeometry:
-    geometry = model_geometry(MODELS[name], "bfloat16")
-    return with_mtp(geometry) if FAMILIES[geometry.model_type].has_mtp else geometry
-
-
 def narrowed(tensor: TensorPlace) -> TensorPlace:
     """With short axes behind the sharded one, which are moved whole anyway."""
     kept, rest = tensor.shape[: tensor.shard_axis + 1], tensor.shape[tensor.shard_axis + 1 :]
@@ -56,24 +48,6 @@ def tensors_of(geometry: ModelGeometry) -> Iterator[TensorPlace]:
         yield from pair
     for named in layout.state.values():
         yield from named.values()
-
-
-def held_by_hand(part: ShardPart, rank: int, tp: int) -> list[int]:
-    """Of all heads dealt out in order; of each head's copies, those of neighbouring ranks."""
-    if tp <= part.num_heads:
-        return [head for head in range(part.num_heads) if head * tp // part.num_heads == rank]
-    num_copies = tp // part.num_heads
-    return [head for head in range(part.num_heads) for copy in range(num_copies) if rank == head * num_copies + copy]
-
-
-def cut_by_hand(full: NDArray[np.int64], tensor: TensorPlace, rank: int, tp: int) -> NDArray[np.int64]:
-    rows: list[int] = []
-    start = 0
-    for part in tensor.parts:
-        for head in held_by_hand(part, rank, tp):
-            rows += range(start + head * part.head_rows, start + (head + 1) * part.head_rows)
-        start += part.num_rows
-    return np.take(full, rows, axis=tensor.shard_axis)
 
 
 def moved(tensor: TensorPlace, rank: int, local_tp: int, remote_tp: int, of: Callable[..., Any] = slices) -> bool:
@@ -164,51 +138,6 @@ def test_models_when_listed_then_every_reader_of_configs_has_one() -> None:
     }
 
 
-def narrow(geometry: ModelGeometry) -> ModelGeometry:
-    """With the published heads, groups and channels, and short axes behind the divided one."""
-    return replace(
-        geometry,
-        attention_layers=tuple(
-            replace(layer, head_size=min(layer.head_size, 3), head_size_v=min(layer.head_size_v, 5))
-            for layer in geometry.attention_layers
-        ),
-        state_layers=tuple(
-            replace(
-                layer,
-                tensors=tuple(
-                    replace(tensor, shape=(tensor.shape[0], *(min(size, 3) for size in tensor.shape[1:])))
-                    for tensor in layer.tensors
-                ),
-            )
-            for layer in geometry.state_layers
-        ),
-    )
-
-
-def units_of(geometry: ModelGeometry) -> list[list[TensorPlace]]:
-    """The tensors of a block of each group, and of a slot, in their order; where they lie is not looked at."""
-    layout = make_layout(geometry, BLOCK_SIZE)
-    groups = [
-        [tensor for layer in group.layers for tensor in layout.attention[layer.layer_idx]]
-        for group in geometry.attention_groups
-    ]
-    return [*groups, [tensor for named in layout.state.values() for tensor in named.values()]]
-
-
-def unit_by_hand(tensors: list[TensorPlace], rank: int, tp: int) -> NDArray[np.int64]:
-    """[bytes of the rank's unit]: the number that each byte has in the whole model; -1 between the tensors."""
-    lines: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
-    start = 0
-    for tensor in tensors:
-        size = DTYPE_BYTES[tensor.dtype]
-        num_elements = math.prod(tensor.shape)
-        elements = start + size * np.arange(num_elements).reshape(tensor.shape)
-        mine = (cut_by_hand(elements, tensor, rank, tp).reshape(-1, 1) + np.arange(size)).ravel()
-        lines += [mine, np.full(-mine.size % LINE_BYTES, -1)]
-        start += num_elements * size
-    return np.concatenate(lines)
-
-
 class Units(NamedTuple):
     """What became of the units of one rank. ``wrong``: bytes that are not the rank's own, or that were not written
     exactly once; ``gaps``: places between tensors that were written."""
@@ -228,7 +157,7 @@ Plan = Callable[[ModelGeometry, int, int, int, int], shards.UnitSlices]
 def moved_units(geometry: ModelGeometry, rank: int, local_tp: int, remote_tp: int, plan: Plan = unit_slices) -> Units:
     planned = plan(geometry, BLOCK_SIZE, rank, local_tp, remote_tp)
     found = Units(0, 0, 0)
-    for tensors, pieces in zip(units_of(geometry), (*planned.blocks, planned.slot), strict=True):
+    for tensors, pieces in zip(units_of(geometry, BLOCK_SIZE), (*planned.blocks, planned.slot), strict=True):
         remote = [unit_by_hand(tensors, each, remote_tp) for each in range(remote_tp)]
         expected = unit_by_hand(tensors, rank, local_tp)
         here, times = np.full(expected.size, -1), np.zeros(expected.size, dtype=int)
