@@ -172,6 +172,12 @@ class TransferError(TandemError):
     code = "transfer_failed"
 
 
+class LayoutMismatchError(TransferError):
+    """A peer lays its blocks or states out so that this node cannot read them; the message names field and values."""
+
+    code = "layout_mismatch"
+
+
 class PrefillLegFailedError(TransferError):
     """The prefill node says that it will not compute the prompt: nothing of it can be pulled from there."""
 

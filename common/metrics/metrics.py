@@ -151,7 +151,7 @@ class Metrics:
 
     def transfer_failed(self, reason: str) -> None:
         """A pull gave nothing. ``reason``: stale, wrong_content, failed, timed_out, peer_lost, mismatch,
-        digest_mismatch, leg_failed, unknown_pull. A stale one is a late read rejected."""
+        layout_mismatch, digest_mismatch, leg_failed, unknown_pull. A stale one is a late read rejected."""
         self.inc("transfer_failures_total", reason=reason)
         if reason == "stale":
             self.inc("late_reads_rejected_total")

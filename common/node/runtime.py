@@ -31,6 +31,7 @@ from common.engine.tokens.grammars import StepGrammars
 from common.errors import ConfigError
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION, make_layout
+from common.kv_cache.layout_document import NodeLayout
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import CachePlan, plan_cache
 from common.kv_cache.pools.generations import ENTRY_BYTES
@@ -190,6 +191,7 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
         engine_id=engine_id,
         epoch=generations.epoch,
         fingerprint=layout_fingerprint(model.cache_config),
+        layout=NodeLayout(model.cache_config.geometry, model.cache_config.block_size),
         backends=config.nixl_backends,
         enter_thread=thread_entry(model.loaded.device),
     )

@@ -18,10 +18,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 
-from common.errors import TransferError
+from common.errors import LayoutMismatchError, TransferError
 from common.transfer.codes import TransferCode
 from common.transfer.reads import Handle, Read, ReadStatus, check_memory_kind, check_unit_bytes
-from common.transfer.regions import Peer, PeerMetadata, Region
+from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
 
 
 class TransferBackend(abc.ABC):
@@ -37,11 +37,13 @@ class TransferBackend(abc.ABC):
 
     kind: str
 
-    def __init__(self, *, engine_id: str, epoch: int, fingerprint: str = "") -> None:
-        """``epoch``: this process's random life number, the value of entry 0 of its generation tables."""
+    def __init__(self, *, engine_id: str, epoch: int, fingerprint: str = "", layout: PoolLayout | None = None) -> None:
+        """``epoch``: this process's random life number, the value of entry 0 of its generation tables. ``layout``: of
+        its pools; None: nothing is announced or compared but sizes."""
         self.engine_id = engine_id
         self.epoch = epoch
         self.fingerprint = fingerprint
+        self.layout = layout
 
     @property
     @abc.abstractmethod
@@ -72,8 +74,9 @@ class TransferBackend(abc.ABC):
         from the old ``Peer`` are refused.
 
         Raises:
-            TransferError: ``bad_metadata``, ``fingerprint_mismatch``, ``region_mismatch`` (a region of both
-                sides differs in ``unit_bytes`` or in its kind of memory; both values are in the message),
+            TransferError: ``bad_metadata``, ``layout_mismatch``, ``fingerprint_mismatch``, ``region_mismatch`` (a
+                region's ``unit_bytes`` are not those of its layout, or it is in another kind of memory than the local
+                one of its name; both values are in the message),
                 ``transfer_failed`` (refused by the transport). The set of peers is unchanged then.
         """
 
@@ -90,8 +93,8 @@ class TransferBackend(abc.ABC):
         Raises:
             TransferError: nothing was posted and the destination is untouched. ``unknown_peer`` (never added, removed
                 or superseded), ``unknown_region``, ``region_mismatch``, ``unit_out_of_range`` (an id outside of either
-                region, the null unit as destination, a destination named twice), ``peer_disconnected``,
-                ``transfer_failed``.
+                region, a piece outside of either unit, the null unit as destination, a destination named twice),
+                ``peer_disconnected``, ``transfer_failed``.
         """
 
     @abc.abstractmethod
@@ -143,6 +146,8 @@ class TransferBackend(abc.ABC):
                 f"peer {metadata.engine_id} moves bytes with {metadata.backend!r}, this node with {self.kind!r}",
                 code=TransferCode.BAD_METADATA,
             )
+        # Before the fingerprint, which a layout is part of: it would only say that something differs.
+        unit_bytes = {} if self.layout is None else self._check_layout(self.layout, metadata)
         if metadata.fingerprint != self.fingerprint:
             raise TransferError(
                 f"peer {metadata.engine_id} has layout fingerprint {metadata.fingerprint!r}, "
@@ -152,5 +157,11 @@ class TransferBackend(abc.ABC):
         for remote in metadata.regions:
             local = self.regions.get(remote.name)
             if local is not None:
-                check_unit_bytes(metadata.engine_id, local, remote)
+                check_unit_bytes(metadata.engine_id, local, remote, unit_bytes.get(remote.name))
                 check_memory_kind(metadata.engine_id, local, remote)
+
+    def _check_layout(self, layout: PoolLayout, metadata: PeerMetadata) -> Mapping[str, int]:
+        try:
+            return layout.check(metadata.layout)
+        except LayoutMismatchError as exc:
+            raise LayoutMismatchError(f"peer {metadata.engine_id}: {exc.message}") from exc

@@ -9,6 +9,7 @@ class TransferCode:
 
     BAD_METADATA = "bad_metadata"
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
+    LAYOUT_MISMATCH = "layout_mismatch"
     REGION_MISMATCH = "region_mismatch"
     UNKNOWN_REGION = "unknown_region"
     UNIT_OUT_OF_RANGE = "unit_out_of_range"

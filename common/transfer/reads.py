@@ -16,21 +16,36 @@ from common.transfer.codes import TransferCode
 from common.transfer.regions import Peer, Region
 
 PairArray = np.ndarray[Any, np.dtype[np.int64]]  # [num_pairs, 2]: local unit, remote unit
-RunArray = np.ndarray[Any, np.dtype[np.int64]]  # [num_runs, 3]: first local unit, first remote unit, length
+RunArray = np.ndarray[
+    Any, np.dtype[np.int64]
+]  # [num_runs, 3], bytes: offset in the local region, in the remote, length
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``length`` bytes of a unit, at ``local_offset`` of the local one and at ``remote_offset`` of the remote one."""
+
+    local_offset: int
+    remote_offset: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Units to copy from a peer's region into a local one: ``pairs`` of (local unit, remote unit), in any order."""
+    """Units to copy from a peer's region into a local one: ``pairs`` of (local unit, remote unit), in any order.
+
+    ``pieces``: what of each unit is copied; none: all of it, and units are as large on both sides.
+    """
 
     local_region: str
     remote_region: str
     pairs: Sequence[tuple[int, int]]
+    pieces: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRead:
-    """A ``Read`` whose regions and ids were found good, merged: each run is one descriptor."""
+    """A ``Read`` whose regions, ids and pieces were found good, merged: each run is one descriptor."""
 
     local: Region
     remote: Region
@@ -38,7 +53,7 @@ class CheckedRead:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.runs[:, 2].sum()) * self.local.unit_bytes
+        return int(self.runs[:, 2].sum())
 
 
 class ReadStatus(enum.Enum):
@@ -76,20 +91,19 @@ class Handle:
         self.error: TransferError | None = None
 
 
-def merge_pairs(pairs: PairArray) -> RunArray:
-    """Runs [num_runs, 3] of (first local unit, first remote unit, length) that cover ``pairs`` [num_pairs, 2], by
-    ascending remote unit.
+def merge_runs(runs: RunArray) -> RunArray:
+    """The same bytes in as few runs as they can be, by ascending remote offset.
 
-    Two pairs join when they are consecutive on both sides, whatever order they came in.
+    Two runs join when one begins where the other ends on both sides, whatever order they came in.
     """
-    if len(pairs) == 0:
-        return np.empty((0, 3), dtype=np.int64)
-    ordered = pairs[np.argsort(pairs[:, 1], kind="stable")]
-    starts = np.flatnonzero(np.concatenate(([True], (np.diff(ordered, axis=0) != 1).any(axis=1))))
-    runs = np.empty((len(starts), 3), dtype=np.int64)
-    runs[:, :2] = ordered[starts]
-    runs[:, 2] = np.diff(starts, append=len(ordered))
-    return runs
+    if len(runs) == 0:
+        return runs
+    ordered = runs[np.argsort(runs[:, 1], kind="stable")]
+    ends = ordered[:-1, :2] + ordered[:-1, 2:]
+    starts = np.flatnonzero(np.concatenate(([True], (ordered[1:, :2] != ends).any(axis=1))))
+    merged = ordered[starts]
+    merged[:, 2] = np.add.reduceat(ordered[:, 2], starts)
+    return merged
 
 
 def check_reads(regions: Mapping[str, Region], peer: Peer, reads: Sequence[Read]) -> list[CheckedRead]:
@@ -109,20 +123,23 @@ def check_reads(regions: Mapping[str, Region], peer: Peer, reads: Sequence[Read]
                 else (f"peer {peer.engine_id}'s", read.remote_region, peer.regions)
             )
             raise TransferError(f"no {side} region {name!r}, known: {sorted(known)}", code=TransferCode.UNKNOWN_REGION)
-        check_unit_bytes(peer.engine_id, local, remote)
+        if not read.pieces:
+            check_unit_bytes(peer.engine_id, local, remote)
+        pieces = _check_pieces(local, remote, read.pieces or (Piece(0, 0, local.unit_bytes),))
         pairs = _pair_array(local, read.pairs)
         _check_units(local, remote, pairs)
         if len(pairs):
-            checked.append(CheckedRead(local, remote, merge_pairs(pairs)))
+            checked.append(CheckedRead(local, remote, merge_runs(_byte_runs(local, remote, pairs, pieces))))
     return checked
 
 
-def check_unit_bytes(engine_id: str, local: Region, remote: Region) -> None:
-    """Raises TransferError (``region_mismatch``, with both values) unless a unit is as large on both sides."""
-    if local.unit_bytes != remote.unit_bytes:
+def check_unit_bytes(engine_id: str, local: Region, remote: Region, expected: int | None = None) -> None:
+    """Raises TransferError (``region_mismatch``, with both values) unless a unit is as large on both sides; or, where
+    the peer's layout says how large its units are, ``expected`` bytes."""
+    if remote.unit_bytes != (local.unit_bytes if expected is None else expected):
+        other = f"local region {local.name!r} has {local.unit_bytes}" if expected is None else f"its layout {expected}"
         raise TransferError(
-            f"region {remote.name!r} of peer {engine_id} has {remote.unit_bytes} bytes per unit, "
-            f"local region {local.name!r} has {local.unit_bytes}",
+            f"region {remote.name!r} of peer {engine_id} has {remote.unit_bytes} bytes per unit, {other}",
             code=TransferCode.REGION_MISMATCH,
         )
 
@@ -136,6 +153,35 @@ def check_memory_kind(engine_id: str, local: Region, remote: Region) -> None:
             f"{local.device}: nodes on CPUs and nodes on GPUs do not read from each other",
             code=TransferCode.REGION_MISMATCH,
         )
+
+
+def _check_pieces(local: Region, remote: Region, pieces: Sequence[Piece]) -> RunArray:
+    """[num_pieces, 3]. Raises TransferError (``unit_out_of_range``) unless each is in a unit on either side, and no
+    local byte is in two."""
+    last_end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.local_offset):
+        for side, offset, region in (("local", piece.local_offset, local), ("remote", piece.remote_offset, remote)):
+            if piece.length <= 0 or offset < 0 or offset + piece.length > region.unit_bytes:
+                raise TransferError(
+                    f"{piece.length} bytes at {offset} of a {side} unit are outside of [0, {region.unit_bytes}) of "
+                    f"region {region.name!r}",
+                    code=TransferCode.UNIT_OUT_OF_RANGE,
+                )
+        if piece.local_offset < last_end:
+            raise TransferError(
+                f"region {local.name!r}: byte {piece.local_offset} of a unit is the destination of two pieces",
+                code=TransferCode.UNIT_OUT_OF_RANGE,
+            )
+        last_end = piece.local_offset + piece.length
+    return np.array([(each.local_offset, each.remote_offset, each.length) for each in pieces], dtype=np.int64)
+
+
+def _byte_runs(local: Region, remote: Region, pairs: PairArray, pieces: RunArray) -> RunArray:
+    """Every piece of every pair, [num_pairs * num_pieces, 3]."""
+    runs = np.empty((len(pairs), len(pieces), 3), dtype=np.int64)
+    runs[:] = pieces
+    runs[:, :, :2] += (pairs * (local.unit_bytes, remote.unit_bytes))[:, np.newaxis, :]
+    return runs.reshape(-1, 3)
 
 
 def _pair_array(local: Region, pairs: Sequence[tuple[int, int]]) -> PairArray:

@@ -12,13 +12,14 @@ import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
 
 METADATA_VERSION = 2
-"""Version of the announcement; another one is refused. 2: generations are 16 bytes, with a content tag."""
+"""Version of the announcement; another one is refused. 2: generations are 16 bytes, with a content tag. ``layout`` came
+later without another number: who does not know it has the fingerprint, which an undivided layout is part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,29 @@ class Peer:
     regions: Mapping[str, Region] = field(hash=False, compare=False)
 
 
+class PoolLayout(Protocol):
+    """How the units of this process's pools are laid out, and what it can read of pools that are laid out otherwise."""
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """JSON, for peers."""
+
+    def check(self, document: Mapping[str, Any] | None) -> Mapping[str, int]:
+        """Bytes per unit that a peer with this document has in each pool, by region; None: a peer that does not say.
+
+        Raises:
+            LayoutMismatchError: naming the field and both values.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class PeerMetadata:
     """What one backend announces to others. JSON on the wire (never pickle); ``agent`` is the transport's own opaque
     blob.
 
-    ``engine_id`` names the node, ``epoch`` its life (random, new with each start), ``fingerprint`` the layout of its
-    pools: compared before anything else is used.
+    ``engine_id`` names the node, ``epoch`` its life (random, new with each start), ``fingerprint`` the model and the
+    layout of its pools, ``layout`` the latter field by field (None: of a node that does not say): both are compared
+    before anything else is used.
     """
 
     backend: str
@@ -85,6 +102,7 @@ class PeerMetadata:
     fingerprint: str
     agent: str
     regions: tuple[Region, ...]
+    layout: Mapping[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
         """UTF-8 JSON."""
@@ -108,6 +126,7 @@ class PeerMetadata:
             "fingerprint": self.fingerprint,
             "agent": self.agent,
             "regions": regions,
+            **({} if self.layout is None else {"layout": self.layout}),
         }
         return json.dumps(document).encode()
 
@@ -142,6 +161,7 @@ class PeerMetadata:
             fingerprint=_field(document, "fingerprint", str),
             agent=_field(document, "agent", str),
             regions=regions,
+            layout=_field(document, "layout", dict) if "layout" in document else None,
         )
 
     def agent_blob(self) -> bytes:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from common.config.node import NodeConfig
 from common.engine.outputs import RequestOutput
+from common.kv_cache.layout_document import NodeLayout
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
@@ -26,7 +27,7 @@ from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.prefill_leg import PrefillLeg
 from common.node.lend.rendezvous import RendezvousTable
 from common.node.pull.engine_bridge import EngineBridge
-from common.node.pull.handoff import Handoff, HandoffReader
+from common.node.pull.handoff import Handoff, HandoffReader, HandoffResult
 from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
 from common.node.pull.peer_reader import PeerReader
 from common.node.pull.prefix_reader import FinishedPull, PulledPrefix
@@ -87,9 +88,9 @@ class Side:
 
     def __init__(self, name: str, hub: InProcessHub, config: NodeConfig) -> None:
         def in_process(
-            *, engine_id: str, epoch: int, fingerprint: str, backends: Any, enter_thread: Any
+            *, engine_id: str, epoch: int, fingerprint: str, layout: NodeLayout, backends: Any, enter_thread: Any
         ) -> TransferBackend:
-            return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+            return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint, layout=layout)
 
         def call_off(request_id: str) -> None:
             raise AssertionError(f"{request_id}: no test here calls a leg off")
@@ -182,6 +183,9 @@ class OnlyPeer:
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
         self._held.add(lease_id)
 
+    def call_off(self, lease_id: str, url: str) -> None:
+        self._peer.rendezvous.release(lease_id, may_come=True)
+
     def release(self, lease_id: str) -> bool:
         if lease_id not in self._held:
             return False
@@ -235,13 +239,14 @@ class Pair:
         self.prefill, self.decode = (Side(name, self._hub, self._config) for name in ("prefill", "decode"))
         peers: Any = OnlyPeer(self.prefill, self.decode.backend)
         model, config = self.decode.model, self._config
+        self.metrics = Metrics(Role.DECODE)
         self._handoffs = HandoffReader(
             manager=model.manager,
             engine=self.decode.engine,
             peers=peers,
             leases=peers,
             loaded=model.loaded,
-            metrics=Metrics(Role.DECODE),
+            metrics=self.metrics,
             fingerprint=self.decode.backend.fingerprint,
             fails_when_lost=config.kv_load_failure_policy == "fail",
         )
@@ -259,7 +264,7 @@ class Pair:
             peers,
             PATIENCE_S,
             None,
-            metrics=Metrics(Role.DECODE),
+            metrics=self.metrics,
             slot_bytes=model.storage.layout.slot_bytes,
         )
         self.bridge = EngineBridge(self, {RemotePrefix: self.reader})
@@ -331,6 +336,28 @@ class Pair:
 
         pulls = self._runner.run(run())
         return self._decode(manifests, pulls)
+
+    def lose(self, name: str, prompt: Sequence[int], *, at_once: bool) -> HandoffResult:
+        """A handoff of which nothing can be pulled: of a manifest, whose lease then ends as one that nobody took over;
+        or of a leg that is yet to come, which is called off."""
+
+        async def run() -> HandoffResult:
+            handoff: Handoff = Rendezvous(HOST, PORT, name)
+            if not at_once:
+                params = _over_the_wire((await self._hand_out(name, prompt)).to_params())
+                handoff = self._handoffs.parse(params, is_from_peer=False)
+            async with self._handoffs.read(handoff, prompt, None) as found:
+                return found
+
+        try:
+            return self._runner.run(run())
+        finally:
+            if not at_once:
+                self.end_lease(name)
+
+    def hand_out_late(self, name: str, prompt: Sequence[int]) -> None:
+        """The prefill leg of a rendezvous that was called off before it came."""
+        self._runner.run(self._hand_out(name, prompt, rendezvous_id=name))
 
     def ask_decode_side(self, name: str, prompt: Sequence[int], num_tokens: int) -> list[RequestOutput]:
         """The decode side alone, with what it has."""

@@ -23,6 +23,7 @@ from common.transfer.backend import TransferBackend
 from common.transfer.nixl.backend import NixlBackend
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.reads import Handle, ReadStatus
+from common.transfer.regions import PoolLayout
 from common.transfer.testing.faulty import FaultyBackend
 from common.transfer.testing.inprocess import InProcessAgent, InProcessBackend, InProcessHub
 from tests.support.transfer_memory import EndpointMemory
@@ -192,17 +193,27 @@ class Site:
         self._holders.append(holder)
         return holder
 
-    def backend(self, memory: EndpointMemory, *, engine_id: str = "reader", fingerprint: str = "") -> TransferBackend:
+    def backend(
+        self,
+        memory: EndpointMemory,
+        *,
+        engine_id: str = "reader",
+        fingerprint: str = "",
+        layout: PoolLayout | None = None,
+    ) -> TransferBackend:
         backend: TransferBackend = (
             NixlBackend(
                 engine_id=engine_id,
                 epoch=memory.epoch,
                 fingerprint=fingerprint,
+                layout=layout,
                 bindings=self.bindings(),
                 enter_thread=memory.enter_thread,
             )
             if self.kind == "nixl"
-            else InProcessBackend(self._hub, engine_id=engine_id, epoch=memory.epoch, fingerprint=fingerprint)
+            else InProcessBackend(
+                self._hub, engine_id=engine_id, epoch=memory.epoch, fingerprint=fingerprint, layout=layout
+            )
         )
         if self.kind == "faulty":
             backend = FaultyBackend(backend)

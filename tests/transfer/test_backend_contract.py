@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from common.errors import TransferError
+from common.errors import LayoutMismatchError, TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
-from common.transfer.reads import Handle, Read, ReadStatus, merge_pairs
+from common.transfer.reads import Handle, Piece, Read, ReadStatus, merge_runs
 from common.transfer.regions import Region
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOTS, EndpointMemory
 from tests.support.transfer_sites import Holder, Site, finish
 
 
-def test_merge_pairs_when_both_sides_are_consecutive_then_one_run() -> None:
-    pairs = [(7, 3), (5, 1), (6, 2), (9, 4), (20, 30), (19, 29), (2, 31)]
-    assert merge_pairs(np.array(pairs)).tolist() == [[5, 1, 3], [9, 4, 1], [19, 29, 2], [2, 31, 1]]
-    assert merge_pairs(np.empty((0, 2), dtype=np.int64)).tolist() == []
+def test_merge_runs_when_one_begins_where_another_ends_on_both_sides_then_one_run() -> None:
+    runs = [(70, 30, 10), (50, 10, 12), (62, 22, 8), (90, 40, 10), (204, 304, 1), (190, 290, 14), (20, 305, 10)]
+    expected = [[50, 10, 30], [90, 40, 10], [190, 290, 15], [20, 305, 10]]
+    assert merge_runs(np.array(runs)).tolist() == expected
+    assert merge_runs(np.empty((0, 3), dtype=np.int64)).tolist() == []
 
 
 def test_read_when_done_then_exactly_the_named_units_hold_the_peers_bytes(site: Site, memory: EndpointMemory) -> None:
@@ -54,7 +56,55 @@ def test_read_when_nothing_is_named_then_done(site: Site, memory: EndpointMemory
     assert handle.num_descriptors == 0
 
 
+def test_read_when_it_names_pieces_then_exactly_those_bytes_of_each_unit_are_copied(
+    site: Site, memory: EndpointMemory
+) -> None:
+    """Between units of two sizes, as those of ranks are; what goes on from each other is one descriptor."""
+    holder = site.holder()
+    backend = site.backend(memory)
+    peer = backend.add_peer(holder.metadata)
+    sources = {3: 1, 4: 2, 9: 5}
+    pieces = [Piece(2048, 0, 100), Piece(1024, 9216, 512), Piece(0, 8192, 1024), Piece(4000, 16300, 84)]
+
+    handle = backend.post_read(peer, [Read(BLOCKS, SLOTS, list(sources.items()), pieces)])
+
+    assert finish(backend, handle) is ReadStatus.DONE
+    assert (handle.num_bytes, handle.num_descriptors) == (3 * 1720, 3 * 3)
+    for unit in range(1, 64):
+        expected = bytearray(memory.pattern(1, BLOCKS, unit))
+        for piece in pieces if unit in sources else ():
+            there = holder.pattern(SLOTS, sources[unit])[piece.remote_offset :][: piece.length]
+            expected[piece.local_offset : piece.local_offset + piece.length] = there
+        assert memory.read(BLOCKS, unit) == expected, unit
+
+
+def test_read_when_pieces_are_a_whole_unit_then_it_is_the_read_without_them(site: Site, memory: EndpointMemory) -> None:
+    holder = site.holder()
+    backend = site.backend(memory)
+    pieces = [Piece(3000, 3000, 1096), Piece(0, 0, 3000)]
+    read = Read(BLOCKS, BLOCKS, [(1, 10), (2, 11), (3, 5)], pieces)
+    handle = backend.post_read(backend.add_peer(holder.metadata), [read])
+    assert finish(backend, handle) is ReadStatus.DONE
+    assert (handle.num_bytes, handle.num_descriptors) == (3 * 4096, 2)
+    for local, remote in read.pairs:
+        assert memory.read(BLOCKS, local) == holder.pattern(BLOCKS, remote)
+
+
 WRONG_READS = (
+    (
+        Read(BLOCKS, SLOTS, [(1, 1)], [Piece(0, 16380, 5)]),
+        TransferCode.UNIT_OUT_OF_RANGE,
+        "5 bytes at 16380 of a remote",
+    ),
+    (Read(BLOCKS, SLOTS, [(1, 1)], [Piece(4090, 0, 7)]), TransferCode.UNIT_OUT_OF_RANGE, "7 bytes at 4090 of a local"),
+    (Read(BLOCKS, BLOCKS, [(1, 1)], [Piece(-1, 0, 7)]), TransferCode.UNIT_OUT_OF_RANGE, "at -1 of a local unit"),
+    (Read(BLOCKS, BLOCKS, [(1, 1)], [Piece(0, -1, 7)]), TransferCode.UNIT_OUT_OF_RANGE, "at -1 of a remote unit"),
+    (Read(BLOCKS, BLOCKS, [(1, 1)], [Piece(0, 0, 0)]), TransferCode.UNIT_OUT_OF_RANGE, "0 bytes at 0"),
+    (
+        Read(BLOCKS, BLOCKS, [(1, 1)], [Piece(8, 100, 8), Piece(0, 0, 9)]),
+        TransferCode.UNIT_OUT_OF_RANGE,
+        "byte 8 of a unit is the destination of two",
+    ),
     (Read(BLOCKS, BLOCKS, [(1, 1), (64, 2)]), TransferCode.UNIT_OUT_OF_RANGE, "local unit 64"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (2, 64)]), TransferCode.UNIT_OUT_OF_RANGE, "remote unit 64"),
     (Read(BLOCKS, BLOCKS, [(1, 1), (2, -1)]), TransferCode.UNIT_OUT_OF_RANGE, "remote unit -1"),
@@ -98,6 +148,84 @@ def test_add_peer_when_the_fingerprint_differs_then_refused_with_both_values(
     backend = site.backend(memory, fingerprint="layout-a")
     with pytest.raises(TransferError, match=r"layout-b.*layout-a") as caught:
         backend.add_peer(holder.metadata)
+    assert caught.value.code == TransferCode.FINGERPRINT_MISMATCH
+
+
+class BlockLayout:
+    """``PoolLayout`` of one number; a peer of another ``scale`` has blocks so many times as large."""
+
+    def __init__(self, block_size: int = 4, scale: int = 1) -> None:
+        self.document = {"block_size": block_size, "scale": scale}
+
+    def check(self, document: Mapping[str, Any] | None) -> Mapping[str, int]:
+        theirs = {"block_size": 4, "scale": 1} if document is None else document
+        if theirs["block_size"] != self.document["block_size"]:
+            raise LayoutMismatchError(f"block_size is {theirs['block_size']}, not {self.document['block_size']}")
+        return {BLOCKS: 4096 * theirs["scale"], SLOTS: 16384}
+
+
+def test_add_peer_when_its_layout_differs_then_refused_before_anything_else_and_nothing_can_be_read(
+    site: Site, memory: EndpointMemory
+) -> None:
+    holder = site.holder(fingerprint="layout-b", block_bytes=8192)
+    backend = site.backend(memory, fingerprint="layout-a", layout=BlockLayout())
+    own = json.loads(backend.metadata())
+    assert own["layout"] == {"block_size": 4, "scale": 1}
+    known = backend.add_peer(site.holder(engine_id="known", fingerprint="layout-a").metadata)
+    document = {**json.loads(holder.metadata), "layout": {"block_size": 8, "scale": 1}}
+    with pytest.raises(TransferError, match="peer holder: block_size is 8, not 4") as caught:
+        backend.add_peer(json.dumps(document).encode())
+    assert caught.value.code == TransferCode.LAYOUT_MISMATCH
+    refused = replace(known, name=document["name"], engine_id="holder")
+    with pytest.raises(TransferError) as caught:
+        backend.post_read(refused, [Read(BLOCKS, BLOCKS, [(1, 1)])])
+    assert caught.value.code == TransferCode.UNKNOWN_PEER
+    assert memory.read(BLOCKS, 1) == memory.pattern(1, BLOCKS, 1)
+    assert finish(backend, backend.post_read(known, [Read(BLOCKS, BLOCKS, [(1, 4)])])) is ReadStatus.DONE
+    # Alike in all fields, and another model: that is what the fingerprint is for.
+    document["layout"] = own["layout"]
+    with pytest.raises(TransferError, match=r"layout-b.*layout-a") as caught:
+        backend.add_peer(json.dumps(document).encode())
+    assert caught.value.code == TransferCode.FINGERPRINT_MISMATCH
+    document["layout"] = [7]
+    with pytest.raises(TransferError, match="layout must be dict, got list") as caught:
+        backend.add_peer(json.dumps(document).encode())
+    assert caught.value.code == TransferCode.BAD_METADATA
+
+
+def test_add_peer_when_its_layout_says_how_large_its_units_are_then_they_are_that_large_or_refused(
+    site: Site, memory: EndpointMemory
+) -> None:
+    document = json.loads(site.holder(block_bytes=8192).metadata)
+    backend = site.backend(memory, layout=BlockLayout())
+    peer = backend.add_peer(json.dumps({**document, "layout": {"block_size": 4, "scale": 2}}).encode())
+    handle = backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 1)], [Piece(0, 4096, 4096)])])
+    assert finish(backend, handle) is ReadStatus.DONE
+    with pytest.raises(TransferError, match=r"8192 bytes per unit.*has 4096") as caught:
+        backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 1)])])
+    assert caught.value.code == TransferCode.REGION_MISMATCH
+    with pytest.raises(TransferError, match="8192 bytes per unit, its layout 4096") as caught:
+        backend.add_peer(json.dumps({**document, "layout": {"block_size": 4, "scale": 1}}).encode())
+    assert caught.value.code == TransferCode.REGION_MISMATCH
+
+
+@pytest.mark.parametrize("is_reader_new", [True, False])
+def test_add_peer_when_one_side_is_of_before_layouts_were_announced_then_its_fingerprint_is_enough(
+    site: Site, memory: EndpointMemory, is_reader_new: bool
+) -> None:
+    """A rolling upgrade: the announcement keeps its version, of which a layout is one field more."""
+    holder = site.holder()
+    document = json.loads(holder.metadata)
+    assert "layout" not in document
+    if not is_reader_new:
+        document["layout"] = BlockLayout().document
+    assert document["version"] == 2
+    backend = site.backend(memory, layout=BlockLayout() if is_reader_new else None)
+    peer = backend.add_peer(json.dumps(document).encode())
+    assert finish(backend, backend.post_read(peer, [Read(BLOCKS, BLOCKS, [(1, 4)])])) is ReadStatus.DONE
+    assert memory.read(BLOCKS, 1) == holder.pattern(BLOCKS, 4)
+    with pytest.raises(TransferError) as caught:
+        backend.add_peer(json.dumps({**document, "fingerprint": "another"}).encode())
     assert caught.value.code == TransferCode.FINGERPRINT_MISMATCH
 
 

@@ -60,7 +60,7 @@ def memory() -> Iterator[Memory]:
 
 def runs(*pairs: tuple[int, int]) -> RunArray:
     """Of (first local unit, length)."""
-    return np.array([(first, 0, length) for first, length in pairs], dtype=np.int64).reshape(-1, 3)
+    return np.array([(first, 0, length) for first, length in pairs], dtype=np.int64).reshape(-1, 3) * UNIT_BYTES
 
 
 @needs_populate

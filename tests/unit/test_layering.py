@@ -123,6 +123,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "spec",
         "layout",
         "shards",
+        "layout_document",
         "checkpoints",
         "observe",
         "eviction",

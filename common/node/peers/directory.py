@@ -186,7 +186,13 @@ class PeerDirectory:
             response.raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
-        peer = await asyncio.to_thread(self._backend.add_peer, response.content)
+        try:
+            peer = await asyncio.to_thread(self._backend.add_peer, response.content)
+        except TransferError as exc:
+            last = self._failures.get(url)
+            if last is None or last.message != exc.message:  # not with each request that comes
+                logger.warning("peer refused url=%s code=%s: %s", url, exc.code, exc.message)
+            raise
         self._peers[url] = peer
         self.liveness.watch(url, peer.engine_id, peer.epoch)
         logger.info("peer connected url=%s engine_id=%s epoch=%d", url, peer.engine_id, peer.epoch)

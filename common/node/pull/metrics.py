@@ -18,6 +18,7 @@ _FAILURES = {
     PullReason.PEER_LOST: "peer_lost",
     PullReason.DIGEST_MISMATCH: "digest_mismatch",
     TransferCode.FINGERPRINT_MISMATCH: "mismatch",
+    TransferCode.LAYOUT_MISMATCH: "layout_mismatch",
     TransferCode.REGION_MISMATCH: "mismatch",
     PrefillLegFailedError.code: "leg_failed",
     PrefillLegAbortedError.code: "leg_failed",

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from common.engine.core import EngineCore
-from common.errors import InvalidRequestError, TandemError, TransferError
+from common.errors import FingerprintMismatchError, InvalidRequestError, TandemError, TransferError
 from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
@@ -148,7 +148,9 @@ class PrefixSources:
             return prefix, "hit"
         except (TimeoutError, TransferError) as exc:
             logger.info("source gave nothing url=%s: %s", source.url, str(exc) or type(exc).__name__)
-            return None, "timeout" if isinstance(exc, TimeoutError) else "failed"
+            if isinstance(exc, TimeoutError):
+                return None, "timeout"
+            return None, "mismatch" if exc.code == FingerprintMismatchError.code else "failed"
         except InvalidRequestError as exc:
             logger.warning("source is of no use url=%s: %s", source.url, exc.message)
             return None, "mismatch"

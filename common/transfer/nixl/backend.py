@@ -23,7 +23,7 @@ from common.transfer.nixl.agent import NixlAgent, UnknownEndError
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.nixl.fresh_pages import FreshPages
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
-from common.transfer.regions import Peer, PeerMetadata, Region
+from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class NixlBackend(TransferBackend):
         engine_id: str,
         epoch: int,
         fingerprint: str = "",
+        layout: PoolLayout | None = None,
         backends: Sequence[str] = ("UCX",),
         bindings: Any = None,
         enter_thread: Callable[[], None] | None = None,
@@ -76,7 +77,7 @@ class NixlBackend(TransferBackend):
         Raises:
             TransferError: ``backend_unavailable`` when NIXL or one of ``backends`` is not there or does not start.
         """
-        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint, layout=layout)
         self._nixl = load_bindings() if bindings is None else bindings
         self._enter_thread = enter_thread
         self._thread = threading.local()
@@ -126,6 +127,7 @@ class NixlBackend(TransferBackend):
                 fingerprint=self.fingerprint,
                 agent=base64.b64encode(blob).decode(),
                 regions=tuple(region for region in self._regions.values() if region.exported),
+                layout=None if self.layout is None else self.layout.document,
             ).to_bytes()
             return self._announced
 

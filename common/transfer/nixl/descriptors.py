@@ -38,8 +38,8 @@ def descriptor_rows(reads: Sequence[CheckedRead], *, local: bool) -> np.ndarray[
         region = read.local if local else read.remote
         runs = read.runs.astype(np.uint64)
         part = np.empty_like(runs)
-        part[:, 0] = np.uint64(region.address) + runs[:, 0 if local else 1] * np.uint64(region.unit_bytes)
-        part[:, 1] = runs[:, 2] * np.uint64(region.unit_bytes)
+        part[:, 0] = np.uint64(region.address) + runs[:, 0 if local else 1]
+        part[:, 1] = runs[:, 2]
         part[:, 2] = memory_kind(region.device)[1]
         parts.append(part)
     return np.concatenate(parts)

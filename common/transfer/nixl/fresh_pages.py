@@ -32,17 +32,16 @@ class FreshPages:
         self._begin = region.address // _PAGE_BYTES * _PAGE_BYTES
         self._end = region.address + region.num_bytes
         self._address = region.address
-        self._unit_bytes = region.unit_bytes
         self._first_chunk = self._begin // CHUNK_BYTES
         self._is_fresh = np.ones((self._end - 1) // CHUNK_BYTES - self._first_chunk + 1, dtype=bool)
 
     def touch(self, runs: RunArray) -> None:
-        """Makes the kernel provide the pages under the local units of ``runs`` that no read has gone into. Blocks,
+        """Makes the kernel provide the pages under the local bytes of ``runs`` that no read has gone into. Blocks,
         without the interpreter's lock. Where the kernel cannot do it, the read itself will."""
         if not self._is_fresh.any():
             return
-        begin = self._address + runs[:, 0] * self._unit_bytes
-        end = begin + runs[:, 2] * self._unit_bytes
+        begin = self._address + runs[:, 0]
+        end = begin + runs[:, 2]
         edges = np.zeros(len(self._is_fresh) + 1, dtype=np.int64)
         np.add.at(edges, begin // CHUNK_BYTES - self._first_chunk, 1)
         np.add.at(edges, (end - 1) // CHUNK_BYTES - self._first_chunk + 1, -1)

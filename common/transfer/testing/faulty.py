@@ -226,9 +226,8 @@ def _first_half(reads: Sequence[Read]) -> list[Read]:
 
 
 def _flip(read: CheckedRead) -> None:
-    for first_local, _, length in read.runs.tolist():
-        num_bytes = length * read.local.unit_bytes
-        memory = (ctypes.c_char * num_bytes).from_address(read.local.address + first_local * read.local.unit_bytes)
+    for local_offset, _, length in read.runs.tolist():
+        memory = (ctypes.c_char * length).from_address(read.local.address + local_offset)
         memory.raw = memory.raw.translate(_FLIPPED)
 
 

@@ -18,7 +18,7 @@ from common.errors import TransferError
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
-from common.transfer.regions import Peer, PeerMetadata, Region
+from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
 from common.transfer.sole_reference import SoleReference
 
 
@@ -31,13 +31,8 @@ class InProcessAgent:
 
     def copy(self, reads: Sequence[CheckedRead]) -> None:
         for read in reads:
-            unit_bytes = read.local.unit_bytes
-            for first_local, first_remote, length in read.runs.tolist():
-                ctypes.memmove(
-                    read.local.address + first_local * unit_bytes,
-                    read.remote.address + first_remote * unit_bytes,
-                    length * unit_bytes,
-                )
+            for local_offset, remote_offset, length in read.runs.tolist():
+                ctypes.memmove(read.local.address + local_offset, read.remote.address + remote_offset, length)
 
 
 class InProcessHub:
@@ -85,8 +80,16 @@ class InProcessBackend(TransferBackend):
 
     kind = "inprocess"
 
-    def __init__(self, hub: InProcessHub, *, engine_id: str, epoch: int, fingerprint: str = "") -> None:
-        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+    def __init__(
+        self,
+        hub: InProcessHub,
+        *,
+        engine_id: str,
+        epoch: int,
+        fingerprint: str = "",
+        layout: PoolLayout | None = None,
+    ) -> None:
+        super().__init__(engine_id=engine_id, epoch=epoch, fingerprint=fingerprint, layout=layout)
         self._hub = hub
         self._agent = self._new_agent()
         self._lock = threading.Lock()
@@ -127,6 +130,7 @@ class InProcessBackend(TransferBackend):
                 fingerprint=self.fingerprint,
                 agent="",
                 regions=tuple(region for region in self._regions.values() if region.exported),
+                layout=None if self.layout is None else self.layout.document,
             ).to_bytes()
 
     def add_peer(self, metadata: bytes) -> Peer:

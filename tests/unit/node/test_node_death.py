@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from common.config.node import NodeConfig
 from common.errors import EngineDeadError
+from common.kv_cache.layout_document import NodeLayout
 from common.metrics.table import Role
 from common.node import app as node_app
 from common.node import engine_thread, runtime
@@ -65,9 +66,9 @@ async def running(
     nodes: list[Node] = []
 
     def in_process(
-        *, engine_id: str, epoch: int, fingerprint: str, backends: Any, enter_thread: Any
+        *, engine_id: str, epoch: int, fingerprint: str, layout: NodeLayout, backends: Any, enter_thread: Any
     ) -> TransferBackend:
-        return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint)
+        return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint, layout=layout)
 
     def create_node(*args: Any) -> Node:
         nodes.append(Node(*args))

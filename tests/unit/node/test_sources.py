@@ -212,6 +212,15 @@ def test_source_when_slow_or_broken_then_passed_over_in_time() -> None:
     assert node.given_up == [FIRST.url, SECOND.url]
 
 
+def test_source_when_it_is_of_another_model_and_says_so_then_counted_as_that() -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        raise TransferError(f"{url} answers 409", code=FingerprintMismatchError.code)
+
+    node = FakeNode(answer)
+    assert find(node) is None
+    assert (node.results, node.given_up) == (["mismatch"], [FIRST.url])
+
+
 def test_source_when_not_a_peer_then_never_called() -> None:
     node = FakeNode(refused=(FIRST.url,))
     assert find(node) is None
