@@ -191,7 +191,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--share", nargs="+", type=float, default=[0.0, 0.6, 0.8, 1.0])
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of a random model's prompt; is not timed")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        help="of a random model's prompt; not timed, but a batch of several steps' prompts begins its answers unevenly",
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--repeat", type=int, default=3, help="alternating rounds, after one to warm up")
     parser.add_argument("--fixed", action="store_true", help="run every draft, whether it pays or not")
