@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.e2e.test_identity import OTHERS
 from tests.e2e.test_migration import Stream
 from tests.support.client import Answer, complete, info, metric, together, wait_settled
 from tests.support.drafting_node import ANSWERS_VARIABLE, write_answers
+from tests.support.hangup import wait_until
 from tests.support.models import DEMO, checkpoint
 from tests.support.reference import Reference, random_tokens, reference
 from tests.support.restart import start_again
@@ -150,9 +150,9 @@ def test_streams_when_their_decode_node_dies_between_drafts_then_go_on_and_equal
     victim = site.service.decode[0]
 
     def strike() -> None:
-        before = metric(victim, "spec_decode_num_accepted_tokens_total")
-        while metric(victim, "spec_decode_num_accepted_tokens_total") < before + 20:
-            time.sleep(0.02)
+        name = "spec_decode_num_accepted_tokens_total"
+        enough = metric(victim, name) + 20
+        wait_until(lambda: metric(victim, name) >= enough, "drafts to be accepted", 60)
         victim.process.kill()
 
     striker = threading.Thread(target=strike)
