@@ -51,7 +51,10 @@ def num_wrong_units(reader: RankNode, rank: int, seed: int) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize(("holder_tp", "reader_tp"), [(2, 1), (1, 2), (4, 1), (1, 4), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("holder_tp", "reader_tp"),
+    [(2, 1), (1, 4), (4, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 2), (4, 1), (2, 4)))],
+)
 @pytest.mark.parametrize("name", MIXERS)
 def test_pull_when_ranks_of_two_sizes_meet_then_each_gets_its_own_share_and_nothing_else_is_written(
     site: Site, make_reader: MakeReader, name: str, holder_tp: int, reader_tp: int
