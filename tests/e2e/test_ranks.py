@@ -87,15 +87,16 @@ def test_node_of_ranks_when_killed_or_stopped_then_leaves_none_of_them(tmp_path:
 
     node, ranks = start()
     assert len(ranks) == 1
-    node.process.popen.kill()
+    node.process.popen.send_signal(signal.SIGKILL)
     check_no_rank_is_left(ranks)
     node, ranks = start()
     assert node.process.stop() == 0
     assert not alive(ranks)
     node, ranks = start()
-    stream = Stream(node.url, completion_body(random_tokens(60, seed=8170), 3500))
-    wait_until(lambda: len(stream.lines) > 3, "the stream to begin")
-    node.process.popen.kill()  # in the middle of a step, where a rank waits for rank 0's sums
+    body = {**completion_body(random_tokens(60, seed=8170), 3500), "stream": True}
+    with httpx.stream("POST", node.url + "/v1/completions", json=body, timeout=END_S) as response:
+        next(response.iter_lines())
+        node.process.popen.send_signal(signal.SIGKILL)  # in the middle of a step: a rank waits for rank 0's sums
     check_no_rank_is_left(ranks)
 
 
@@ -103,7 +104,8 @@ def test_node_of_ranks_when_killed_or_stopped_then_leaves_none_of_them(tmp_path:
 def test_up_when_a_rank_is_killed_then_has_a_ready_node_again_with_the_same_answers(tmp_path: Path) -> None:
     family = "qwen3_5"
     flags = (*SMALL_FLAGS, "--prefill-nodes", "0", "--tensor-parallel-size", "2", "--model", str(checkpoint(family)))
-    with Up(tmp_path, *flags) as up:
+    drafts = ("--speculative-config", '{"method": "ngram"}')
+    with Up(tmp_path, *flags, *drafts) as up:
         up.wait_ready()
         prompt = random_tokens(70, seed=8180)
         assert check(reference_of(family), prompt, up.url) == 0
