@@ -230,9 +230,10 @@ class Scheduler:
 
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
-        spare = max(0, budget - sum(each.num_uncomputed_tokens for each in decoding))
+        num_known = sum(each.num_uncomputed_tokens for each in decoding)
+        spare = max(0, budget - num_known)
         assert self.speculation is not None
-        self.speculation.begin_step(len(decoding))
+        self.speculation.begin_step(len(decoding), num_known - len(decoding))
         if self.speculation.head is not None and spare:
             self._ask_head(self.speculation, self.speculation.head, decoding, spare)
         num_rows = 0

@@ -69,10 +69,10 @@ class Speculation:
         self.num_accepted_tokens = 0
         self.num_accepted_by_place = [0] * num_tokens
 
-    def begin_step(self, num_sequences: int) -> None:
-        """A step is planned in which so many generate."""
+    def begin_step(self, num_sequences: int, num_again: int) -> None:
+        """A step is planned in which so many generate, with ``num_again`` rows of known tokens beside one of each."""
         self._num_generating = num_sequences
-        self.allowance.begin_step(num_sequences)
+        self.allowance.begin_step(num_sequences, num_again)
 
     def end_step(self, num_sequences: int, num_rows: int, seconds: float, *, has_prompts: bool) -> None:
         """A step of so many sequences took so long; ``has_prompts``: some of them computed a prompt."""
@@ -110,7 +110,8 @@ class Speculation:
         sequence.is_forced = bool(forced)
         if self.adapts:
             rate, limit = (self._forced.rate, len(forced)) if forced else (sequence.acceptance.rate, limit)
-            wanted = num_paying(rate, limit, num_sequences, self.allowance.cost(num_sequences))
+            cost, num_again = self.allowance.cost(num_sequences), sequence.num_uncomputed_tokens - 1
+            wanted = num_paying(rate, limit, num_sequences, cost, num_again, runs_again=not self.saves_each)
             limit = self.allowance.take(wanted or (0 if forced else sequence.acceptance.hold_back()))
         if forced:
             sequence.guessed = forced[:limit]

@@ -252,7 +252,7 @@ class Orchestrator:
 
     def _avoid(self, placement: Placement, error: LegFailedError, avoided: Avoided) -> bool:
         """Remembers who not to try again. False: nobody is left to try instead."""
-        other_decode = [node for node in self._pool.usable(NodeRole.DECODE) if node is not placement.decode]
+        other_decode = [node for node in self._placer.generators() if node is not placement.decode]
         if isinstance(error, TransferFailedError | PrefillBusyError):
             if any(node not in placement.prefill for node in self._pool.usable(NodeRole.PREFILL)):
                 avoided.prefill += placement.prefill
@@ -277,11 +277,15 @@ class Orchestrator:
         failure: NodeUnavailableError | None = None
         was_started = client.is_started
         placed = placement.decode
-        may_go = placed.is_usable or placed in self._pool.usable(NodeRole.DECODE)
+        may_go = placed.is_usable or placed in self._placer.generators()
         node = placed if may_go else self._placer.place_decode(run.avoided)
         num_tries = 0
         while node is not None:
             num_tries += 1
+            if node.role is NodeRole.PREFILL and run.handoff.params is not None:
+                # It generates itself: what it was to hand over is in its cache, and of another's it computes.
+                run.handoff = LOCAL
+                self._releaser.release(leases)
             sources = placement.sources if run.handoff.params is None and placement.is_local and node.info.pull else ()
             progress = run.progress_on(node)
             content = functools.partial(_decode_content, run, sources, reports_state=progress.may_go_on)

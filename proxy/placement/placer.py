@@ -97,13 +97,16 @@ class Placer:
         """Nodes for the next try of ``request``. ``began``: prefill nodes that already compute its prompts; they are
         kept if they are usable.
 
-        Raises NodeUnavailableError when no decode node is left.
+        Raises NodeUnavailableError when nobody is left who may generate.
         """
         self.finished(request)
         decode = [node for node in self._pool.usable(NodeRole.DECODE) if node not in avoided.decode]
+        prefill = self._prefill_nodes(avoided, decode)
+        if not decode:
+            # Prefill nodes do both, where they may: nothing is handed over between them.
+            decode, prefill = [node for node in self.generators() if node not in avoided.decode], []
         if not decode:
             raise self.no_decode_node()
-        prefill = self._prefill_nodes(avoided, decode)
         if not all(node in prefill for node in began):
             began = ()
         keys = self._keys(request)
@@ -128,7 +131,8 @@ class Placer:
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
         late_s = _late_s(choice, request.targets)
-        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, choice.crosses, late_s)
+        crosses = choice.crosses or choice.decode.role is NodeRole.PREFILL
+        placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, crosses, late_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
@@ -168,9 +172,9 @@ class Placer:
             node.load.end_stream(charge, now - entry.placed_s)
 
     def generators(self) -> list[Node]:
-        """Who may be asked to generate now."""
-        nodes = self._pool.usable(NodeRole.DECODE)
-        if self._config.elastic:
+        """Who may be asked to generate now: decode nodes, then prefill nodes where roles are elastic."""
+        nodes = list(self._pool.usable(NodeRole.DECODE))
+        if self._config.elastic and isinstance(self._decode_policy, Cost):
             nodes += [node for node in self._pool.usable(NodeRole.PREFILL) if node.may_generate]
         return nodes
 
@@ -180,7 +184,11 @@ class Placer:
         return pick(self._prefill_policy, nodes, tried=avoided.prefill)
 
     def place_decode(self, avoided: Avoided) -> Node | None:
-        return pick(self._decode_policy, self._pool.usable(NodeRole.DECODE), tried=avoided.decode)
+        """Somebody else to generate; a prefill node when no decode node is left."""
+        nodes = self._pool.usable(NodeRole.DECODE)
+        if all(node in avoided.decode for node in nodes):
+            nodes = self.generators()
+        return pick(self._decode_policy, nodes, tried=avoided.decode)
 
     def no_decode_node(self) -> NodeUnavailableError:
         return NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")

@@ -45,11 +45,16 @@ _OUTLIER = 2.5
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step without drafts; what the first drafted row adds beside each row; of each row."""
+    """Seconds of a step without drafts; what drafted rows add in any case, and each of them. Below zero where the first
+    rows are free: a processor without bfloat16 reads the weights as long as it multiplies four rows with them."""
 
     plain_s: float
     first_s: float
     row_s: float
+
+    def seconds(self, num_more: float) -> float:
+        """Of a step with so many rows more than sequences."""
+        return self.plain_s + max(0.0, self.first_s + self.row_s * num_more) if num_more > 0.0 else self.plain_s
 
 
 class _Batch:
@@ -102,8 +107,6 @@ class _Batch:
         if spread < _LEAST_SPREAD * rows**2:
             return 0.5 * time, 0.5 * time / rows
         row_s = (self._rows_time / self._weight - rows * time) / spread
-        if row_s * rows >= time:  # through nothing
-            return 0.0, self._rows_time / self._rows_squared
         return (time, 0.0) if row_s <= 0.0 else (time - row_s * rows, row_s)
 
 
@@ -123,8 +126,8 @@ class Allowance:
             return StepCost(plain_s, 0.0, plain_s * min(_UNKNOWN_ROW, 1 / num_sequences))
         return StepCost(plain_s, *line)
 
-    def begin_step(self, num_sequences: int) -> None:
-        """A step of so many sequences is planned."""
+    def begin_step(self, num_sequences: int, num_again: int = 0) -> None:
+        """A step of so many sequences is planned, and of ``num_again`` rows of known tokens beside one of each."""
         self._num_rows = 0
         batch = self._batches.get(num_sequences)
         if (
@@ -137,8 +140,8 @@ class Allowance:
         plain_s, first_s, row_s = self.cost(num_sequences)
         row_s = max(row_s, _LEAST_ROW * plain_s)
         most_s = self._left_s if num_sequences == 1 else min(self._left_s, (_SLOWER - 1.0) * plain_s)
-        rows = (most_s - first_s) / row_s
-        self._num_rows = max(0, int(rows))
+        if most_s > 0.0:
+            self._num_rows = max(0, int((most_s - first_s) / row_s) - num_again)
 
     def take(self, num_rows: int) -> int:
         """Of as many rows of drafts, those that this step may have."""
@@ -161,10 +164,10 @@ class Allowance:
             self._earn(batch.plain_s)
         elif batch is not None and self._left_s is not None:
             batch.since_plain += 1
-            plain_s, first_s, row_s = self.cost(num_sequences)
-            num_more = num_rows - num_sequences
+            cost = self.cost(num_sequences)
+            plain_s, num_more = cost.plain_s, num_rows - num_sequences
             self._num_steps[num_rows] += 1
-            expected = plain_s + first_s + row_s * num_more
+            expected = cost.seconds(num_more)
             is_typical = self._num_steps[num_rows] > _UNTYPICAL
             if is_typical and seconds <= _OUTLIER * expected:
                 batch.observe_rows(num_more, seconds)

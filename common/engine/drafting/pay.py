@@ -7,6 +7,8 @@ can bring, as in a large batch. Then one is tried now and then, so that what cha
 
 from __future__ import annotations
 
+from common.engine.drafting.allowance import StepCost
+
 _FADE = 0.8
 """What earlier drafts of a sequence count for beside a new one: answers change from quoting to own words and back."""
 _USUAL_FADE = 0.99
@@ -48,17 +50,23 @@ class Acceptance:
         return int(self._num_held_back % _TRY_EVERY == 0)
 
 
-def num_paying(rate: float, max_drafts: int, num_sequences: int, cost: tuple[float, float, float]) -> int:
-    """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``. ``cost``: of that
-    step without drafts, of the first row more beside each, and of each."""
-    time, first, row = cost
+def num_paying(
+    rate: float, max_drafts: int, num_sequences: int, cost: StepCost, num_again: int = 0, *, runs_again: bool = False
+) -> int:
+    """How many drafts of one sequence to run, 0 .. ``max_drafts``, in a step of ``num_sequences``.
+
+    ``num_again``: rows of known tokens that the step runs beside one of each sequence, behind drafts of before.
+    ``runs_again``: what is right of a draft that is wrong somewhere costs such a row in the next step.
+    """
     tokens, gain = float(num_sequences), 1.0
-    best, best_speed = 0, tokens / time
-    time += first
+    best, best_speed = 0, tokens / cost.seconds(num_again)
     for count in range(1, max_drafts + 1):
         gain *= rate
         tokens += gain
-        time += row
-        if tokens / time > best_speed:
-            best, best_speed = count, tokens / time
+        seconds = cost.seconds(num_again + count)
+        if runs_again:
+            expected = tokens - num_sequences - count * gain
+            seconds += cost.seconds(count + expected) - cost.seconds(count)
+        if tokens / seconds > best_speed:
+            best, best_speed = count, tokens / seconds
     return best

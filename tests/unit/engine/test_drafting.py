@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.config.node import NodeConfig
-from common.engine.drafting.allowance import Allowance
+from common.engine.drafting.allowance import Allowance, StepCost
 from common.engine.drafting.config import SpeculativeConfig
 from common.engine.drafting.drafter import Drafter
 from common.engine.drafting.pay import Acceptance, num_paying
@@ -139,21 +139,25 @@ def test_acceptance_when_drafts_are_right_or_wrong_then_follows_them() -> None:
 
 
 class Steps:
-    """Steps that take ``row`` of a step longer with each row more; drafts are right by chance."""
+    """Steps that take ``row`` of a step longer with each row more than ``num_free``; drafts are right by chance."""
 
-    def __init__(self, num_sequences: int, row: float, share: float) -> None:
+    def __init__(self, num_sequences: int, row: float, share: float, num_free: int = 0) -> None:
         self.allowance, self.num_sequences, self.row, self.share = Allowance(), num_sequences, row, share
+        self.num_free = num_free
         self.rng = random.Random(1)
         self.seconds = self.without = 0.0
         self.num_drafts = 0
 
-    def run(self, count: int, wanted: int) -> None:
+    def run(self, count: int, wanted: int | None = None) -> None:
+        """``wanted``: drafts of a sequence; None: as many as pay."""
         plain = 0.010
         for _ in range(count):
             self.allowance.begin_step(self.num_sequences)
-            drafts = [self.allowance.take(wanted) for _ in range(self.num_sequences)]
+            cost = self.allowance.cost(self.num_sequences)
+            limit = num_paying(self.share, 7, self.num_sequences, cost) if wanted is None else wanted
+            drafts = [self.allowance.take(limit) for _ in range(self.num_sequences)]
             right = [next((i for i in range(n) if self.rng.random() >= self.share), n) for n in drafts]
-            taken = plain * (1 + self.row * sum(drafts))
+            taken = plain * (1 + self.row * max(0, sum(drafts) - self.num_free))
             self.allowance.end_step(self.num_sequences, self.num_sequences + sum(drafts), sum(right), taken)
             self.seconds += taken
             self.without += plain * (self.num_sequences + sum(right)) / self.num_sequences
@@ -175,6 +179,17 @@ def test_allowance_when_drafts_are_right_then_they_are_run(num_sequences: int, r
     steps = Steps(num_sequences, row, 0.85)
     steps.run(300, 5)
     assert steps.without / steps.seconds > least
+
+
+def test_allowance_when_the_first_rows_are_free_then_next_to_no_more_than_those_are_run() -> None:
+    """A processor without bfloat16: three rows more take no time, seven twice as long."""
+    steps = Steps(1, 0.25, 0.8, num_free=3)
+    steps.run(100)
+    steps.seconds = steps.without = 0.0
+    steps.num_drafts = 0
+    steps.run(400)
+    assert 3 <= steps.num_drafts / 400 <= 4.2
+    assert steps.without / steps.seconds > 2.5  # 2.95 with three drafts in each step; 2.1 with seven
 
 
 def test_allowance_when_nothing_is_known_of_so_many_sequences_then_steps_without_drafts_come_first() -> None:
@@ -229,6 +244,7 @@ def test_allowance_when_a_step_computes_prompts_too_then_its_drafts_are_paid_as_
         (0.02, 1, (1.0, 0.0, 0.05), 0, 0),
         (0.5, 1, (1.0, 0.0, 0.3), 1, 1),
         (0.6, 1, (1.0, 0.6, 0.02), 3, 6),  # one would not pay
+        (0.8, 1, (1.0, -0.75, 0.25), 3, 3),  # the fourth is the first that costs
         (0.2, 1, (1.0, 0.6, 0.02), 0, 0),
         (0.5, 16, (1.6, 0.0, 0.04), 1, 1),
         (0.3, 16, (1.6, 0.0, 0.05), 0, 0),
@@ -238,4 +254,12 @@ def test_allowance_when_a_step_computes_prompts_too_then_its_drafts_are_paid_as_
 def test_drafts_when_more_would_cost_more_than_they_bring_then_are_as_many_as_pay(
     rate: float, num_sequences: int, cost: tuple[float, float, float], least: int, most: int
 ) -> None:
-    assert least <= num_paying(rate, 7, num_sequences, cost) <= most
+    assert least <= num_paying(rate, 7, num_sequences, StepCost(*cost)) <= most
+
+
+def test_drafts_when_known_tokens_run_again_then_are_fewer_where_their_rows_cost_more() -> None:
+    cost = StepCost(1.0, -0.75, 0.25)
+    assert num_paying(0.5, 7, 1, cost, num_again=3) < num_paying(0.5, 7, 1, cost)
+    each = StepCost(1.0, 0.0, 0.15)
+    assert num_paying(0.8, 7, 1, each, runs_again=True) < num_paying(0.8, 7, 1, each)
+    assert num_paying(0.8, 7, 1, StepCost(1.0, 0.0, 0.02), 2, runs_again=True) == 7

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import NodeUnavailableError
 from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import LATE_PRICE, Estimator, Targets
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
@@ -88,6 +89,27 @@ def test_place_when_a_prefill_node_is_to_be_avoided_then_it_does_not_generate_ei
     request = make_request(tokens(1000, 1))
     assert rig.world.placer.place(request, Avoided(prefill=[prefill])).decode is decode
     assert rig.world.placer.place(request, Avoided(decode=[prefill])).decode is decode
+
+
+def test_place_when_no_decode_node_is_left_then_a_prefill_node_does_both() -> None:
+    rig = Rig()
+    [decode] = [node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE]
+    [prefill] = [node for node in rig.world.pool.nodes if node.role is NodeRole.PREFILL]
+    request, placer = make_request(tokens(1000, 1)), rig.world.placer
+    placement = placer.place(request, Avoided(decode=[decode]))
+    assert (placement.decode, placement.prefill, placement.is_local, placement.crosses) == (prefill, (), True, True)
+    assert placer.place_decode(Avoided(decode=[decode])) is prefill
+    with pytest.raises(NodeUnavailableError):
+        placer.place(request, Avoided(decode=[decode, prefill]))
+
+
+@pytest.mark.parametrize("config", [{"elastic": False}, {"policy": "round_robin"}], ids=str)
+def test_place_when_roles_are_kept_and_no_decode_node_is_left_then_is_refused(config: dict[str, Any]) -> None:
+    rig = Rig(**config)
+    avoided = Avoided(decode=[node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE])
+    with pytest.raises(NodeUnavailableError):
+        rig.world.placer.place(make_request(tokens(1000, 1)), avoided)
+    assert rig.world.placer.place_decode(avoided) is None
 
 
 def estimator(rig: Rig, targets: Targets) -> Estimator:

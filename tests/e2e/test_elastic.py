@@ -1,0 +1,92 @@
+"""Roles that are elastic, in real processes: a decode node computes prompts that are new to it, a prefill node
+generates, and no answer is another one for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+
+from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.support.client import Answer, complete, metric, together, wait_settled
+from tests.support.models import checkpoint
+from tests.support.reference import Reference, random_tokens
+from tests.support.restart import start_again
+from tests.support.service import Service
+from tests.support.streams import Stream, bodies, run_all, run_and_strike
+
+NUM_PROMPTS = 12
+PROMPT_TOKENS = 900
+"""So long that a queue of some is worth more than the 50 ms for which nobody leaves its role."""
+FEW_SEQUENCES = ("--max-num-seqs", "4")
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """One node of each role, with room for few answers each: what does not fit on one is worth moving to the other."""
+    flags = (*NODE_FLAGS, *FEW_SEQUENCES)
+    with Service(
+        checkpoint(FAMILY),
+        prefill_flags=flags,
+        decode_flags=flags,
+        proxy_flags=("--policy", "cost", "--elastic", "--migration-limit", "2"),
+    ) as running:
+        yield running
+
+
+def num_crossed(service: Service) -> list[float]:
+    return [metric(service.proxy, "proxy_elastic_placements_total", work=work) for work in ("prompt", "answer")]
+
+
+def check_right(answers: Sequence[Answer], prompts: Sequence[list[int]], reference: Reference) -> None:
+    for answer, prompt in zip(answers, prompts, strict=True):
+        expected = reference.greedy(prompt, len(answer.token_ids()))
+        mismatch = expected.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance)
+        assert mismatch is None, mismatch
+
+
+def test_answers_when_both_roles_do_the_others_work_then_are_right_and_their_prompts_are_hits(
+    service: Service, reference: Reference
+) -> None:
+    for seed in range(3):  # how long a node takes is known from what it has done
+        complete(service.url, random_tokens(PROMPT_TOKENS, seed=8090 + seed), 40)
+    prompts = [random_tokens(PROMPT_TOKENS, seed=8100 + index) for index in range(NUM_PROMPTS)]
+    reference.generate(prompts, 40)
+    answers = together([partial(complete, service.url, prompt, 40) for prompt in prompts])
+    assert min(num_crossed(service)) > 0, num_crossed(service)
+    check_right(answers, prompts, reference)
+    wait_settled(*service.prefill, *service.decode)
+    # Wherever a prompt was computed, turn two goes on from the end of turn one.
+    longer = [[*prompt, *answer.token_ids(), 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
+    reference.generate(longer, 12)
+    again = together([partial(complete, service.url, prompt, 12) for prompt in longer])
+    check_right(again, longer, reference)
+    for prompt, answer in zip(prompts, again, strict=True):
+        assert answer.cached_tokens >= len(prompt)
+    wait_settled(*service.prefill, *service.decode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=["killed", "frozen", "drained"]
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_streams_when_a_node_that_generates_is_gone_then_end_as_if_it_were_not(
+    service: Service, role: str, number: int
+) -> None:
+    """The prefill node's own streams, and those of a decode node that only a prefill node can take over."""
+    expected = run_all(service.url, [Stream(body) for body in bodies(7400, f"whole {role} {number}")])
+    streams = [Stream(body) for body in bodies(7400, f"cut {role} {number}")]
+    [victim] = service.prefill if role == "prefill" else service.decode
+    crossed, moved = num_crossed(service)[1], metric(service.proxy, "proxy_migrations_total", outcome="resumed")
+    run_and_strike(service, streams, victim, number)
+    assert num_crossed(service)[1] > crossed
+    if number != signal.SIGTERM:  # who is asked to end serves its streams to their end
+        assert metric(service.proxy, "proxy_migrations_total", outcome="resumed") > moved
+    for stream, like in zip(streams, expected, strict=True):
+        stream.assert_like(like)
+    victim.process.kill()
+    start_again(service, victim)
+    wait_settled(*service.prefill, *service.decode)
