@@ -99,6 +99,13 @@ class NodeConfig(ProcessConfig):
         metavar="FOLDER",
     )
     num_threads: int = int_flag(1, "torch threads of this process", 1, 1024)
+    tensor_parallel_size: int = int_flag(
+        1,
+        "processes that compute the model together, each with a part of the weights and of the pools; on a CPU this "
+        "gains nothing, --num-threads does",
+        1,
+        64,
+    )
     seed: int = int_flag(0, "seed of requests that bring none", 0, (1 << 63) - 1)
     max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)
     max_num_seqs: int = int_flag(64, "sequences computed at once", 1, 65_536)
@@ -212,6 +219,7 @@ class NodeConfig(ProcessConfig):
             option = "--prefix-cache-retention-interval"
             raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
         self._check_tiers()
+        self._check_ranks()
         if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
             option = "--local-prefill-limit"
             raise ConfigError(
@@ -219,6 +227,13 @@ class NodeConfig(ProcessConfig):
                 f"{self.kv_load_failure_policy}",
                 param=option,
             )
+
+    def _check_ranks(self) -> None:
+        option, size = "--tensor-parallel-size", self.tensor_parallel_size
+        others = {f"--device {self.device}": self.device not in ("auto", "cpu"), "--kv-tier": bool(self.kv_tier)}
+        for other, is_given in others.items():
+            if size > 1 and is_given:
+                raise ConfigError(f"{option} {size} does not go with {other}", param=option)
 
     def _check_tiers(self) -> None:
         option = "--kv-tier"

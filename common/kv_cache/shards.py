@@ -42,10 +42,10 @@ class UnitSlices:
 def check_tensor_parallel(geometry: ModelGeometry, tp: int) -> None:
     """Raises ConfigError, naming tensor, part and both numbers, unless ``tp`` ranks can divide every tensor."""
     for layer in geometry.attention_layers:
-        _check_parts(f"attention of layer {layer.layer_idx}", (layer.kv_heads,), tp)
+        check_parts(f"attention of layer {layer.layer_idx}", (layer.kv_heads,), tp)
     for state in geometry.state_layers:
         for tensor in state.tensors:
-            _check_parts(f"{tensor.name} state of layer {state.layer_idx} ({state.mixer})", tensor.parts, tp)
+            check_parts(f"{tensor.name} state of layer {state.layer_idx} ({state.mixer})", tensor.parts, tp)
 
 
 def shard_geometry(geometry: ModelGeometry, tp: int) -> ModelGeometry:
@@ -88,7 +88,7 @@ def slices(tensor: TensorPlace, local_rank: int, local_tp: int, remote_tp: int) 
     """
     assert 0 <= local_rank < local_tp
     for tp in (local_tp, remote_tp):
-        _check_parts(f"a tensor {list(tensor.shape)}", tensor.parts, tp)
+        check_parts(f"a tensor {list(tensor.shape)}", tensor.parts, tp)
     parts = tensor.parts or (ShardPart("all", 1, tensor.shape[tensor.shard_axis]),)
     row_bytes = math.prod(tensor.shape[tensor.shard_axis + 1 :]) * DTYPE_BYTES[tensor.dtype]
     if row_bytes == 0:
@@ -96,9 +96,9 @@ def slices(tensor: TensorPlace, local_rank: int, local_tp: int, remote_tp: int) 
     runs: list[Slice] = []  # in rows, at the first index of the axes before
     local_rows = remote_rows = 0
     for part in parts:
-        local, rows = _held(part, local_rank, local_tp), part.head_rows
+        local, rows = held(part, local_rank, local_tp), part.head_rows
         for rank, heads in _sources(part, local_rank, local_tp, remote_tp):
-            remote = _held(part, rank, remote_tp)
+            remote = held(part, rank, remote_tp)
             there, here = (
                 remote_rows + (heads.start - remote.start) * rows,
                 local_rows + (heads.start - local.start) * rows,
@@ -165,7 +165,8 @@ def merged(pieces: Iterable[Slice]) -> list[Slice]:
     return runs
 
 
-def _check_parts(where: str, parts: Sequence[ShardPart], tp: int) -> None:
+def check_parts(where: str, parts: Sequence[ShardPart], tp: int) -> None:
+    """Raises ConfigError, naming ``where``, the part and both numbers, unless ``tp`` ranks can divide every part."""
     if tp > 1 and not parts:
         raise _refusal(f"{where} declares no parts", tp)
     for part in parts:
@@ -182,7 +183,7 @@ def _num_held(part: ShardPart, tp: int) -> int:
     return max(1, part.num_heads // tp)
 
 
-def _held(part: ShardPart, rank: int, tp: int) -> range:
+def held(part: ShardPart, rank: int, tp: int) -> range:
     """The heads of rank ``rank`` of ``tp``."""
     first = rank * part.num_heads // tp
     return range(first, first + _num_held(part, tp))
@@ -194,11 +195,11 @@ def _sources(part: ShardPart, local_rank: int, local_tp: int, remote_tp: int) ->
     Of ranks that hold the same head, the local ranks that want it are spread over them in order: ranks of equal numbers
     meet where both sides have as many.
     """
-    local = _held(part, local_rank, local_tp)
+    local = held(part, local_rank, local_tp)
     if remote_tp <= part.num_heads:
-        held = part.num_heads // remote_tp
-        for rank in range(local.start // held, (local.stop - 1) // held + 1):
-            yield rank, range(max(local.start, rank * held), min(local.stop, (rank + 1) * held))
+        each = part.num_heads // remote_tp
+        for rank in range(local.start // each, (local.stop - 1) // each + 1):
+            yield rank, range(max(local.start, rank * each), min(local.stop, (rank + 1) * each))
         return
     num_holders = remote_tp // part.num_heads
     num_wanting = max(1, local_tp // part.num_heads)

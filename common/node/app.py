@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI:
-    """An app for ``model``. A prefill node runs prefill legs, a decode node reads their handoffs; both do all the rest.
+    """An app for ``model``. A prefill node runs prefill legs, a decode node reads their handoffs; both do all the rest,
+    which is all that a node of several ranks does.
 
     Raises:
         ConfigError: a key file cannot be read.
@@ -90,7 +91,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         )
         answers = codec.answer_format.describe()
         logger.info("answers tool_calls=%s reasoning=%s", answers["tool_calls"], answers["reasoning"])
-    handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
+    handoffs = _create_handoff_reader(node) if role is Role.DECODE and model.ranks is None else None
     limits = ImageLimits.of(
         config.limit_mm_per_prompt, max_pixels=config.max_image_pixels, max_bytes=config.max_image_bytes
     )
@@ -140,7 +141,7 @@ def _create_handoff_reader(node: Node) -> HandoffReader:
 def _create_serving(node: Node, prompts: PromptReader, handoffs: HandoffReader | None) -> Serving:
     manager = node.model.manager
     prefill_leg = None
-    if node.role is Role.PREFILL:
+    if node.role is Role.PREFILL and node.model.ranks is None:
         prefill_leg = PrefillLeg(
             node.name,
             manager=manager,
@@ -184,6 +185,7 @@ def _add_peer_routes(app: FastAPI, node: Node) -> None:
         rendezvous=node.rendezvous,
         manifests=node.manifests,
         max_model_len=node.model.max_model_len,
+        lends=node.model.ranks is None,
     )
     add_pull_routes(
         app,

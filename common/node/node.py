@@ -146,6 +146,8 @@ class Node:
         self._lag.close()
         await self._quarantine_keeper.close()
         await asyncio.to_thread(self.engine.close)
+        if self.model.ranks is not None:
+            await asyncio.to_thread(self.model.ranks.close)
         await asyncio.to_thread(self.grammars.close)
         await self.bridge.close()
         if self.tiers is not None:
@@ -165,6 +167,8 @@ class Node:
         """Why this node will never serve again; None: it is well."""
         if self.engine.death is not None:
             return self.engine.death
+        if self.model.ranks is not None and self.model.ranks.death is not None:
+            return self.model.ranks.death
         return None if self._puller.is_alive else "the transfer layer stopped"
 
     async def _watch(self) -> None:

@@ -13,6 +13,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,11 +38,13 @@ from common.kv_cache.planner import CachePlan, plan_cache
 from common.kv_cache.pools.generations import ENTRY_BYTES
 from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
-from common.models.loading.loader import LoadedModel, load_model
+from common.models.loading.loader import LoadedModel, check_ranks, load_model
 from common.models.vision.encoder import ImageEncoder
 from common.node.cache_warnings import cache_warnings
 from common.node.device import check_environment, choose_device, thread_entry
 from common.node.device_memory import pool_bytes
+from common.node.ranks.ranks import Ranks
+from common.node.ranks.runner import RankedRunner
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.text.tokenizer import TextCodec
 from common.text.vocabulary import grammar_tokenizer
@@ -71,6 +74,7 @@ class NodeModel:
     manager: KVCacheManager
     storage: KVStorage
     runner: ModelRunner
+    ranks: Ranks | None = None
 
 
 def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_images: bool = False) -> NodeModel:
@@ -85,29 +89,60 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
     check_environment(device, os.environ)
     if (enter_device := thread_entry(device)) is not None:
         enter_device()
-    loaded = load_model(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        seed=config.seed,
-        ops_backend=config.ops_backend,
-        enforce_eager=config.enforce_eager,
-        prebuilt_ops=config.prebuilt_ops,
-        compact_weights=compact_weights,
-        with_images=with_images,
-        max_image_tokens=config.max_image_tokens,
-        with_mtp_head=speculative is not None and speculative.method == MTP,
-    )
+    has_head = speculative is not None and speculative.method == MTP
+    ranks = _start_ranks(config, device, has_head=has_head)
+    load = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "device": device,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+        "seed": config.seed,
+        "ops_backend": config.ops_backend,
+        "enforce_eager": config.enforce_eager,
+        "prebuilt_ops": config.prebuilt_ops,
+        "compact_weights": compact_weights,
+        "with_images": with_images and ranks is None,
+        "max_image_tokens": config.max_image_tokens,
+        "with_mtp_head": has_head,
+    }
+    try:
+        return _load(config, load, ranks, has_drafts=speculative is not None)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _start_ranks(config: NodeConfig, device: torch.device, *, has_head: bool) -> Ranks | None:
+    """None: this process computes the model alone. What cannot work is said before a process is started."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return None
+    if device.type != "cpu" or has_head:
+        why = f"--speculative-config method {MTP}" if has_head else f"--device {config.device}, which is {device} here"
+        option = "--tensor-parallel-size"
+        raise ConfigError(f"{option} {size} does not go with {why}", param=option)
+    check_ranks(config.model, size, revision=config.revision)
+    logger.info("ranks=%d: every decode step runs through the model's own code, as with --enforce-eager", size)
+    return Ranks(size)
+
+
+def _load(config: NodeConfig, load: dict[str, Any], ranks: Ranks | None, *, has_drafts: bool) -> NodeModel:
+    loaded = load_model(**load, group=None if ranks is None else ranks.meet(load, config))
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
-    plan = _plan(config, loaded, max_model_len, has_drafts=speculative is not None)
+    plan = _plan(config, loaded, max_model_len, has_drafts=has_drafts)
     for line in str(plan.report).splitlines():
         logger.info("%s", line)
     for warning in cache_warnings(config, plan.config, plan.report):
         logger.warning("%s", warning)
     manager = KVCacheManager(plan.config)
     storage = KVStorage(plan.config, loaded.device)
+    if ranks is not None:
+        logger.info("pools of this size on each of %d ranks; the node neither lends nor pulls prefixes", ranks.size)
+        ranks.allocate(plan.config)
+        runner: ModelRunner = RankedRunner(loaded, storage, plan.config, ranks)
+        return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner, ranks)
     images = ImageEncoder(loaded.tower, config.mm_encoder_cache_memory) if loaded.tower is not None else None
     runner = ModelRunner(loaded, storage, plan.config, images)
     runner.record_ahead(config.max_num_seqs)
@@ -172,9 +207,10 @@ def root_key(loaded: LoadedModel) -> bytes:
     return hashlib.blake2b(identity.encode(), digest_size=32).digest()
 
 
-def layout_fingerprint(config: KVCacheConfig) -> str:
-    """Hex digest that two nodes must share before one reads the other's pools."""
-    identity = f"{config.root_key.hex()}|{config.block_size}|{config.geometry}"
+def layout_fingerprint(model: NodeModel) -> str:
+    """Hex digest that two nodes must share before one reads the other's pools, however many ranks each has."""
+    config = model.cache_config
+    identity = f"{config.root_key.hex()}|{config.block_size}|{model.loaded.undivided}"
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
@@ -184,14 +220,14 @@ def has_test_hooks() -> bool:
 
 
 def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> TransferBackend:
-    """Step 4: the transfer backend with the node's pools and generation tables registered; with test hooks, one whose
-    reads can be made to fail."""
+    """Step 4: the transfer backend with the node's pools and generation tables registered (of a node of several ranks
+    nothing: it lends nothing); with test hooks, one whose reads can be made to fail."""
     generations = model.manager.generations
     backend: TransferBackend = NixlBackend(
         engine_id=engine_id,
         epoch=generations.epoch,
-        fingerprint=layout_fingerprint(model.cache_config),
-        layout=NodeLayout(model.cache_config.geometry, model.cache_config.block_size),
+        fingerprint=layout_fingerprint(model),
+        layout=NodeLayout(model.loaded.undivided, model.cache_config.block_size, model.loaded.num_ranks),
         backends=config.nixl_backends,
         enter_thread=thread_entry(model.loaded.device),
     )
@@ -204,7 +240,7 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
         for group_id, arena in enumerate(model.storage.block_arenas)
     ]
     for name, table, arena in (*named, (SLOTS, SLOT_GENERATIONS, model.storage.slot_arena)):
-        if arena.numel() == 0:
+        if arena.numel() == 0 or model.ranks is not None:
             continue
         num_units, unit_bytes = arena.shape
         regions.append(Region(name, arena.data_ptr(), num_units, unit_bytes, device=device, null_unit=True))

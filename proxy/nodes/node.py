@@ -54,7 +54,7 @@ class NodeInfo:
     ``pull``: it can follow a prompt that a peer still computes, and lets itself be followed. ``host`` and ``port``:
     where its peers reach it. ``epoch``: its life. ``resume``: it goes on with answers that began elsewhere.
     ``answers``: how it reads chats' answers, as text: only a node that says the same can go on with one.
-    ``more_models``: further names that it answers to.
+    ``more_models``: further names that it answers to. ``tensor_parallel_size``: how many processes it is.
     """
 
     name: str | None = None
@@ -62,6 +62,7 @@ class NodeInfo:
     model: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    tensor_parallel_size: int = 1
     fingerprint: str | None = None
     pull: bool = False
     host: str | None = None
@@ -89,6 +90,7 @@ class NodeInfo:
             model=text("served_model_name", "model"),
             max_model_len=whole("max_model_len"),
             max_num_seqs=whole("max_num_seqs"),
+            tensor_parallel_size=whole("tensor_parallel_size") or 1,
             fingerprint=text("fingerprint"),
             pull=body.get("pull") is True,
             host=text("host"),
@@ -139,6 +141,11 @@ class Node:
     def is_usable(self) -> bool:
         """Whether it may be given work now. Everything that keeps work from a node belongs in here."""
         return self.state is NodeState.READY and self.breaker.is_admitting
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it hands no prompts out and takes none in: our nodes of several ranks."""
+        return self.info.tensor_parallel_size > 1 and not self.info.pull
 
     @property
     def may_generate(self) -> bool:

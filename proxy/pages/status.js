@@ -61,6 +61,7 @@ function nodeParts(node) {
   if (!node.is_like_all) {
     facts.push(["model", node.model || "unknown"], ["fingerprint", short(node.fingerprint)]);
   }
+  if (node.tensor_parallel_size > 1) facts.push(["ranks", number(node.tensor_parallel_size)]);
   if (figures) {
     if (figures.kv_blocks) parts.push(pool("KV blocks", figures.kv_blocks));
     if (figures.state_slots) parts.push(pool("State slots", figures.state_slots));

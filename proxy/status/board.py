@@ -77,6 +77,7 @@ def _describe(node: Node) -> dict[str, Any]:
         "model": node.info.model,
         "fingerprint": node.info.fingerprint,
         "max_model_len": node.info.max_model_len,
+        "tensor_parallel_size": node.info.tensor_parallel_size,
         "in_flight": node.num_in_flight,
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.config.node import NodeConfig
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Rows, Segment, StepPlan
 from common.kv_cache.pools.storage import KVStorage
@@ -18,6 +19,8 @@ from common.kv_cache.sequences.allocation import BlockTable
 from common.kv_cache.spec import KVCacheConfig
 from common.models.adapter.arguments import step_arguments, stock_cache
 from common.models.loading.loader import LoadedModel, load_model
+from common.node.ranks.ranks import Ranks
+from common.node.ranks.runner import RankedRunner
 from tests.support.models import VOCAB_SIZE, auto_class, checkpoint
 from tests.support.ops import make_ops
 from tests.support.reference import tolerance as tolerance
@@ -91,7 +94,8 @@ class Harness:
     test.
 
     A block id of a sequence stands for one block per attention group, another one in each (``in_group``). As the cache
-    manager does, entries that a window has left are null.
+    manager does, entries that a window has left are null. ``ranks``: those that run the steps with this process, just
+    started.
     """
 
     def __init__(
@@ -104,16 +108,25 @@ class Harness:
         num_slots: int = 16,
         compact: bool = False,
         device: str = "cpu",
+        ranks: Ranks | None = None,
     ) -> None:
         if device == "cpu":
             make_ops(ops)  # or skips the test
-        self.model = engine_model(family, dtype, ops, compact=compact, device=device)
+        if ranks is None:
+            self.model = engine_model(family, dtype, ops, compact=compact, device=device)
+        else:
+            load = {"model": str(checkpoint(family)), "dtype": dtype, "ops_backend": ops}
+            self.model = load_model(**load, group=ranks.meet(load, NodeConfig(model=load["model"])))
         self.groups = self.model.geometry.attention_groups
         each_group = (num_blocks,) * len(self.groups)
         config = KVCacheConfig(self.model.geometry, BLOCK_SIZE, each_group, num_slots, b"root")
         self._num_blocks = num_blocks
         self.storage = KVStorage(config, torch.device(device))
-        self.runner = ModelRunner(self.model, self.storage, config)
+        if ranks is None:
+            self.runner = ModelRunner(self.model, self.storage, config)
+        else:
+            ranks.allocate(config)
+            self.runner = RankedRunner(self.model, self.storage, config, ranks)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = order.tolist()
         self.has_state = config.has_state

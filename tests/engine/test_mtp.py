@@ -159,6 +159,6 @@ def test_node_with_the_head_when_another_has_none_then_neither_reads_the_others_
     _, with_head = mtp_engine(folder)
     config = NodeConfig(model=str(folder), dtype="float32", device="cpu", **ROOMY)
     without = load_node_model(config)
-    assert layout_fingerprint(with_head.cache_config) != layout_fingerprint(without.cache_config)
+    assert layout_fingerprint(with_head) != layout_fingerprint(without)
     assert with_head.cache_config.root_key != without.cache_config.root_key
     assert with_head.storage.layout.group_block_bytes[0] == 2 * without.storage.layout.group_block_bytes[0]

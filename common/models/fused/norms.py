@@ -65,12 +65,16 @@ def fuse_norms(model: nn.Module, ops: Norms) -> None:
     fused = 0
     norms = [(p, n, m) for p in model.modules() for n, m in p.named_children() if _is_norm(m)]
     for parent, name, norm in norms:
-        epsilon = _epsilon(norm)
-        variant = next((v for v in _variants(norm) if _fits(norm, v, epsilon, ops)), None)
+        variant = find_variant(norm, ops)
         if variant is not None:
-            setattr(parent, name, FusedNorm(ops, norm.weight, epsilon, variant))
+            setattr(parent, name, FusedNorm(ops, norm.weight, epsilon_of(norm), variant))
             fused += 1
     logger.info("norms fused=%d left=%d", fused, len(norms) - fused)
+
+
+def find_variant(norm: nn.Module, ops: Norms) -> Variant | None:
+    """With which ``ops`` give the numbers of ``norm``, a root mean square norm of transformers'; None: with none."""
+    return next((variant for variant in _variants(norm) if _fits(norm, variant, epsilon_of(norm), ops)), None)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -80,11 +84,11 @@ def _is_norm(module: nn.Module) -> bool:
         and list(parameters) == ["weight"]
         and module.weight.ndim == 1
         and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and isinstance(_epsilon(module), float)
+        and isinstance(epsilon_of(module), float)
     )
 
 
-def _epsilon(norm: nn.Module) -> Any:
+def epsilon_of(norm: nn.Module) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 

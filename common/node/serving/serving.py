@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 class Serving:
     """Used on the event loop only. A node without ``prefill_leg`` hands nothing out, one without ``handoffs`` pulls
-    nothing that a prefill leg computed."""
+    nothing that a prefill leg computed, and one without either (of several ranks) pulls nothing at all."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class Serving:
         self._engine = engine
         self._rendezvous = rendezvous
         self._sources = sources
+        self._pulls = prefill_leg is not None or handoffs is not None
         self._prefill_leg = prefill_leg
         self._handoffs = handoffs
         self._grammars = grammars
@@ -238,7 +239,8 @@ class Serving:
                     job.handoff_result = await stack.enter_async_context(reading)
             remote = job.handoff_result.prefix
             if job.handoff is None and job.sampling.prompt_logprobs is None:
-                found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources, job.images)
+                named = request.sources if self._pulls else ()
+                found = self._sources.prefix(job.token_ids, request.cache_salt, named, job.images)
                 remote = await stack.enter_async_context(found)
             engine_request = Request(
                 request_id=job.request_id,

@@ -44,7 +44,7 @@ def create_tiers(
         return None
     _check(config, model)
     manager, storage = model.manager, model.storage
-    objects = PrefixObjects(storage, manager.generations, layout_fingerprint(model.cache_config), model.loaded.dtype)
+    objects = PrefixObjects(storage, manager.generations, layout_fingerprint(model), model.loaded.dtype)
     fastest_first = sorted(config.kv_tier, key=lambda spec: TIER_KINDS.index(spec.kind))
     tiers = [_node_tier(spec, config, model, cluster_key, objects) for spec in fastest_first]
     return NodeTiers(

@@ -92,6 +92,16 @@ def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
             ["--kv-tier", "disk:/a?size=1GiB", "--no-enable-prefix-caching"],
             "--kv-tier disk:/a?size=1GiB: with --no-enable-prefix-caching nothing is kept that could be written",
         ),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0 is below its minimum of 1"),
+        (["--tensor-parallel-size", "65"], "--tensor-parallel-size 65 is above its maximum of 64"),
+        (
+            ["--tensor-parallel-size", "2", "--device", "cuda:0"],
+            "--tensor-parallel-size 2 does not go with --device cuda:0",
+        ),
+        (
+            ["--tensor-parallel-size", "2", "--kv-tier", "host:1GiB"],
+            "--tensor-parallel-size 2 does not go with --kv-tier",
+        ),
         (["--kv-tier-min-return", "2"], "--kv-tier-min-return 2.0 is above its maximum of 1.0"),
         (["--kv-tier-write-rate", "0"], "--kv-tier-write-rate 0 is below its minimum of 1"),
     ],

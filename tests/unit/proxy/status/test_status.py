@@ -185,6 +185,7 @@ def test_nodes_when_looked_at_then_show_state_model_and_figures(start_cluster: S
         "fake",
         "f00d",
     )
+    assert decode["tensor_parallel_size"] == 1
     assert decode["figures"]["kv_blocks"] == {"used": 3.0, "free": 5.0}
     assert decode["hit_rates"] == {"attention": 0.25}
     assert decode["age_seconds"] < 20

@@ -1,0 +1,212 @@
+"""Ranks of a node, each a process, give one process's numbers: whole prompts, chunks, batches, saved states; and each
+of these checks can fail: a rank with another rank's weights is found at load."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.engine.plan import StepPlan
+from common.errors import ConfigError, EngineDeadError, StepMemoryError
+from common.geometry.parts import with_mtp
+from common.kv_cache.shards import shard_geometry
+from common.kv_cache.spec import ShardPart
+from common.models.loading.loader import LoadedModel, load_model
+from common.models.parallel import slicing
+from common.models.parallel.group import RankGroup
+from common.models.parallel.shard_model import check_rules
+from common.node.ranks.ranks import Ranks
+from tests.engine.harness import (
+    BLOCK_SIZE,
+    Harness,
+    Work,
+    engine_model,
+    random_tokens,
+    stock_greedy,
+    stock_logits,
+    tolerance,
+)
+from tests.engine.test_identity import A, B, run_mixed_steps
+from tests.engine.test_row_independence import FAMILIES as EXACT
+from tests.support.models import FAMILIES, SHORT_TIER, checkpoint, tiered
+
+TIMEOUT_S = 120.0
+NUM_GREEDY = 16
+IN_PROCESSES = ("qwen3_5", "zamba2")
+"""Of the quick tests: parts of every kind (a delta rule's and Mamba-2's), norms over ranks, gates, adapters."""
+REPEATING = ("granitemoehybrid", "qwen3_next", "falcon_h1")
+"""With fewer K/V heads, key heads or groups than four ranks."""
+
+
+class Together:
+    """Ranks as threads of this process: nothing but their weights and what they add up. In float32: while it loads
+    another dtype, transformers makes that torch's default for all threads. ``slice_as``: rank -> whose slices it takes.
+    """
+
+    def __init__(self, folder: Path, size: int, slice_as: Callable[[int], int] = lambda rank: rank) -> None:
+        self._path = str(folder / "ranks")
+        self._size = size
+        self._slice_as = slice_as
+
+    def load(self, family: str) -> list[LoadedModel | Exception]:
+        found: list[LoadedModel | Exception] = [EngineDeadError("no answer")] * self._size
+
+        def load_one(rank: int) -> None:
+            group = RankGroup(self._path, rank, self._size, TIMEOUT_S)
+            group.rank = self._slice_as(rank)
+            try:
+                found[rank] = load_model(str(checkpoint(family)), dtype="float32", ops_backend="torch", group=group)
+            except Exception as exc:  # noqa: BLE001  # handed to the test, whatever it is
+                found[rank] = exc
+
+        threads = [threading.Thread(target=load_one, args=(rank,), daemon=True) for rank in range(self._size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        return found
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    started = Ranks(2)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def num_parameters(model: LoadedModel) -> int:
+    return sum(p.numel() for p in model.model.parameters())
+
+
+# --- weights: the load probe compares with transformers' own forward
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        pytest.param(family, size, marks=() if is_quick else pytest.mark.full)
+        for family, size in itertools.product(FAMILIES, (2, 4))
+        for is_quick in [family in (SHORT_TIER if size == 2 else REPEATING)]
+        if (family, size) != ("zamba", 4)  # two heads of its mixer
+    ],
+)
+def test_model_when_divided_then_its_ranks_give_its_numbers_together(tmp_path: Path, family: str, size: int) -> None:
+    whole = engine_model(family, ops="torch")
+    for found in Together(tmp_path, size).load(family):
+        assert isinstance(found, LoadedModel), found
+        assert found.undivided == whole.geometry
+        assert found.geometry == shard_geometry(whole.geometry, size)
+        assert num_parameters(found) < num_parameters(whole)
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, ("granitemoehybrid", "qwen3_5", "lfm2")))
+def test_control_when_a_rank_has_the_weights_of_another_then_the_model_is_refused(tmp_path: Path, family: str) -> None:
+    for found in Together(tmp_path, 2, slice_as=lambda rank: 0).load(family):
+        assert isinstance(found, ConfigError), found
+        assert "failed the numeric probe" in found.message
+
+
+def test_control_when_heads_repeat_by_the_rest_and_not_by_division_then_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_the_rest(part: ShardPart, rank: int, size: int) -> range:
+        if part.num_heads >= size:
+            return range(rank * part.num_heads // size, (rank + 1) * part.num_heads // size)
+        return range(rank % part.num_heads, rank % part.num_heads + 1)
+
+    monkeypatch.setattr(slicing, "held", by_the_rest)
+    for found in Together(tmp_path, 4).load("llama"):
+        assert isinstance(found, ConfigError), found
+        assert "failed the numeric probe" in found.message
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "what"), [("llama", 3, "kv_heads"), ("zamba", 4, "'x'"), ("mamba", 3, "128")]
+)
+def test_model_when_its_heads_cannot_be_dealt_out_then_is_refused_by_name(family: str, size: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as refusal:
+        check_rules(engine_model(family, ops="torch").geometry, size)
+    assert refusal.value.param == "--tensor-parallel-size"
+    assert f"tensor parallel size {size}" in refusal.value.message
+
+
+def test_mixer_without_a_rule_when_divided_then_is_refused_by_name() -> None:
+    geometry = with_mtp(engine_model("nemotron_h", ops="torch").geometry)
+    with pytest.raises(ConfigError, match=r"no rule to divide the mixers of nemotron_h \(mtp\)"):
+        check_rules(geometry, 2)
+
+
+# --- processes: the same steps on all ranks
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, IN_PROCESSES))
+def test_steps_when_run_by_two_ranks_then_give_the_numbers_of_the_model(ranks: Ranks, family: str) -> None:
+    harness = Harness(family, "auto", ranks=ranks)
+
+    def check(rows: torch.Tensor, expected: torch.Tensor) -> None:
+        assert float((rows - expected).abs().max()) < tolerance(family)
+
+    # In odd chunks, two in a step; then both token by token.
+    first: list[int] = []
+    for rows, prompt in zip(run_mixed_steps(harness), (A, B), strict=True):
+        check(rows, stock_logits(family, prompt))
+        first.append(int(rows[-1].argmax()))
+    for prompt, tokens, rows in zip((A, B), *harness.greedy(["A", "B"], first, NUM_GREEDY), strict=True):
+        expected, expected_rows = stock_greedy(family, prompt, NUM_GREEDY)
+        assert tokens == expected
+        check(rows, expected_rows[1:])
+    # From the state saved after 48 tokens, in another slot, with two blocks shared and the third one copied.
+    again = harness.add("C", 7, 128)
+    origin = harness.sequences["A"].block_ids
+    again.block_ids[:2] = origin[:2]
+    again.num_computed = again.write_from = 48
+    again.src_slot = 5 if harness.has_state else 0
+    copies = [(origin[2], again.block_ids[2])] if harness.has_attention else []
+    tail = random_tokens(21, 3)
+    [rows] = harness.hidden(Work("C", tail), block_copies=copies)
+    check(harness.runner.logits(rows), stock_logits(family, A[:48] + tail)[48:])
+    # The whole prompt at once. What is in a step beside a row does not change its bits, where they are exact.
+    for name, slot in (("V", 8), ("W", 9)):
+        harness.add(name, slot, 128)
+        last = harness.prefill(name, A)
+        check(last, stock_logits(family, A)[-1])
+    token = [int(last.argmax())]
+    [alone] = harness.logits(Work("V", token))
+    beside, _ = harness.logits(Work("W", token), Work("B", B[:9]))
+    assert torch.equal(alone, beside) or family not in EXACT
+
+
+def test_step_when_a_rank_was_killed_then_the_engine_is_told_that_it_cannot_go_on(ranks: Ranks) -> None:
+    harness = Harness("llama", "torch", ranks=ranks)
+    harness.add("A", 1, 128)
+    harness.prefill("A", A[:BLOCK_SIZE])
+    [process] = ranks._processes
+    process.kill()
+    process.wait(TIMEOUT_S)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 was killed by signal 9"):
+        harness.prefill("A", A[BLOCK_SIZE:])
+    with pytest.raises(EngineDeadError):
+        harness.runner.synchronize()
+
+
+@pytest.mark.full
+def test_step_when_it_raised_then_no_further_one_runs(ranks: Ranks) -> None:
+    harness = Harness("granitemoehybrid", "torch", ranks=ranks)
+    harness.add("A", 999, 128)
+    with pytest.raises(StepMemoryError, match="999"):
+        harness.prefill("A", A)
+    with pytest.raises(EngineDeadError, match="rank"):
+        harness.runner.forward(StepPlan())
+
+
+def test_ranks_when_one_refuses_to_start_then_the_others_hear_of_it_and_none_is_left(ranks: Ranks) -> None:
+    ranks._processes[0].kill()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+        Harness("llama", "torch", ranks=ranks)
