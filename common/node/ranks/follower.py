@@ -1,9 +1,10 @@
-"""The program of ranks 1 and up: ``python -m common.node.ranks.follower FD``, started by rank 0 with one end of a
-connection as ``FD``.
+"""The program of ranks 1 and up: ``python -m common.node.ranks.follower FD MEMORY``, started by rank 0 with one end of
+a connection as ``FD`` and the memory of its pools, empty, as ``MEMORY``.
 
 It decides nothing: it loads its part of the model, makes pools of the sizes that it is told, and runs every plan that
-comes. What raises ends it, and so does the end of the connection, at once and from whatever it does. Signals that ask a
-service to stop are rank 0's business, which still needs this process while it drains.
+comes. What is in the pools rank 0 moves from and to other nodes. What raises ends this program, and so does the end of
+the connection, at once and from whatever it does. Signals that ask a service to stop are rank 0's business, which still
+needs this process while it drains.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.plan import StepPlan
 from common.errors import TandemError
 from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import load_model
 from common.models.parallel.group import RankGroup
 from common.node.ranks.ranks import START_TIMEOUT_S, RankStart
@@ -30,7 +32,7 @@ from common.server.serve import end_process
 from common.telemetry.logs import configure_logging
 
 
-def run(connection: Connection) -> NoReturn:
+def run(connection: Connection, memory_fd: int) -> NoReturn:
     """Until rank 0 is gone."""
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), name="rank-0", daemon=True).start()
@@ -42,13 +44,16 @@ def run(connection: Connection) -> NoReturn:
     group = RankGroup(start.store_path, start.rank, start.num_ranks, START_TIMEOUT_S)
     loaded = load_model(**start.load, group=group)
     config = inbox.get()
-    runner = ModelRunner(loaded, KVStorage(config, loaded.device), config)  # type: ignore[arg-type]
+    assert isinstance(config, KVCacheConfig)
+    runner = ModelRunner(loaded, KVStorage(config, loaded.device, memory_fd), config)
+    os.close(memory_fd)
     connection.send("ready")
     keep_collections_short()
     while True:
         plan = inbox.get()
         assert isinstance(plan, StepPlan)
         runner.forward(plan)
+        connection.send("done")
 
 
 def _read(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
@@ -63,7 +68,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        run(Connection(int(sys.argv[1])))
+        run(Connection(int(sys.argv[1])), int(sys.argv[2]))
     except TandemError as exc:  # rank 0 says the same
         sys.stderr.write(f"rank: error: {exc.message}\n")
     end_process(1)

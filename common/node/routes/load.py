@@ -10,8 +10,9 @@ from common.node.node import Node
 
 def load_report(node: Node) -> dict[str, Any]:
     """The body of ``GET /internal/v1/load``. A number is null until it was measured. Event loop only; does not wait
-    for the running step."""
+    for the running step. Bytes are those of all ranks."""
     core, cache, layout = node.core, node.model.cache_config, node.model.storage.layout
+    num_ranks = len(node.model.storages)
     steps, pulls = core.step_model, node.peer_reader.pull_times
     decode = steps.decode_line
     groups = zip(cache.geometry.attention_groups, layout.group_block_bytes, strict=True)
@@ -28,8 +29,8 @@ def load_report(node: Node) -> dict[str, Any]:
         "decode_step_seconds": None if decode is None else decode.fixed_s + decode.unit_s * max(1, core.num_running),
         "seconds_per_row_beside_prompts": steps.prompt_row_s,
         "pull": _cost(pulls.line, pulls.age_s, "pull", "byte"),
-        "kv_bytes_per_token": block_bytes / cache.block_size,
-        "state_bytes": layout.slot_bytes,
+        "kv_bytes_per_token": num_ranks * block_bytes / cache.block_size,
+        "state_bytes": num_ranks * layout.slot_bytes,
         "tiers": node.tiers.read_rates() if node.tiers is not None else {},
     }
 
