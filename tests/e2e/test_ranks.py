@@ -1,6 +1,6 @@
 """A node of two ranks that computes whole requests: the answers of one process, whatever was cached before, and a
-rank's death is its node's: clients are told, no process is left, and whoever started the node starts another one. What such
-nodes hand over to others: ``test_two_turns.py``, ``test_ranks_faults.py``."""
+rank's death is its node's: clients are told, no process is left, and whoever started the node starts another one.
+What such nodes hand over to others: ``test_two_turns.py``, ``test_ranks_faults.py``."""
 
 from __future__ import annotations
 
