@@ -44,6 +44,7 @@ from common.models.vision.encoder import ImageEncoder
 from common.node.cache_warnings import cache_warnings
 from common.node.device import check_environment, choose_device, thread_entry
 from common.node.device_memory import pool_bytes
+from common.node.digests import VERIFY_OFF
 from common.node.ranks.ranks import Ranks
 from common.node.ranks.runner import RankedRunner
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
@@ -131,6 +132,9 @@ def _start_ranks(config: NodeConfig, device: torch.device, *, has_head: bool) ->
         raise ConfigError(f"{option} {size} does not go with {why}", param=option)
     check_ranks(config.model, size, revision=config.revision)
     logger.info("ranks=%d: every decode step runs through the model's own code, as with --enforce-eager", size)
+    if config.kv_transfer_verify != VERIFY_OFF:
+        verify = config.kv_transfer_verify
+        logger.warning("--kv-transfer-verify %s: a node of several ranks makes and compares no digests", verify)
     return Ranks(size)
 
 
