@@ -34,6 +34,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
 from common.node.device import thread_entry
 from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
+from common.transfer.announcement import PeerMetadata
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
 from common.transfer.nixl.agent import PROGRESS_TIMEOUT_US
@@ -42,7 +43,7 @@ from common.transfer.nixl.bindings import load_bindings
 from common.transfer.nixl.descriptors import memory_kind
 from common.transfer.puller import Puller
 from common.transfer.reads import Read
-from common.transfer.regions import Peer, PeerMetadata, Region
+from common.transfer.regions import Peer, Region
 
 EPOCH = 1
 GENERATION = 7
@@ -111,7 +112,7 @@ class BareReader:
         self._device_id = device_id
         registered = [(blocks.address, blocks.num_bytes, device_id, "")]
         self._agent.registerMem(nixl.nixlRegDList(self._memory, registered), [])
-        announced = PeerMetadata.from_bytes(metadata)
+        announced = PeerMetadata.from_bytes(metadata).ranks[0]
         self._peer = announced.name
         self._agent.loadRemoteMD(announced.agent_blob())
         remote = next(region for region in announced.regions if region.name == "blocks")

@@ -73,7 +73,7 @@ class NodeLayout:
         Raises:
             LayoutMismatchError: naming the field and both values.
         """
-        theirs = self._tensor_parallel_size(document)
+        theirs = self.num_ranks(document)
         is_divided = max(theirs, self.tensor_parallel_size) > 1
         for path, own, their in differences(self.document, self.document if document is None else document):
             if path == TENSOR_PARALLEL_SIZE or (not is_divided and f".{PARTS}" in path):
@@ -83,7 +83,12 @@ class NodeLayout:
         groups = zip(self._geometry.attention_groups, layout.group_block_bytes, strict=True)
         return {**{group.pool_name: num_bytes for group, num_bytes in groups}, "slots": layout.slot_bytes}
 
-    def _tensor_parallel_size(self, document: Mapping[str, Any] | None) -> int:
+    def num_ranks(self, document: Mapping[str, Any] | None) -> int:
+        """A peer's tensor-parallel size, which can be mapped to this node's.
+
+        Raises:
+            LayoutMismatchError: naming the field and both values.
+        """
         theirs = 1 if document is None else document.get(TENSOR_PARALLEL_SIZE)
         why = f"must be an integer in [1, {MAX_TENSOR_PARALLEL_SIZE}]"
         if type(theirs) is int and 1 <= theirs <= MAX_TENSOR_PARALLEL_SIZE:

@@ -37,6 +37,7 @@ from common.node.pull.peer_reader import PeerReader
 from common.node.pull.prefix_reader import FinishedPull, PrefixReader, PulledPrefix
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.quarantine import QuarantineKeeper
+from common.node.pull.rank_puller import RankPuller
 from common.node.pull.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id
 from common.node.serving.admission import Admission
@@ -108,7 +109,7 @@ class Node:
         self.remote_leases = RemoteLeases(self.peers)
         self._puller = Puller(self.backend)
         self.peer_reader = PeerReader(
-            self._puller,
+            RankPuller(self._puller, model.cache_config.geometry, model.cache_config.block_size),
             self.peers,
             config.kv_transfer_timeout_seconds,
             self._find_mismatch if config.kv_transfer_verify != VERIFY_OFF else None,

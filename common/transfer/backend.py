@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from common.errors import LayoutMismatchError, TransferError
+from common.transfer.announcement import PeerMetadata
 from common.transfer.codes import TransferCode
 from common.transfer.reads import Handle, Read, ReadStatus, check_memory_kind, check_unit_bytes
-from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
+from common.transfer.regions import Peer, PoolLayout, Region
 
 
 class TransferBackend(abc.ABC):
@@ -62,16 +64,16 @@ class TransferBackend(abc.ABC):
 
     @abc.abstractmethod
     def metadata(self) -> bytes:
-        """This process's announcement for ``add_peer`` elsewhere: ``PeerMetadata`` as UTF-8 JSON. Another one after
-        ``recreate``."""
+        """This process's announcement for ``add_peer`` elsewhere: ``PeerMetadata`` of one rank as UTF-8 JSON, which a
+        node of several joins with the others'. Another one after ``recreate``."""
 
     @abc.abstractmethod
     def add_peer(self, metadata: bytes) -> Peer:
-        """Accept a peer's announcement, so that its regions can be read.
+        """Accept a peer's announcement, so that its regions can be read: those of all its ranks, or none.
 
         Adding the same announcement again returns the same ``Peer``, and revives it when it was disconnected or
         removed. A new life of a known ``engine_id`` supersedes the old one: reads in flight end as they will, new ones
-        from the old ``Peer`` are refused.
+        from the old ``Peer`` are refused. What ends one rank of a peer, such as a disconnect, ends the peer.
 
         Raises:
             TransferError: ``bad_metadata``, ``layout_mismatch``, ``fingerprint_mismatch``, ``region_mismatch`` (a
@@ -86,7 +88,8 @@ class TransferBackend(abc.ABC):
 
     @abc.abstractmethod
     def post_read(self, peer: Peer, reads: Sequence[Read]) -> Handle:
-        """Start copying; does not wait. Everything in ``reads`` is one transfer with one outcome.
+        """Start copying; does not wait. Everything in ``reads`` is one transfer with one outcome, whichever ranks of
+        the peer it is from: terminal once nothing comes from any of them.
 
         The destination units belong to the transfer from here until ``poll`` says a terminal status.
 
@@ -154,7 +157,7 @@ class TransferBackend(abc.ABC):
                 f"this node {self.fingerprint!r}",
                 code=TransferCode.FINGERPRINT_MISMATCH,
             )
-        for remote in metadata.regions:
+        for remote in chain.from_iterable(rank.regions for rank in metadata.ranks):
             local = self.regions.get(remote.name)
             if local is not None:
                 check_unit_bytes(metadata.engine_id, local, remote, unit_bytes.get(remote.name))
@@ -162,6 +165,9 @@ class TransferBackend(abc.ABC):
 
     def _check_layout(self, layout: PoolLayout, metadata: PeerMetadata) -> Mapping[str, int]:
         try:
+            num_ranks = layout.num_ranks(metadata.layout)
+            if num_ranks != len(metadata.ranks):
+                raise LayoutMismatchError(f"it announces {len(metadata.ranks)} ranks, its layout has {num_ranks}")
             return layout.check(metadata.layout)
         except LayoutMismatchError as exc:
             raise LayoutMismatchError(f"peer {metadata.engine_id}: {exc.message}") from exc

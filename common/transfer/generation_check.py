@@ -68,7 +68,8 @@ class ScratchMemory:
 class GenerationCheck:
     """What of a pull is still to be verified, in segments: ``reads`` of the first one, then ``compare``.
 
-    The epoch comes first in each table, units ascend, so that neighbours merge into one descriptor.
+    Every rank that is read from has to prove all of it, out of its own tables; where nothing is read, every rank of the
+    peer. The epoch comes first in each table, units ascend, so that neighbours merge into one descriptor.
     """
 
     def __init__(self, job: PullJob) -> None:
@@ -79,8 +80,11 @@ class GenerationCheck:
                 entries = by_region[expected.region] = [ExpectedGeneration(expected.region, 0, job.epoch, 0)]
             entries.append(expected)
         checks = [entry for entries in by_region.values() for entry in sorted(entries, key=attrgetter("unit"))]
+        ranks = sorted({read.rank for read in job.reads if len(read.pairs)}) or range(len(job.peer.ranks))
         self._segments = deque(
-            checks[start : start + SEGMENT_ENTRIES] for start in range(0, len(checks), SEGMENT_ENTRIES)
+            (rank, checks[start : start + SEGMENT_ENTRIES])
+            for rank in ranks
+            for start in range(0, len(checks), SEGMENT_ENTRIES)
         )
 
     @property
@@ -89,19 +93,20 @@ class GenerationCheck:
 
     def reads(self, scratch: ScratchMemory, segment: int) -> list[Read]:
         """Reads of the first remaining segment's entries into a segment of scratch memory."""
+        rank, checks = self._segments[0]
         pairs: dict[str, list[tuple[int, int]]] = {}
-        for unit, check in enumerate(self._segments[0], start=segment * SEGMENT_ENTRIES):
+        for unit, check in enumerate(checks, start=segment * SEGMENT_ENTRIES):
             pairs.setdefault(check.region, []).append((unit, check.unit))
-        return [Read(scratch.region.name, region, region_pairs) for region, region_pairs in pairs.items()]
+        return [Read(scratch.region.name, region, region_pairs, rank=rank) for region, region_pairs in pairs.items()]
 
     def compare(self, scratch: ScratchMemory, segment: int) -> Mismatch | None:
         """Takes the first remaining segment off the list. Returns the first of its entries that is not as expected."""
-        checks = self._segments.popleft()
+        rank, checks = self._segments.popleft()
         found = scratch.words(segment, len(checks))
         if found == [word for check in checks for word in (check.value, check.tag)]:
             return None
         for check, value, tag in zip(checks, found[::2], found[1::2], strict=True):
-            where = f"{check.region}[{check.unit}]"
+            where = f"{check.region}[{check.unit}]" + (f" of rank {rank}" if rank else "")
             if value != check.value:
                 what, reason = (
                     ("epoch", PullReason.STALE_EPOCH)

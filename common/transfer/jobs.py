@@ -35,7 +35,8 @@ class PullStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedGeneration:
-    """Entry ``unit`` of the peer's generations region ``region`` must still be (``value``, ``tag``) after the read.
+    """Entry ``unit`` of the peer's generations region ``region`` must still be (``value``, ``tag``) after the read, at
+    each of its ranks that something was read from: the ranks of a node count alike.
 
     ``value``: the generation that the holder promised. ``tag``: the first 8 bytes, little-endian, of the prefix key of
     the content that should be there, computed by the reader from its own token ids: a manifest that names other

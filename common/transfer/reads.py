@@ -34,13 +34,15 @@ class Piece:
 class Read:
     """Units to copy from a peer's region into a local one: ``pairs`` of (local unit, remote unit), in any order.
 
-    ``pieces``: what of each unit is copied; none: all of it, and units are as large on both sides.
+    ``pieces``: what of each unit is copied; none: all of it, and units are as large on both sides. ``rank``: of the
+    peer, which one's region.
     """
 
     local_region: str
     remote_region: str
     pairs: Sequence[tuple[int, int]]
     pieces: Sequence[Piece] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class CheckedRead:
     local: Region
     remote: Region
     runs: RunArray
+    rank: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -115,12 +118,13 @@ def check_reads(regions: Mapping[str, Region], peer: Peer, reads: Sequence[Read]
     checked: list[CheckedRead] = []
     for read in reads:
         local = regions.get(read.local_region)
-        remote = peer.regions.get(read.remote_region)
+        theirs = peer.ranks[read.rank].regions if 0 <= read.rank < len(peer.ranks) else {}
+        remote = theirs.get(read.remote_region)
         if local is None or remote is None:
             side, name, known = (
                 ("local", read.local_region, regions)
                 if local is None
-                else (f"peer {peer.engine_id}'s", read.remote_region, peer.regions)
+                else (f"peer {peer.engine_id}'s (rank {read.rank} of {len(peer.ranks)})", read.remote_region, theirs)
             )
             raise TransferError(f"no {side} region {name!r}, known: {sorted(known)}", code=TransferCode.UNKNOWN_REGION)
         if not read.pieces:
@@ -129,7 +133,7 @@ def check_reads(regions: Mapping[str, Region], peer: Peer, reads: Sequence[Read]
         pairs = _pair_array(local, read.pairs)
         _check_units(local, remote, pairs)
         if len(pairs):
-            checked.append(CheckedRead(local, remote, merge_runs(_byte_runs(local, remote, pairs, pieces))))
+            checked.append(CheckedRead(local, remote, merge_runs(_byte_runs(local, remote, pairs, pieces)), read.rank))
     return checked
 
 

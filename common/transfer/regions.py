@@ -1,25 +1,13 @@
-"""Memory that can be read, as data: regions of numbered units, the peers that have them, and how a process announces
-its own.
-
-An announcement is JSON (never pickle) and believed only as far as it adds up: declared sizes are cross-checked against
-byte counts before anything is used.
-"""
+"""Memory that can be read, as data: regions of numbered units, and the peers that have them."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.errors import TransferError
 from common.transfer.codes import TransferCode
-
-METADATA_VERSION = 2
-"""Version of the announcement; another one is refused. 2: generations are 16 bytes, with a content tag. ``layout`` came
-later without another number: who does not know it has the fingerprint, which an undivided layout is part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +45,26 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A peer whose metadata was accepted by ``add_peer``.
+class PeerRank:
+    """One rank of a peer: ``name`` of its transport's agent, and the regions that it announced; the addresses are its
+    own."""
 
-    ``name`` is unique per process start of the peer: a restarted peer is another ``Peer`` with the same ``engine_id``
-    and another ``epoch``. ``regions``: what it announced; the addresses are the peer's.
+    name: str
+    regions: Mapping[str, Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer whose metadata was accepted by ``add_peer``: a node, of one rank or several.
+
+    ``name`` is that of rank 0's agent, unique per process start of the peer: a restarted peer is another ``Peer`` with
+    the same ``engine_id`` and another ``epoch``. ``ranks``: in order; the one rank of a node that is not divided.
     """
 
     name: str
     engine_id: str
     epoch: int
-    regions: Mapping[str, Region] = field(hash=False, compare=False)
+    ranks: tuple[PeerRank, ...] = field(hash=False, compare=False)
 
 
 class PoolLayout(Protocol):
@@ -84,125 +81,9 @@ class PoolLayout(Protocol):
             LayoutMismatchError: naming the field and both values.
         """
 
-
-@dataclass(frozen=True, slots=True)
-class PeerMetadata:
-    """What one backend announces to others. JSON on the wire (never pickle); ``agent`` is the transport's own opaque
-    blob.
-
-    ``engine_id`` names the node, ``epoch`` its life (random, new with each start), ``fingerprint`` the model and the
-    layout of its pools, ``layout`` the latter field by field (None: of a node that does not say): both are compared
-    before anything else is used.
-    """
-
-    backend: str
-    name: str
-    engine_id: str
-    epoch: int
-    fingerprint: str
-    agent: str
-    regions: tuple[Region, ...]
-    layout: Mapping[str, Any] | None = None
-
-    def to_bytes(self) -> bytes:
-        """UTF-8 JSON."""
-        regions = [
-            {
-                "name": region.name,
-                "address": region.address,
-                "num_units": region.num_units,
-                "unit_bytes": region.unit_bytes,
-                "num_bytes": region.num_bytes,
-                "device": region.device,
-            }
-            for region in self.regions
-        ]
-        document = {
-            "version": METADATA_VERSION,
-            "backend": self.backend,
-            "name": self.name,
-            "engine_id": self.engine_id,
-            "epoch": self.epoch,
-            "fingerprint": self.fingerprint,
-            "agent": self.agent,
-            "regions": regions,
-            **({} if self.layout is None else {"layout": self.layout}),
-        }
-        return json.dumps(document).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PeerMetadata:
-        """Parse and check an announcement.
+    def num_ranks(self, document: Mapping[str, Any] | None) -> int:
+        """How many ranks a peer with this document has to announce.
 
         Raises:
-            TransferError: ``bad_metadata`` (not ours, another version, a field missing or of another type),
-                ``region_mismatch`` (announced total bytes are not ``num_units * unit_bytes``, or a name twice).
+            LayoutMismatchError: as ``check``.
         """
-        try:
-            document = json.loads(data)
-        except ValueError as exc:
-            raise TransferError(f"peer metadata is not JSON: {exc}", code=TransferCode.BAD_METADATA) from exc
-        if not isinstance(document, dict):
-            raise TransferError("peer metadata is not a JSON object", code=TransferCode.BAD_METADATA)
-        version = _field(document, "version", int)
-        if version != METADATA_VERSION:
-            raise TransferError(
-                f"peer metadata version {version}, this node speaks {METADATA_VERSION}", code=TransferCode.BAD_METADATA
-            )
-        regions = tuple(_region_from_json(entry) for entry in _field(document, "regions", list))
-        names = [region.name for region in regions]
-        if len(set(names)) != len(names):
-            raise TransferError(f"peer announces a region twice: {names}", code=TransferCode.REGION_MISMATCH)
-        return cls(
-            backend=_field(document, "backend", str),
-            name=_field(document, "name", str),
-            engine_id=_field(document, "engine_id", str),
-            epoch=_field(document, "epoch", int),
-            fingerprint=_field(document, "fingerprint", str),
-            agent=_field(document, "agent", str),
-            regions=regions,
-            layout=_field(document, "layout", dict) if "layout" in document else None,
-        )
-
-    def agent_blob(self) -> bytes:
-        """``agent``, decoded from base64.
-
-        Raises:
-            TransferError: ``bad_metadata``.
-        """
-        try:
-            return base64.b64decode(self.agent, validate=True)
-        except binascii.Error as exc:
-            raise TransferError(
-                f"peer {self.engine_id}: agent metadata is not base64", code=TransferCode.BAD_METADATA
-            ) from exc
-
-
-def _field(document: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = document.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TransferError(
-            f"peer metadata: {name} must be {kind.__name__}, got {type(value).__name__}",
-            code=TransferCode.BAD_METADATA,
-        )
-    return value
-
-
-def _region_from_json(entry: Any) -> Region:
-    if not isinstance(entry, dict):
-        raise TransferError("peer metadata: a region must be an object", code=TransferCode.BAD_METADATA)
-    region = Region(
-        name=_field(entry, "name", str),
-        address=_field(entry, "address", int),
-        num_units=_field(entry, "num_units", int),
-        unit_bytes=_field(entry, "unit_bytes", int),
-        device=_field(entry, "device", str),
-    )
-    num_bytes = _field(entry, "num_bytes", int)
-    if num_bytes != region.num_bytes:
-        raise TransferError(
-            f"peer region {region.name!r}: announced {num_bytes} bytes, but {region.num_units} units of "
-            f"{region.unit_bytes} bytes are {region.num_bytes}",
-            code=TransferCode.REGION_MISMATCH,
-        )
-    return region

@@ -12,13 +12,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from common.config.node import NodeConfig
 from common.engine.outputs import RequestOutput
-from common.kv_cache.layout_document import NodeLayout
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
@@ -32,8 +32,10 @@ from common.node.pull.manifest_stream import ManifestStream, ReadablePrefix
 from common.node.pull.peer_reader import PeerReader
 from common.node.pull.prefix_reader import FinishedPull, PulledPrefix
 from common.node.pull.pull_task import RemotePrefix
+from common.node.pull.rank_puller import RankPuller
 from common.request import Request, SamplingParams
 from common.transfer.backend import TransferBackend
+from common.transfer.joint_puller import PullRunner
 from common.transfer.puller import Puller
 from common.transfer.regions import Peer
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
@@ -83,15 +85,11 @@ class Answer:
 class Side:
     """One node's engine, pools and transfer backend.
 
-    Made on the event loop. ``pace(num_tokens)``: awaited before the step after one that finished blocks.
+    Made on the event loop. ``new_backend``: of ``NixlBackend``'s arguments. ``pace(num_tokens)``: awaited before the
+    step after one that finished blocks.
     """
 
-    def __init__(self, name: str, hub: InProcessHub, config: NodeConfig) -> None:
-        def in_process(
-            *, engine_id: str, epoch: int, fingerprint: str, layout: NodeLayout, backends: Any, enter_thread: Any
-        ) -> TransferBackend:
-            return InProcessBackend(hub, engine_id=engine_id, epoch=epoch, fingerprint=fingerprint, layout=layout)
-
+    def __init__(self, name: str, new_backend: Callable[..., TransferBackend], config: NodeConfig) -> None:
         def call_off(request_id: str) -> None:
             raise AssertionError(f"{request_id}: no test here calls a leg off")
 
@@ -99,7 +97,7 @@ class Side:
         self.config = config
         self.model = runtime.load_node_model(config)
         self.core = runtime.create_core(config, self.model)
-        with patch.object(runtime, "NixlBackend", in_process):
+        with patch.object(runtime, "NixlBackend", new_backend):
             self.backend = runtime.create_backend(config, self.model, name)
         self.engine: Any = SimpleNamespace(generate=self._generate, call=self._call)
         self.rendezvous = RendezvousTable(is_in_use=lambda request_id: False, call_off=call_off)
@@ -228,16 +226,19 @@ class WatchedStream(ManifestStream):
 class Pair:
     """Owns both sides, the puller of the decode side and the event loop; ``close`` it."""
 
+    pull_timeout_s = PATIENCE_S
+
     def __init__(self, family: str, **flags: Any) -> None:
-        self._hub = InProcessHub()
+        self.hub = InProcessHub()
         common = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "kv_cache_memory": 16 << 20}
         self._config = NodeConfig(model=str(checkpoint(family)), host=HOST, port=PORT, **{**common, **flags})
         self._runner = asyncio.Runner()
         self._runner.run(self._start())
 
     async def _start(self) -> None:
-        self.prefill, self.decode = (Side(name, self._hub, self._config) for name in ("prefill", "decode"))
-        peers: Any = OnlyPeer(self.prefill, self.decode.backend)
+        self.prefill, self.decode = (Side(name, self.new_backend, self._config) for name in ("prefill", "decode"))
+        self._puller = Puller(self.decode.backend)
+        peers: Any = self._new_peers()
         model, config = self.decode.model, self._config
         self.metrics = Metrics(Role.DECODE)
         self._handoffs = HandoffReader(
@@ -258,11 +259,10 @@ class Pair:
             rendezvous=prefill.rendezvous,
             manifests=prefill.manifests,
         )
-        self._puller = Puller(self.decode.backend)
         self.reader = PeerReader(
-            self._puller,
+            self._new_pulls(),
             peers,
-            PATIENCE_S,
+            self.pull_timeout_s,
             None,
             metrics=self.metrics,
             slot_bytes=model.storage.layout.slot_bytes,
@@ -271,6 +271,22 @@ class Pair:
         self.decode.core.pull_with(self.bridge)
         self.bridge.open()
         self._pulls: asyncio.Queue[tuple[str, FinishedPull]] = asyncio.Queue()
+
+    # --- what nodes of ranks have otherwise
+
+    def new_backend(self, *, backends: Any = (), enter_thread: Any = None, **identity: Any) -> TransferBackend:
+        return InProcessBackend(self.hub, **identity)
+
+    def _new_peers(self) -> OnlyPeer:
+        return OnlyPeer(self.prefill, self.decode.backend)
+
+    def _new_pulls(self) -> PullRunner:
+        cache = self.decode.model.cache_config
+        return RankPuller(self._puller, cache.geometry, cache.block_size)
+
+    def _arrived(self, damage: Callable[[PullPlan], None] | None, plan: PullPlan) -> None:
+        if damage is not None:
+            damage(plan)
 
     def close(self) -> None:
         self._runner.run(self.bridge.close())
@@ -325,7 +341,7 @@ class Pair:
 
         ``damage`` is done to what arrived before the engine takes it. ``refused``: why all pulls have to fail.
         """
-        self.reader.after_read = damage
+        self.reader.after_read = partial(self._arrived, damage)
 
         async def run() -> dict[str, FinishedPull]:
             pulls = {}

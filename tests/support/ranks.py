@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.kv_cache.layout_document import NodeLayout
-from common.kv_cache.shards import UnitSlices
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry
+from common.node.pull.rank_puller import RankPuller
+from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
+from common.transfer.announcement import join_ranks
 from common.transfer.backend import TransferBackend
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome
 from common.transfer.puller import Puller
-from common.transfer.reads import Piece, Read
+from common.transfer.reads import Read
 from common.transfer.regions import Peer, Region
 from tests.support.shards_by_hand import geometry_of, narrow, unit_by_hand, units_of
 from tests.support.transfer_sites import PATIENCE_S, Site
@@ -31,99 +33,115 @@ ENTRY_BYTES = 16
 
 
 class RankMemory:
-    """The arena and the generations of one rank, filled with its share of what ``seed`` gives the whole model; ``seed``
-    0: with nothing."""
+    """The arenas and the generation tables of one rank, empty. ``num_units``: by pool."""
 
     enter_thread: Callable[[], None] | None = None
 
-    def __init__(self, geometry: ModelGeometry, block_size: int, rank: int, tp: int, *, epoch: int, seed: int) -> None:
+    def __init__(
+        self, geometry: ModelGeometry, block_size: int, rank: int, tp: int, *, epoch: int, num_units: dict[str, int]
+    ) -> None:
         self.epoch = epoch
-        names = [*(group.pool_name for group in geometry.attention_groups), "slots"]
-        self._units = dict(zip(names, units_of(geometry, block_size), strict=True))
-        self._share = {name: unit_by_hand(tensors, rank, tp) for name, tensors in self._units.items()}
-        self.pools = {name: np.full((NUM_UNITS, share.size), EMPTY, np.uint8) for name, share in self._share.items()}
-        self.pools = {name: pool for name, pool in self.pools.items() if pool.size}
-        if seed:
-            for name, pool in self.pools.items():
-                for unit in range(1, NUM_UNITS):
-                    pool[unit] = self.content(name, unit, seed)
-        self.generations = {
-            name: (ctypes.c_uint64 * (2 * NUM_UNITS))(epoch, 0, *(1000 + word for word in range(2, 2 * NUM_UNITS)))
-            for name in self.pools
+        groups = range(len(geometry.attention_groups))
+        self.tables = {
+            **{block_region(group): block_generations_region(group) for group in groups},
+            SLOTS: SLOT_GENERATIONS,
         }
+        self.units = dict(zip(self.tables, units_of(geometry, block_size), strict=True))
+        self.share = {name: unit_by_hand(tensors, rank, tp) for name, tensors in self.units.items()}
+        self.share = {name: share for name, share in self.share.items() if share.size}
+        self.pools = {
+            name: np.full((num_units[name], share.size), EMPTY, np.uint8) for name, share in self.share.items()
+        }
+        self.generations = {name: (ctypes.c_uint64 * (2 * len(pool)))(epoch) for name, pool in self.pools.items()}
         self.regions = {
             region.name: region
             for name, pool in self.pools.items()
             for region in (
-                Region(name, pool.ctypes.data, NUM_UNITS, pool.shape[1], null_unit=True, owner=pool),
+                Region(name, pool.ctypes.data, len(pool), pool.shape[1], null_unit=True, owner=pool),
                 Region(
-                    f"{name}_generations",
+                    self.tables[name],
                     ctypes.addressof(self.generations[name]),
-                    NUM_UNITS,
+                    len(pool),
                     ENTRY_BYTES,
                     owner=self.generations[name],
                 ),
             )
         }
 
+    def fill(self, seed: int) -> None:
+        """With this rank's share of what ``seed`` gives the whole model, and its first generations."""
+        for name, pool in self.pools.items():
+            for unit in range(1, len(pool)):
+                pool[unit] = self.content(name, unit, seed)
+                expected = self.expected(name, unit)
+                self.generations[name][2 * unit : 2 * unit + 2] = [expected.value, expected.tag]
+
     def content(self, name: str, unit: int, seed: int) -> NDArray[np.uint8]:
         """What a unit holds that is this rank's share of the whole one."""
-        num_bytes = sum(math.prod(each.shape) * DTYPE_BYTES[each.dtype] for each in self._units[name])
+        num_bytes = sum(math.prod(each.shape) * DTYPE_BYTES[each.dtype] for each in self.units[name])
         whole = np.random.default_rng([seed, unit, len(name)]).integers(0, EMPTY, num_bytes, dtype=np.uint8)
-        share = self._share[name]
+        share = self.share[name]
         return np.where(share >= 0, whole[share], np.uint8(EMPTY))
 
-    @staticmethod
-    def expected(name: str, unit: int) -> ExpectedGeneration:
+    def expected(self, name: str, unit: int) -> ExpectedGeneration:
         """As it was at first."""
-        return ExpectedGeneration(f"{name}_generations", unit, 1000 + 2 * unit, 1001 + 2 * unit)
+        return ExpectedGeneration(self.tables[name], unit, 1000 + 2 * unit, 1001 + 2 * unit)
 
 
 class RankNode:
-    """``backends``: one a rank. ``layout`` is what each announces."""
+    """``backends``: one a rank, of which ``announcement`` is one node's. ``seed`` 0: holds nothing."""
 
     def __init__(self, site: Site, name: str, model: str, block_size: int, tp: int, *, epoch: int, seed: int) -> None:
-        geometry = narrow(geometry_of(model))
+        self.geometry = narrow(geometry_of(model))
+        self.block_size = block_size
         self.tp = tp
         self.epoch = epoch
-        self.layout = NodeLayout(geometry, block_size, tp)
-        self.memories = [RankMemory(geometry, block_size, rank, tp, epoch=epoch, seed=seed) for rank in range(tp)]
-        self.backends: list[TransferBackend] = [
-            site.backend(memory, engine_id=f"{name}-{rank}", layout=self.layout)  # type: ignore[arg-type]
-            for rank, memory in enumerate(self.memories)
+        layout = NodeLayout(self.geometry, block_size, tp)
+        pools = [*(group.pool_name for group in self.geometry.attention_groups), SLOTS]
+        num_units = dict.fromkeys(pools, NUM_UNITS)
+        self.memories = [
+            RankMemory(self.geometry, block_size, rank, tp, epoch=epoch, num_units=num_units) for rank in range(tp)
         ]
+        if seed:
+            for memory in self.memories:
+                memory.fill(seed)
+        self.backends: list[TransferBackend] = [
+            site.backend(memory, engine_id=name, layout=layout) for memory in self.memories
+        ]
+
+    @property
+    def announcement(self) -> bytes:
+        return join_ranks([backend.metadata() for backend in self.backends])
 
 
 class RankReader:
-    """Reads for one rank of a node, from all ranks of another that have something of it, one pull each: what was read
-    counts when every one of them is OK. ``close`` it before the site."""
+    """Pulls for one rank of a node from another node, by the plan of that rank or of ``planned_rank``. ``close`` it
+    before the site."""
 
-    def __init__(self, node: RankNode, rank: int, holder: RankNode) -> None:
+    def __init__(self, node: RankNode, rank: int, holder: RankNode, planned_rank: int | None = None) -> None:
         self._holder = holder
         self._backend = node.backends[rank]
-        self._puller = Puller(self._backend, name=f"puller-{rank}")
+        self.puller = Puller(self._backend, name=f"puller-{rank}")
+        self.pulls = RankPuller(
+            self.puller,
+            node.geometry,
+            node.block_size,
+            rank=rank if planned_rank is None else planned_rank,
+            tensor_parallel_size=node.tp,
+        )
         self._outcomes: queue.Queue[PullOutcome] = queue.Queue()
-        self.peers: list[Peer] = [self._backend.add_peer(each.metadata()) for each in holder.backends]
+        self.peer: Peer = self._backend.add_peer(holder.announcement)
 
-    def pull(self, planned: UnitSlices, pairs: Sequence[tuple[int, int]]) -> list[PullOutcome]:
-        """``pairs`` of (local, remote) of every pool; the outcomes by rank, of those that have something of it."""
-        pools = list(self._holder.memories[0].pools)
-        slices = [*planned.blocks, *([planned.slot] if planned.slot else [])]
-        num_pulls = 0
-        for rank, (peer, memory) in enumerate(zip(self.peers, self._holder.memories, strict=True)):
-            reads = [
-                Read(name, name, pairs, pieces)
-                for name, each in zip(pools, slices, strict=True)
-                if (pieces := [Piece(s.local_offset, s.remote_offset, s.length) for s in each if s.remote_rank == rank])
-            ]
-            generations = [memory.expected(read.remote_region, remote) for read in reads for _, remote in pairs]
-            if reads:
-                deadline_s = time.monotonic() + PATIENCE_S
-                job = PullJob(f"rank-{rank}", peer, reads, generations, self._holder.epoch, deadline_s)
-                self._puller.submit(job, self._outcomes.put)
-                num_pulls += 1
-        outcomes = [self._outcomes.get(timeout=2 * PATIENCE_S) for _ in range(num_pulls)]
-        return sorted(outcomes, key=lambda outcome: outcome.pull_id)
+    def job(self, pairs: Sequence[tuple[int, int]], timeout_s: float = PATIENCE_S) -> PullJob:
+        """``pairs`` of (local, remote) of every pool."""
+        memory = self._holder.memories[0]
+        reads = [Read(name, name, pairs) for name in memory.pools]
+        generations = [memory.expected(name, remote) for name in memory.pools for _, remote in pairs]
+        return PullJob("pull", self.peer, reads, generations, self._holder.epoch, time.monotonic() + timeout_s)
+
+    def pull(self, pairs: Sequence[tuple[int, int]]) -> PullOutcome:
+        self.pulls.submit(self.job(pairs), self._outcomes.put)
+        return self._outcomes.get(timeout=2 * PATIENCE_S)
 
     def close(self) -> None:
-        assert self._puller.close()
+        assert self.puller.close()

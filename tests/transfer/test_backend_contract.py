@@ -163,6 +163,9 @@ class BlockLayout:
             raise LayoutMismatchError(f"block_size is {theirs['block_size']}, not {self.document['block_size']}")
         return {BLOCKS: 4096 * theirs["scale"], SLOTS: 16384}
 
+    def num_ranks(self, document: Mapping[str, Any] | None) -> int:
+        return 1
+
 
 def test_add_peer_when_its_layout_differs_then_refused_before_anything_else_and_nothing_can_be_read(
     site: Site, memory: EndpointMemory

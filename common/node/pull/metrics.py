@@ -40,7 +40,8 @@ def record_pull(metrics: Metrics, result: FinishedPull, slot_bytes: int) -> None
         return
     if not result.num_descriptors:
         return
-    state_bytes = result.num_states * slot_bytes
+    # What lies between a state's tensors is not read from a peer of other ranks.
+    state_bytes = min(result.num_bytes, result.num_states * slot_bytes)
     metrics.transfer_finished(
         seconds=result.seconds,
         num_descriptors=result.num_descriptors,

@@ -15,14 +15,15 @@ from common.node.pull.metrics import failure_label, record_pull
 from common.node.pull.prefix_reader import FinishedPull
 from common.node.pull.pull_task import PullTask, RemotePrefix
 from common.transfer.jobs import PullReason
-from common.transfer.puller import Puller
+from common.transfer.joint_puller import PullRunner
 
 FORGETTABLE = ("failed", "timed_out", "peer_lost")
 """Labels of failed pulls after which the peer has to shake hands again before anything else is read from it."""
 
 
 class PeerReader:
-    """``common.node.pull.prefix_reader.PrefixReader`` of ``RemotePrefix`` over a ``Puller``.
+    """``common.node.pull.prefix_reader.PrefixReader`` of ``RemotePrefix`` over a node's pullers, which are given
+    whole units (``RankPuller``).
 
     ``find_mismatch`` names what of the bytes that arrived is not what the holder digested; it runs on a thread of its
     own, and only when the holder sent digests. ``after_read`` is called with the plan before that: tests damage there
@@ -31,7 +32,7 @@ class PeerReader:
 
     def __init__(
         self,
-        puller: Puller,
+        puller: PullRunner,
         peers: PeerDirectory,
         timeout_s: float,
         find_mismatch: Callable[[PullPlan, ReadablePrefix], str | None] | None,

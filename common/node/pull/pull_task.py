@@ -27,7 +27,7 @@ from common.node.pull.prefix_reader import FinishedPull
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
 from common.transfer.codes import TransferCode
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullReason, PullStatus
-from common.transfer.puller import Puller
+from common.transfer.joint_puller import PullRunner
 from common.transfer.reads import Read
 from common.transfer.regions import Peer
 
@@ -88,7 +88,7 @@ class PullTask:
         remote: RemotePrefix,
         plan: PullPlan,
         *,
-        puller: Puller,
+        puller: PullRunner,
         peers: PeerDirectory,
         timeout_s: float,
         check: Check,

@@ -12,45 +12,55 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from common.errors import TransferError
+from common.transfer.announcement import PeerMetadata, RankMetadata
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.nixl.agent import NixlAgent, UnknownEndError
 from common.transfer.nixl.bindings import load_bindings
 from common.transfer.nixl.fresh_pages import FreshPages
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
-from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
+from common.transfer.regions import Peer, PoolLayout, Region
 
 logger = logging.getLogger(__name__)
 
 
+_Transfer = tuple[str, int]
+"""Name of the peer's agent, and NIXL's number."""
+
+
 class _NixlHandle(Handle):
-    """``transfers``: NIXL's numbers of what the read consists of, none once they are released; ``pending``: those that
-    are not terminal."""
+    """``transfers``: what the read consists of, none once they are released; ``pending``: those that are not
+    terminal."""
 
     __slots__ = ("pending", "remote", "transfers")
 
-    def __init__(self, remote: _Remote, reads: Sequence[CheckedRead], transfers: list[int]) -> None:
+    def __init__(self, remote: _Remote, reads: Sequence[CheckedRead], transfers: list[_Transfer]) -> None:
         super().__init__(remote.peer, reads)
         self.remote = remote
         self.transfers = transfers
-        self.pending: list[int] = []
+        self.pending: list[_Transfer] = []
 
 
 @dataclass(slots=True, eq=False)
 class _Remote:
-    """A peer's place in the agent. ``loaded``: NIXL has its metadata. ``accepting``: new reads are allowed.
-    ``num_handles``: unreleased reads; the metadata is not taken away under them."""
+    """A peer's place in the agent. ``blobs``: metadata of its ranks' agents, by name; ``loaded``: those that NIXL has.
+    ``accepting``: new reads are allowed. ``num_handles``: unreleased reads; the metadata is not taken away under
+    them."""
 
     peer: Peer
-    blob: bytes
-    loaded: bool = False
+    blobs: dict[str, bytes]
+    loaded: set[str] = field(default_factory=set)
     accepting: bool = True
     num_handles: int = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return len(self.loaded) == len(self.blobs)
 
 
 class NixlBackend(TransferBackend):
@@ -118,15 +128,14 @@ class NixlBackend(TransferBackend):
         if announced is not None:
             return announced
         with self._lock:
-            blob = self._open_agent().metadata()
+            blob = base64.b64encode(self._open_agent().metadata()).decode()
+            exported = tuple(region for region in self._regions.values() if region.exported)
             self._announced = PeerMetadata(
                 backend=self.kind,
-                name=self._name,
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 fingerprint=self.fingerprint,
-                agent=base64.b64encode(blob).decode(),
-                regions=tuple(region for region in self._regions.values() if region.exported),
+                ranks=(RankMetadata(self._name, blob, exported),),
                 layout=None if self.layout is None else self.layout.document,
             ).to_bytes()
             return self._announced
@@ -136,29 +145,20 @@ class NixlBackend(TransferBackend):
         with self._lock:
             agent = self._open_agent()
             self._check_announcement(announced)
-            blob = announced.agent_blob()
-            remote = self._remotes.get(announced.name)
-            if remote is None or remote.blob != blob:
-                peer = Peer(
-                    name=announced.name,
-                    engine_id=announced.engine_id,
-                    epoch=announced.epoch,
-                    regions=MappingProxyType({region.name: region for region in announced.regions}),
-                )
-                if remote is not None:
-                    if remote.num_handles:
+            blobs = {rank.name: rank.agent_blob() for rank in announced.ranks}
+            remote = self._remotes.get(announced.ranks[0].name)
+            if remote is None or remote.blobs != blobs:
+                for other in [each for each in self._remotes.values() if not blobs.keys().isdisjoint(each.blobs)]:
+                    if other.num_handles:
                         # NIXL would say of each that it is over, and it would go on.
                         raise TransferError(
-                            f"peer {announced.name} has other metadata than before, and {remote.num_handles} reads "
+                            f"peer {other.peer.name} has other metadata than before, and {other.num_handles} reads "
                             "from it are in flight",
                             code=TransferCode.BAD_METADATA,
                         )
-                    self._unload(remote)
-                remote = _Remote(peer, blob)
-            if not remote.loaded:
-                agent.load_peer(remote.peer.name, blob)
-                remote.loaded = True
-                self._remotes[remote.peer.name] = remote
+                    self._unload(other)
+                remote = _Remote(announced.peer(), blobs)
+            self._load(agent, remote)
             remote.accepting = True
             for other in list(self._remotes.values()):
                 if other is not remote and other.peer.engine_id == announced.engine_id:
@@ -181,7 +181,7 @@ class NixlBackend(TransferBackend):
                     f"peer {peer.name} (epoch {peer.epoch}) was never added, removed, or has restarted since",
                     code=TransferCode.UNKNOWN_PEER,
                 )
-            if not remote.loaded:
+            if not remote.is_connected:
                 raise TransferError(
                     f"peer {peer.name} disconnected and was not added again", code=TransferCode.PEER_DISCONNECTED
                 )
@@ -190,21 +190,17 @@ class NixlBackend(TransferBackend):
                 if read.local.name in self._fresh:
                     self._fresh[read.local.name].touch(read.runs)
             # All transfers are created before the first is posted: an error raised from here means that nothing moves.
-            try:
-                transfers = agent.create_transfers(peer.name, checked)
-            except TransferError as exc:
-                _note_disconnect(remote, exc)
-                raise
+            transfers = self._create_transfers(agent, remote, checked)
             handle = _NixlHandle(remote, checked, transfers)
             remote.num_handles += 1
             self._handles.add(handle)
             for transfer in transfers:
                 try:
-                    if not agent.post(peer.name, transfer):
+                    if not agent.post(*transfer):
                         handle.pending.append(transfer)
                 except TransferError as exc:
                     # Part of it may be on its way: the status says when it no longer is.
-                    _note_disconnect(remote, exc)
+                    _note_disconnect(remote, transfer[0], exc)
                     handle.error = _without_frames(exc)
                     handle.pending.append(transfer)
                     break
@@ -218,16 +214,16 @@ class NixlBackend(TransferBackend):
         if handle.pending and not handle.transfers:
             return handle.status  # released for an agent that then did not end
         agent = self._open_agent()
-        still_pending: list[int] = []
+        still_pending: list[_Transfer] = []
         for transfer in handle.pending:
             try:
-                if not agent.poll(handle.peer.name, transfer):
+                if not agent.poll(*transfer):
                     still_pending.append(transfer)
             except TransferError as exc:
                 if isinstance(exc, UnknownEndError):
                     still_pending.append(transfer)
+                _note_disconnect(handle.remote, transfer[0], exc)
                 if handle.error is None:
-                    _note_disconnect(handle.remote, exc)
                     handle.error = _without_frames(exc)
         handle.pending = still_pending
         if not still_pending:
@@ -320,10 +316,36 @@ class NixlBackend(TransferBackend):
         self._handles.clear()
         self._remotes.clear()
 
+    def _load(self, agent: NixlAgent, remote: _Remote) -> None:
+        """All of its ranks; after an error the set of peers is as before."""
+        try:
+            for name, blob in remote.blobs.items():
+                if name not in remote.loaded:
+                    agent.load_peer(name, blob)
+                    remote.loaded.add(name)
+        except TransferError:
+            if self._remotes.get(remote.peer.name) is not remote:
+                self._unload(remote)
+            raise
+        self._remotes[remote.peer.name] = remote
+
     def _unload(self, remote: _Remote) -> None:
-        if remote.loaded and self._agent is not None:
-            remote.loaded = False
-            self._agent.forget_peer(remote.peer.name)
+        if self._agent is not None:
+            while remote.loaded:
+                self._agent.forget_peer(remote.loaded.pop())
+
+    def _create_transfers(self, agent: NixlAgent, remote: _Remote, reads: Sequence[CheckedRead]) -> list[_Transfer]:
+        transfers: list[_Transfer] = []
+        for rank in sorted({read.rank for read in reads}):
+            name = remote.peer.ranks[rank].name
+            try:
+                numbers = agent.create_transfers(name, [read for read in reads if read.rank == rank])
+            except TransferError as exc:
+                _release(agent, transfers)
+                _note_disconnect(remote, name, exc)
+                raise
+            transfers += [(name, number) for number in numbers]
+        return transfers
 
     def _retire(self, remote: _Remote) -> None:
         """No new reads from this peer; it is forgotten once its last read is released."""
@@ -335,8 +357,13 @@ class NixlBackend(TransferBackend):
 
     def _release_transfers(self, handle: _NixlHandle) -> None:
         assert self._agent is not None
-        self._agent.release(handle.peer.name, handle.transfers)
+        _release(self._agent, handle.transfers)
         handle.transfers.clear()
+
+
+def _release(agent: NixlAgent, transfers: Sequence[_Transfer]) -> None:
+    for name, number in transfers:
+        agent.release(name, [number])
 
 
 def _without_frames(error: TransferError) -> TransferError:
@@ -344,7 +371,7 @@ def _without_frames(error: TransferError) -> TransferError:
     return TransferError(error.message, code=error.code)
 
 
-def _note_disconnect(remote: _Remote, error: TransferError) -> None:
-    """NIXL has forgotten a peer that disconnected: it must be added again."""
+def _note_disconnect(remote: _Remote, name: str, error: TransferError) -> None:
+    """NIXL has forgotten an agent that disconnected: its peer must be added again."""
     if error.code == TransferCode.PEER_DISCONNECTED:
-        remote.loaded = False
+        remote.loaded.discard(name)

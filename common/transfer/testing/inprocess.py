@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from common.errors import TransferError
+from common.transfer.announcement import PeerMetadata, RankMetadata
 from common.transfer.backend import TransferBackend
 from common.transfer.codes import TransferCode
 from common.transfer.reads import CheckedRead, Handle, Read, ReadStatus, check_reads
-from common.transfer.regions import Peer, PeerMetadata, PoolLayout, Region
+from common.transfer.regions import Peer, PoolLayout, Region
 from common.transfer.sole_reference import SoleReference
 
 
@@ -67,12 +68,16 @@ class InProcessHub:
 
 
 class _InProcessHandle(Handle):
-    __slots__ = ("reader", "reads")
+    """``pending``: what has not arrived, by the name of its agent."""
+
+    __slots__ = ("pending", "reader")
 
     def __init__(self, reader: str, peer: Peer, reads: Sequence[CheckedRead]) -> None:
         super().__init__(peer, reads)
         self.reader = reader
-        self.reads = reads
+        names = [rank.name for rank in peer.ranks]
+        ranks = sorted({read.rank for read in reads}) or [0]
+        self.pending = {names[rank]: [read for read in reads if read.rank == rank] for rank in ranks}
 
 
 class InProcessBackend(TransferBackend):
@@ -122,14 +127,13 @@ class InProcessBackend(TransferBackend):
     def metadata(self) -> bytes:
         with self._lock:
             self._check_open()
+            exported = tuple(region for region in self._regions.values() if region.exported)
             return PeerMetadata(
                 backend=self.kind,
-                name=self.name,
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 fingerprint=self.fingerprint,
-                agent="",
-                regions=tuple(region for region in self._regions.values() if region.exported),
+                ranks=(RankMetadata(self.name, "", exported),),
                 layout=None if self.layout is None else self.layout.document,
             ).to_bytes()
 
@@ -138,17 +142,13 @@ class InProcessBackend(TransferBackend):
         with self._lock:
             self._check_open()
             self._check_announcement(announced)
-            if not self._hub.is_alive(announced.name):
-                raise TransferError(f"peer {announced.name} is not in this hub", code=TransferCode.TRANSFER_FAILED)
-            peer = self._peers.get(announced.name)
-            regions = {region.name: region for region in announced.regions}
-            if peer is None or dict(peer.regions) != regions:
-                peer = Peer(
-                    name=announced.name,
-                    engine_id=announced.engine_id,
-                    epoch=announced.epoch,
-                    regions=MappingProxyType(regions),
-                )
+            for rank in announced.ranks:
+                if not self._hub.is_alive(rank.name):
+                    raise TransferError(f"peer {rank.name} is not in this hub", code=TransferCode.TRANSFER_FAILED)
+            new = announced.peer()
+            peer = self._peers.get(new.name)
+            if peer is None or peer.ranks != new.ranks:
+                peer = new
             for other in [known for known in self._peers.values() if known.engine_id == peer.engine_id]:
                 del self._peers[other.name]
             self._peers[peer.name] = peer
@@ -181,19 +181,23 @@ class InProcessBackend(TransferBackend):
             self._check_open()
             if handle.status.is_terminal:
                 return handle.status
-            name = handle.peer.name
             if handle.reader != self.name:
                 handle.error = TransferError(
-                    f"the agent that read from {name} ended", code=TransferCode.AGENT_RECREATED
+                    f"the agent that read from {handle.peer.name} ended", code=TransferCode.AGENT_RECREATED
                 )
                 handle.status = ReadStatus.FAILED
-            elif not self._hub.is_alive(name):
-                self._disconnected.add(name)
-                handle.error = TransferError(f"peer {name} is gone", code=TransferCode.PEER_DISCONNECTED)
-                handle.status = ReadStatus.FAILED
-            elif not self._hub.is_frozen(name):
-                self._agent.value.copy(handle.reads)
-                handle.status = ReadStatus.DONE
+                return handle.status
+            for name, reads in list(handle.pending.items()):
+                if not self._hub.is_alive(name):
+                    self._disconnected.add(handle.peer.name)
+                    handle.error = TransferError(f"peer {name} is gone", code=TransferCode.PEER_DISCONNECTED)
+                elif self._hub.is_frozen(name):
+                    continue
+                else:
+                    self._agent.value.copy(reads)
+                del handle.pending[name]
+            if not handle.pending:
+                handle.status = ReadStatus.DONE if handle.error is None else ReadStatus.FAILED
             return handle.status
 
     def release(self, handle: Handle) -> None:
