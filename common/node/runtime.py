@@ -111,9 +111,9 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         return _load(config, load, ranks, has_drafts=speculative is not None)
     except BaseException as exc:
         if ranks is not None:
-            death = ranks.death
+            death = ranks.death_soon() if isinstance(exc, RuntimeError) else None
             ranks.close()
-            if isinstance(exc, RuntimeError) and death is not None:  # a rank that was lost while all loaded
+            if death is not None:  # a rank was lost while all loaded
                 raise EngineDeadError(death) from exc
         raise
 
