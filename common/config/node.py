@@ -109,6 +109,11 @@ class NodeConfig(ProcessConfig):
         '"num_speculative_tokens" (7; mtp: 3), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
         metavar="JSON",
     )
+    async_scheduling: bool = bool_flag(
+        False,
+        "launch a step of sequences that generate before the tokens of the one before it are known; its input ids are "
+        "taken on the device",
+    )
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
     engine_hang_seconds: float = seconds_flag(
         300.0,
@@ -212,6 +217,13 @@ class NodeConfig(ProcessConfig):
             option = "--prefix-cache-retention-interval"
             raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
         self._check_tiers()
+        if self.async_scheduling and self.speculative_config:
+            option = "--async-scheduling"
+            raise ConfigError(
+                f"{option} and --speculative-config exclude each other: a step cannot be launched before the tokens "
+                "that its drafts follow are known",
+                param=option,
+            )
         if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
             option = "--local-prefill-limit"
             raise ConfigError(

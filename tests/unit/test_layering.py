@@ -114,7 +114,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.pacing": ("regression", "step_model"),
     "common.engine.sampling": ("token_counts", "draw", "grammar", "grammar_compiler", "sampler"),
-    "common.engine.tokens": ("grammars", "step_tokens"),
+    "common.engine.tokens": ("grammars", "step_tokens", "ahead"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
     "common.images": ("span", "header", "layout", "rules", "read_rules", "source"),
@@ -148,7 +148,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.sharing": ("leases", "lease_manager", "remote_prefix"),
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
     "common.models": ("adapter", "cpu", "fused", "backends", "vision", "loading", "synthetic", "prebuild"),
-    "common.models.backends": ("backend", "graphs", "cpu", "cuda", "create"),
+    "common.models.backends": ("upload", "backend", "graphs", "cpu", "cuda", "create"),
     "common.node": (
         "cache_warnings",
         "generation_config",
