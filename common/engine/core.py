@@ -307,7 +307,7 @@ class EngineCore:
         if before.forward is not None and not before.is_ahead:
             steps.count(self._why_ordinary)
         if before.is_ahead:
-            self._manager.expire_leases()
+            self._give_up_what_is_late(self._clock())
         schedule = steps.follow(before.schedule, before.forward)
         if isinstance(schedule, Order):
             self._why_ordinary = schedule
@@ -325,13 +325,16 @@ class EngineCore:
         steps.count(Order.AHEAD)
         return StepInFlight(schedule, forward, shape_of(schedule), started_s, is_ahead=True)
 
+    def _give_up_what_is_late(self, now_s: float) -> None:
+        self._manager.expire_leases()
+        for sequence, refusal in self.grammars.take_failed(now_s):
+            self._fail(sequence, refusal)
+
     def launch(self) -> StepInFlight:
         """Plans a step and gives it to the device; until it was collected nothing else may be called."""
         self._check_collected()
         started_s = self._clock()
-        self._manager.expire_leases()
-        for sequence, refusal in self.grammars.take_failed(started_s):
-            self._fail(sequence, refusal)
+        self._give_up_what_is_late(started_s)
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
         for sequence, error in schedule.failed:
