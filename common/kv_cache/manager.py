@@ -145,8 +145,10 @@ class KVCacheManager:
     def extend_ahead(self, seq_id: str, num_tokens: int, src_slot: int) -> SequenceView | None:
         """For a step that is launched before the one in flight was completed, which leaves its state in ``src_slot``:
         cover ``num_tokens`` positions, and run the last of them from there into the sequence's other slot. ``None``: no
-        memory, nothing changed. Completed with ``is_ahead``."""
+        memory, or a block is to be copied first; nothing changed. Completed with ``is_ahead``."""
         allocation, coordinator = self._sequences[seq_id], self._coordinator
+        if any(self._sequences.copies) or any(position % self.config.block_size for position in allocation.saves):
+            return None  # what is kept in the middle of a block takes the block away when its step is completed
         needs_slot = self.config.has_state and not allocation.other_slot
         if not coordinator.can_allocate(self._sequences.missing_blocks(allocation, num_tokens), int(needs_slot)):
             return None

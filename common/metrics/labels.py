@@ -76,7 +76,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
             "sampling": "after them: that step had prompts, or a request whose tokens the host has to choose",
             "others": "after them: other requests ran, or waited and had room",
             "ended": "after them: all answers of that step ended with it, as far as lengths said",
-            "memory": "after them: no block or slot was left for a step ahead",
+            "memory": "after them: no block or slot was left for a step ahead, or a block was to be copied first",
             "error": "after them: the launch ahead raised",
         },
     ),

@@ -63,7 +63,6 @@ class AheadSteps:
                 return Order.MEMORY
             following.plan.segments.append(segment)
             following.sequences.append(schedule.sequences[row])
-        following.plan.block_copies = self._manager.take_block_copies()
         self._scheduler.begin_step(following.sequences)
         return following
 

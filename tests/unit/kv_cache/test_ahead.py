@@ -22,6 +22,7 @@ def ahead(manager: KVCacheManager, num_tokens: int, src_slot: int) -> int:
 
 def test_slots_when_steps_are_ahead_then_take_turns_and_the_end_is_in_the_one_before_the_last_row() -> None:
     manager = running(11, 12)
+    manager.take_block_copies()
     keys = manager.sequence("s").keys
     first = manager.sequence("s").dst_slot
     second = ahead(manager, 13, first)
@@ -46,10 +47,23 @@ def test_step_ahead_when_no_slot_or_block_can_be_had_then_is_none_and_nothing_ch
     cases: list[dict[str, Any]] = [{"num_slots": 2}, {"num_blocks": 6}]
     for sizes in cases:
         manager = running(11, 12, **sizes)
+        manager.take_block_copies()
         before = manager.stats()
         assert manager.extend_ahead("s", 29, manager.sequence("s").dst_slot) is None
         assert (manager.stats().slots, manager.stats().blocks) == (before.slots, before.blocks)
         assert manager.check() == []
+
+
+def test_step_ahead_when_the_one_in_flight_gives_its_open_block_away_then_is_none() -> None:
+    manager = running(11, 13)
+    manager.take_block_copies()
+    slot = manager.sequence("s").dst_slot
+    assert manager.plan_saves("s", 11, 13, {13: "grid"})
+    assert manager.extend_ahead("s", 14, slot) is None
+    manager.complete_step("s", 13)
+    assert manager.extend_ahead("s", 14, slot) is None
+    assert sum(map(len, manager.take_block_copies().values())) == 1
+    assert manager.extend_ahead("s", 14, slot) is not None
 
 
 def test_window_when_a_step_is_ahead_then_what_it_leaves_is_not_named_and_given_back_with_the_step_before() -> None:
