@@ -116,6 +116,11 @@ class NodeConfig(ProcessConfig):
         '"num_speculative_tokens" (7; mtp: 3), "prompt_lookup_min" (2), "prompt_lookup_max" (5); empty: none',
         metavar="JSON",
     )
+    async_scheduling: bool = bool_flag(
+        False,
+        "launch a step of sequences that generate before the tokens of the one before it are known; its input ids are "
+        "taken on the device",
+    )
     max_queue: int = int_flag(256, "waiting requests beyond which the answer is 429", 0)
     engine_hang_seconds: float = seconds_flag(
         300.0,
@@ -220,6 +225,13 @@ class NodeConfig(ProcessConfig):
             raise ConfigError(f"{option} {interval} is not a multiple of --block-size {self.block_size}", param=option)
         self._check_tiers()
         self._check_ranks()
+        if self.async_scheduling and self.speculative_config:
+            option = "--async-scheduling"
+            raise ConfigError(
+                f"{option} and --speculative-config exclude each other: a step cannot be launched before the tokens "
+                "that its drafts follow are known",
+                param=option,
+            )
         if self.local_prefill_limit is not None and self.kv_load_failure_policy != "recompute":
             option = "--local-prefill-limit"
             raise ConfigError(
@@ -230,7 +242,11 @@ class NodeConfig(ProcessConfig):
 
     def _check_ranks(self) -> None:
         option, size = "--tensor-parallel-size", self.tensor_parallel_size
-        others = {f"--device {self.device}": self.device not in ("auto", "cpu"), "--kv-tier": bool(self.kv_tier)}
+        others = {
+            f"--device {self.device}": self.device not in ("auto", "cpu"),
+            "--kv-tier": bool(self.kv_tier),
+            "--async-scheduling": self.async_scheduling,
+        }
         for other, is_given in others.items():
             if size > 1 and is_given:
                 raise ConfigError(f"{option} {size} does not go with {other}", param=option)

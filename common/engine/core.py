@@ -3,8 +3,9 @@
 ``launch``: 1 expire leases, 2 schedule, 3 start pulls, 4 give the device the forward. ``collect``: 5 wait until the
 device has done it, 6 publish what the step completed, 7 hand out or fork finished prompts, 8 sample, 9 finish.
 Everything else (add, abort, finish, pull results, leases) is called by the same thread between a ``collect`` and the
-next ``launch``. So nobody ever reads a block or state that is still being written, and memory that a forward names is
-neither free nor leased nor the destination of a pull before the device is done with it.
+next ``launch``; where steps are launched ahead (``common.engine.tokens.ahead``) between two ``step`` calls, and what
+needs it collects the one in flight first. So nobody ever reads a block or state that is still being written, and memory
+that a forward names is neither free nor leased nor the destination of a pull before the device is done with it.
 
 A fault belongs to its request: whatever raises for one sequence (lookup, admission, forward, publication, sampling)
 fails that one, and the others go on. ``EngineDeadError`` says that nothing can.
@@ -30,6 +31,7 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import LowerTiers, Schedule, Scheduler, shape_of
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
+from common.engine.tokens.ahead import AheadSteps, Order
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.engine.tokens.step_tokens import StepTokens
 from common.errors import EngineDeadError, InvalidRequestError, TandemError
@@ -51,12 +53,13 @@ a single sequence: with so many in a row it is the device or the model that fail
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step that was launched. ``forward``: None when nothing is to be computed. ``shape``: None when how long it
-    takes says nothing about other steps."""
+    takes says nothing about other steps. ``is_ahead``: before the one before it was collected."""
 
     schedule: Schedule
     forward: Forward | None
     shape: StepShape | None
     started_s: float
+    is_ahead: bool = False
 
 
 class EngineCore:
@@ -73,6 +76,7 @@ class EngineCore:
         lease_seconds: float,
         recompute_on_load_failure: bool,
         local_prefill_limit: int | None = None,
+        async_scheduling: bool = False,
         grammars: StepGrammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,10 +112,15 @@ class EngineCore:
             fail=self._fail,
             end=self._end_exactly,
         )
+        self.ahead_steps = AheadSteps(scheduler, manager, max_model_len=max_model_len) if async_scheduling else None
+        """Who plans steps that are launched ahead; None: every step is collected before the next one is launched."""
+        self._ahead: StepInFlight | None = None
+        self._collected_s = 0.0
         scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
         self.step_seconds = {"prompt": 0.0, "decode": 0.0}
         """Of all steps that ran a forward: those with prompt tokens, and those that only generated. Readable from any
         thread."""
+        self._why_ordinary = Order.OTHERS
         self._is_stalled = False
         self._is_in_flight = False
         self._num_failed_forwards = 0
@@ -124,13 +133,23 @@ class EngineCore:
     # --- called between steps
 
     def _check_collected(self) -> None:
-        """A step in flight names memory, and what is told of it is not true yet."""
+        """A step in flight names memory, and what is told of it is not true yet: collects one that is ahead."""
         assert not self._is_in_flight, "called between launch and collect"
+        if self._ahead is not None:
+            self._collect(self._take_ahead())
+
+    def settle(self) -> None:
+        """Before anybody looks for what has ended: the memory of a sequence that is over is given back as if no step
+        were in flight that still runs it."""
+        if self._ahead is not None and any(each.is_over for each in self._ahead.schedule.sequences):
+            self._check_collected()
 
     def has_work(self) -> bool:
         """Whether a step would do something now. A queue whose head waits for memory that others hold is no work: the
         command or the deadline that frees memory comes first."""
-        return bool(self._outputs) or (self._scheduler.has_work() and not self._is_stalled)
+        if self._outputs or self._ahead is not None:
+            return True
+        return self._scheduler.has_work() and not self._is_stalled
 
     @property
     def num_running(self) -> int:
@@ -179,7 +198,8 @@ class EngineCore:
         Raises:
             InvalidRequestError: the id is another's, maybe one that has left but whose read may still write.
         """
-        self._check_collected()
+        assert not self._is_in_flight, "called between launch and collect"
+        self.settle()
         if self._live.of_request(request.request_id) or self._manager.is_quarantined(f"{request.request_id}#0"):
             raise InvalidRequestError(f"request id {request.request_id} is in use")
         keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt, images=request.images)
@@ -197,10 +217,12 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
         stays cached: who stops an answer often goes on from there."""
-        self._check_collected()
+        assert not self._is_in_flight, "called between launch and collect"
         for sequence in self._live.of_request(request_id):
             if sequence.status is SequenceStatus.TRANSFERRING:
                 self._remote.abort(sequence)
+            elif sequence.is_ahead:
+                sequence.aborted = True
             else:
                 self._end(sequence)
         logger.info("aborted request_id=%s", request_id)
@@ -208,7 +230,7 @@ class EngineCore:
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have
         ended by itself meanwhile; then nothing is reported again."""
-        self._check_collected()
+        assert not self._is_in_flight, "called between launch and collect"
         not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
             if sequence.index == index and sequence.status not in not_now and sequence.finish_reason is None:
@@ -259,20 +281,60 @@ class EngineCore:
     # --- the step
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns what it produced. A step without work only expires leases.
+        """Runs one step; returns what it produced. A step without work only expires leases. With steps ahead: launches
+        the one behind it before it is collected, if that can be.
 
         Raises:
             EngineDeadError: this engine cannot go on.
         """
-        return self.collect(self.launch())
+        if self.ahead_steps is None:
+            return self.collect(self.launch())
+        if self._outputs:
+            return self._outputs.take()  # of a step that a command has collected
+        step = self._take_ahead() if self._ahead is not None else self.launch()
+        self._ahead = self._launch_ahead(self.ahead_steps, step)
+        return self.collect(step)
+
+    def _take_ahead(self) -> StepInFlight:
+        step, self._ahead = self._ahead, None
+        assert step is not None
+        for sequence in step.schedule.sequences:
+            sequence.is_ahead = False
+        return step
+
+    def _launch_ahead(self, steps: AheadSteps, before: StepInFlight) -> StepInFlight | None:
+        """Launches the step behind ``before``, whose tokens are not known. None: it has to wait for them."""
+        if before.forward is not None and not before.is_ahead:
+            steps.count(self._why_ordinary)
+        if before.is_ahead:
+            self._give_up_what_is_late(self._clock())
+        schedule = steps.follow(before.schedule, before.forward)
+        if isinstance(schedule, Order):
+            self._why_ordinary = schedule
+            return None
+        started_s = self._clock()
+        try:
+            schedule.plan.draw = self._tokens.drawer(schedule, num_unknown=1)
+            forward = self._runner.launch(schedule.plan)
+        except Exception:  # whatever it is, it comes again in the ordinary order
+            logger.warning("a step could not be launched ahead", exc_info=True)
+            self._why_ordinary = Order.ERROR
+            return None
+        for sequence in schedule.sequences:
+            sequence.is_ahead = True
+        steps.count(Order.AHEAD)
+        return StepInFlight(schedule, forward, shape_of(schedule), started_s, is_ahead=True)
+
+    def _give_up_what_is_late(self, now_s: float) -> None:
+        self._manager.expire_leases()
+        for sequence, refusal in self.grammars.take_failed(now_s):
+            self._fail(sequence, refusal)
 
     def launch(self) -> StepInFlight:
         """Plans a step and gives it to the device; until it was collected nothing else may be called."""
         self._check_collected()
         started_s = self._clock()
-        self._manager.expire_leases()
-        for sequence, refusal in self.grammars.take_failed(started_s):
-            self._fail(sequence, refusal)
+        self._give_up_what_is_late(started_s)
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
         for sequence, error in schedule.failed:
@@ -286,6 +348,8 @@ class EngineCore:
         forward = None
         if schedule.sequences or schedule.plan.block_copies:
             try:
+                if self.ahead_steps is not None:
+                    schedule.plan.draw = self._tokens.drawer(schedule)
                 forward = self._runner.launch(schedule.plan)
             except Exception as exc:  # noqa: BLE001  # whatever it is, a sequence of the step may have caused it
                 self._start_again(schedule, exc)
@@ -301,6 +365,10 @@ class EngineCore:
             EngineDeadError: this engine cannot go on.
         """
         self._is_in_flight = False
+        self._collect(step)
+        return self._outputs.take()
+
+    def _collect(self, step: StepInFlight) -> None:
         schedule, forward = step.schedule, step.forward
         rows: list[torch.Tensor] = []
         if forward is not None:
@@ -308,12 +376,15 @@ class EngineCore:
                 rows = forward.wait()
             except Exception as exc:  # noqa: BLE001  # as in launch
                 self._start_again(schedule, exc)
-                return self._outputs.take()
+                return
             self._num_failed_forwards = 0
         to_sample: list[Sampled] = []
         for sequence, segment, hidden in zip(schedule.sequences, schedule.plan.segments, rows, strict=True):
+            if step.is_ahead and sequence.is_over:
+                self._end(sequence)  # the row is one past its end
+                continue
             try:
-                self._complete(sequence, segment, hidden, to_sample)
+                self._complete(sequence, segment, hidden, to_sample, is_ahead=step.is_ahead)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
         for sequence in schedule.row_only:
@@ -326,9 +397,16 @@ class EngineCore:
                 to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
-        self._tokens.sample(to_sample)
+        if forward is not None and forward.token_ids is not None:
+            token_ids = dict(zip(schedule.sequences, forward.token_ids.tolist(), strict=True))
+            self._tokens.take([(sequence, token_ids[sequence]) for sequence, _ in to_sample])
+        else:
+            self._tokens.sample(to_sample)
         if schedule.sequences:
-            seconds = self._clock() - step.started_s
+            now = self._clock()
+            # The device has come to a step that was ahead when the one before it was over.
+            seconds = now - max(step.started_s, self._collected_s)
+            self._collected_s = now
             only_decodes = step.shape is not None and not step.shape.num_prompt_tokens
             self.step_seconds["decode" if only_decodes else "prompt"] += seconds
             if step.shape is not None:
@@ -338,7 +416,6 @@ class EngineCore:
                 self.speculation.end_step(
                     len(schedule.sequences), num_rows, seconds, has_prompts=not schedule.plan.only_decodes
                 )
-        return self._outputs.take()
 
     def _complete(
         self,
@@ -346,6 +423,8 @@ class EngineCore:
         segment: Segment,
         hidden: torch.Tensor,
         to_sample: list[Sampled],
+        *,
+        is_ahead: bool,
     ) -> None:
         """Publishes what the forward wrote for one sequence; one whose next token is due goes to ``to_sample``. Where
         drafts were run nobody knows yet what of it is right."""
@@ -353,7 +432,7 @@ class EngineCore:
             self._tokens.verify(sequence, segment, hidden)
             return
         sequence.num_computed_tokens += segment.num_tokens
-        self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens)
+        self._manager.complete_step(sequence.seq_id, sequence.num_computed_tokens, is_ahead=is_ahead)
         if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
             self._append_prompt_logprobs(sequence, segment.start, hidden)
         if sequence.finish_reason is not None:
@@ -386,11 +465,17 @@ class EngineCore:
             self._runner.synchronize()
         except Exception as exc:  # noqa: BLE001  # whatever it is, nothing can be computed any more
             raise EngineDeadError(f"the device cannot go on: {exc}") from cause
-        if len(schedule.sequences) == 1:
-            self._fail(schedule.sequences[0], cause)
-        else:
-            logger.error("a forward of %d sequences raised", len(schedule.sequences), exc_info=cause)
-            self._scheduler.suspect(schedule.sequences)
+        if self._ahead is not None:
+            self._take_ahead()  # it went on from what was not computed
+        running = [each for each in schedule.sequences if not each.is_over]
+        for sequence in schedule.sequences:
+            if sequence.is_over:
+                self._live.end(sequence, donate=False)
+        if len(schedule.sequences) == 1 == len(running):
+            self._fail(running[0], cause)
+        elif running:
+            logger.error("a forward of %d sequences raised", len(running), exc_info=cause)
+            self._scheduler.suspect(running)
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence, donate=False)
 
@@ -400,6 +485,8 @@ class EngineCore:
         request_id, seq_id = sequence.request.request_id, sequence.seq_id
         logger.error("request failed request_id=%s", request_id, exc_info=cause)
         try:
+            if sequence.is_ahead:
+                self._runner.synchronize()  # the step in flight names its memory
             if self._manager.has_sequence(seq_id) and self._manager.is_pulled(seq_id):
                 self._manager.abandon_remote(seq_id, quarantine=not is_read_over)
             if sequence.sampling is None:
@@ -421,8 +508,9 @@ class EngineCore:
 
     def _end_exactly(self, sequence: Sequence) -> None:
         """The answer is told. Where wrong drafts have left its state behind, what is right of it runs once more with
-        the next step, so that the next turn finds its end."""
-        if not (sequence.num_to_replay and self._manager.config.caches_states):
+        the next step, so that the next turn finds its end. A step that is ahead names its memory, which is given back
+        when that is collected."""
+        if not sequence.is_ahead and not (sequence.num_to_replay and self._manager.config.caches_states):
             self._end(sequence)
 
     def _append_prompt_logprobs(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from common.models.adapter.engine_cache import EngineCache
 from common.models.adapter.forward_context import ForwardContext, set_forward_context
 from common.models.adapter.pool_views import PoolViews
 from common.models.backends.backend import Event
+from common.models.backends.upload import upload
 from common.models.loading.loader import LoadedModel
 from common.models.vision.encoder import ImageEncoder
 
@@ -35,6 +36,8 @@ class Forward:
     """A forward that was launched.
 
     Attributes:
+        tokens: [num_segments] drawn behind the forward, on the device; None: nobody has asked for it.
+        token_ids: the same on the host, once it was waited for.
         rows: one entry per segment in order: [0 | 1 | num_tokens, hidden] rows of the last hidden state, after the
             final norm.
         event: None on a CPU, where the forward has ended by the time it is launched.
@@ -42,6 +45,8 @@ class Forward:
 
     rows: list[Tensor]
     event: Event | None = None
+    tokens: Tensor | None = None
+    token_ids: Tensor | None = None
 
     def wait(self) -> list[Tensor]:
         """The rows, once all that the forward reads and writes is done with."""
@@ -85,7 +90,13 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Forward:
         """Begins a forward. What the plan names must stay as it is until it was waited for."""
         with torch.inference_mode():
-            return Forward(self._forward(plan), self._backend.record_event())
+            rows = self._forward(plan)
+            if plan.draw is None:
+                return Forward(rows, self._backend.record_event())
+            tokens = plan.draw(self.logits(torch.cat(rows)))
+            # Behind the draw, and before the next step: who waits for the event has them.
+            token_ids = tokens.to("cpu", non_blocking=True)
+            return Forward(rows, self._backend.record_event(), tokens, token_ids)
 
     def draft(self, segments: Sequence[Segment], rows: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
         """Tokens that may follow each segment's one token, ``limits`` (1 or more) of them. ``rows``: the hidden rows,
@@ -137,7 +148,13 @@ class ModelRunner:
         context = ForwardContext.of(
             segments, self._views, self._model.ops, block_size=self._config.block_size, device=device
         )
-        token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
+        token_ids: list[int] | Tensor
+        if plan.ids_from is None:
+            token_ids = list(itertools.chain.from_iterable(s.token_ids for s in segments))
+        else:
+            token_ids = plan.ids_from.tokens
+            if len(plan.ids_from.rows) < len(token_ids):
+                token_ids = token_ids[upload(torch.tensor(plan.ids_from.rows), device)]
         pictured = [s for s in segments if s.images and overlapping(s.images, s.start, s.start + s.num_tokens)]
         only_decodes = plan.only_decodes or len(token_ids) == len(segments)
         if self._steps is not None and only_decodes and not pictured:

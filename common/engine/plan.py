@@ -7,7 +7,7 @@ All rows of a step are packed into one ``[1, T]`` forward: prompt chunks and dec
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +61,23 @@ class Segment:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnIds:
+    """``tokens``: [num_rows] drawn by the step before, on the device; ``rows``: which of them, one for each segment."""
+
+    tokens: Any
+    rows: list[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """``block_copies``, (source, destination) by attention group, run before the forward: copy-on-write of tail
-    blocks. ``only_decodes``: its segments are of sequences that generate, some with more than one row."""
+    blocks. ``only_decodes``: its segments are of sequences that generate, some with more than one row. ``ids_from``:
+    where the input ids are taken on the device, instead of the segments' own, which nobody on the host knows yet.
+    ``draw``: of segments of one row each, logits [num_segments, vocab] -> their next tokens, on the device."""
 
     segments: list[Segment] = field(default_factory=list)
     block_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     only_decodes: bool = False
+    ids_from: DrawnIds | None = None
+    draw: Callable[[Any], Any] | None = None

@@ -175,6 +175,19 @@ class Scheduler:
             if sequence not in self._suspects:
                 self._suspects.append(sequence)
 
+    def runs_the_same_again(self) -> bool:
+        """Whether the next step would be of the same sequences as the last one: all that run were in it, and none that
+        waits can join them before one of them ends."""
+        if (self.waiting and self.has_room()) or any(each.num_lone_steps for each in self._suspects):
+            return False
+        return all(each.last_step == self._num_steps for each in self.running)
+
+    def begin_step(self, sequences: Iterable[Sequence]) -> None:
+        """A step of these sequences was planned elsewhere."""
+        self._num_steps += 1
+        for sequence in sequences:
+            sequence.last_step = self._num_steps
+
     def _schedule_alone(self, schedule: Schedule, suspect: Sequence) -> None:
         budget = self._config.max_num_batched_tokens
         if suspect.status is SequenceStatus.RUNNING:

@@ -40,7 +40,9 @@ class Sequence:
         save_positions: position -> why, for the states of the prompt that the save policy keeps.
         num_reported_tokens: of a prompt whose blocks are pulled while the rest is computed: tokens whose blocks the
             reader has been told of.
-        aborted: the caller left while the sequence could not be freed at once (its pull is in flight).
+        aborted: the caller left while the sequence could not be freed at once: its pull, or a step launched ahead, is
+            in flight.
+        is_ahead: a step is in flight that was launched before the sequence's last token was known.
         num_failed_forwards: forwards that it was in and that raised.
         num_lone_steps: after one: steps of all its tokens that it still has to be alone in.
         last_step: the number of the step that it was last planned in.
@@ -71,6 +73,7 @@ class Sequence:
         self.num_tier_reads = 0
         self.num_reported_tokens = 0
         self.aborted = False
+        self.is_ahead = False
         self.num_failed_forwards = 0
         self.num_lone_steps = 0
         self.last_step = 0
@@ -127,6 +130,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come of it, though it may still hold memory."""
+        return self.finish_reason is not None or self.aborted
 
     @property
     def is_decoding(self) -> bool:

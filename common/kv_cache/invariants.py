@@ -33,7 +33,7 @@ def find_violations(
             counts.update(table.block_ids)
         users.held_slots.update(save.slot_id for save in allocation.saves.values())
         users.held_slots.update(allocation.rollback.values())
-        users.held_slots[allocation.dst_slot] += 1
+        users.held_slots.update((allocation.dst_slot, allocation.other_slot))
         for checkpoint in (allocation.src_checkpoint, allocation.prompt_end):
             if checkpoint is not None:
                 users.pins[id(checkpoint)] += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.images.span import ImageSpan
@@ -141,6 +142,26 @@ class KVCacheManager:
         self._sequences.grow(allocation, num_tokens)
         return True
 
+    def extend_ahead(self, seq_id: str, num_tokens: int, src_slot: int) -> SequenceView | None:
+        """For a step that is launched before the one in flight was completed, which leaves its state in ``src_slot``:
+        cover ``num_tokens`` positions, and run the last of them from there into the sequence's other slot. ``None``: no
+        memory, or a block is to be copied first; nothing changed. Completed with ``is_ahead``."""
+        allocation, coordinator = self._sequences[seq_id], self._coordinator
+        if any(self._sequences.copies) or any(position % self.config.block_size for position in allocation.saves):
+            return None  # what is kept in the middle of a block takes the block away when its step is completed
+        needs_slot = self.config.has_state and not allocation.other_slot
+        if not coordinator.can_allocate(self._sequences.missing_blocks(allocation, num_tokens), int(needs_slot)):
+            return None
+        self._sequences.grow(allocation, num_tokens)
+        if needs_slot:
+            allocation.other_slot = coordinator.allocate_slot()
+        view = self.sequence(seq_id)
+        tables = view.tables
+        if coordinator.window_groups:
+            tables = self._sequences.tables_ahead(allocation, num_tokens - 1)
+        dst_slot = allocation.other_slot if src_slot == allocation.dst_slot else allocation.dst_slot
+        return replace(view, tables=tables, src_slot=src_slot, dst_slot=dst_slot)
+
     def has_sequence(self, seq_id: str) -> bool:
         """Whether the sequence holds memory."""
         return seq_id in self._sequences
@@ -201,8 +222,9 @@ class KVCacheManager:
         self.complete_step(seq_id, position)
         return position
 
-    def complete_step(self, seq_id: str, num_computed_tokens: int) -> None:
+    def complete_step(self, seq_id: str, num_computed_tokens: int, *, is_ahead: bool = False) -> None:
         """After the step: publish full blocks and the step's saves, advance src := dst, unpin the resumed checkpoint.
+        ``is_ahead``: it was planned with ``extend_ahead``.
 
         Full blocks are published as far as ``keys`` reach: extend the keys first.
         """
@@ -213,6 +235,8 @@ class KVCacheManager:
         allocation.num_computed_tokens = num_computed_tokens
         self._sequences.publish_blocks(allocation)
         self._saver.publish(allocation)
+        if is_ahead:
+            allocation.dst_slot, allocation.other_slot = allocation.other_slot, allocation.dst_slot
         allocation.src_slot = allocation.dst_slot
         if allocation.src_checkpoint is not None:
             self._coordinator.unpin(allocation.src_checkpoint)

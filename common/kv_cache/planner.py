@@ -110,10 +110,10 @@ def plan_cache(
     retention_interval: int | None = None,
     slot_share: float | None = None,
     enable_events: bool = False,
-    has_drafts: bool = False,
+    has_two_states: bool = False,
 ) -> CachePlan:
-    """Sizes of all pools. ``slot_share``: part of the bytes for states, None for the default. ``has_drafts``: running
-    sequences keep a second state, to go back to.
+    """Sizes of all pools. ``slot_share``: part of the bytes for states, None for the default. ``has_two_states``:
+    running sequences keep a second one: to go back to from drafts, or because steps are launched ahead.
 
     Raises ConfigError for values out of range, and when the memory does not hold one sequence of ``max_model_len`` with
     a spare block per attention group, plus a running slot for each of ``max_num_seqs`` sequences with a spare slot.
@@ -125,7 +125,7 @@ def plan_cache(
     caches = enable_prefix_caching
     # The spare blocks and slot let one prompt's end be kept, or forked, while everything else is in use.
     min_blocks = -(-max_model_len // block_size) + 1 if groups else 0
-    running_slots = max_num_seqs * (2 if has_drafts else 1) + 1 if has_state else 0
+    running_slots = max_num_seqs * (2 if has_two_states else 1) + 1 if has_state else 0
     all_block_bytes = sum(layout.group_block_bytes)
     null_bytes = all_block_bytes + layout.slot_bytes
     needed_bytes = null_bytes + min_blocks * all_block_bytes + running_slots * layout.slot_bytes

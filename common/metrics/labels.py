@@ -69,6 +69,18 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         {"prompt": "steps with prompt tokens", "decode": "steps that only generate"},
     ),
     LabelValues(
+        ("async_scheduling_steps_total",),
+        "order",
+        {
+            "ahead": "before the tokens of the step before were known",
+            "sampling": "after them: that step had prompts, or a request whose tokens the host has to choose",
+            "others": "after them: other requests ran, or waited and had room",
+            "ended": "after them: all answers of that step ended with it, as far as lengths said",
+            "memory": "after them: no block or slot was left for a step ahead, or a block was to be copied first",
+            "error": "after them: the launch ahead raised",
+        },
+    ),
+    LabelValues(
         ("prompt_tokens_total",),
         "source",
         {"computed": "here", "cached": "found here, in memory or in a tier", "transferred": "pulled from another node"},

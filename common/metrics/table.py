@@ -142,6 +142,13 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter(
         "step_seconds_total", "Time of the engine's steps, by what they computed.", "kind", roles=NODES, sourced=True
     ),
+    _counter(
+        "async_scheduling_steps_total",
+        "Steps of an engine with --async-scheduling, by how they came to be launched.",
+        "order",
+        roles=NODES,
+        sourced=True,
+    ),
     _histogram(
         "step_time_error_ratio",
         "Share by which the predicted time of an engine's step was wrong.",

@@ -210,8 +210,8 @@ class EngineThread:
         except queue.Empty:
             return
 
-    @staticmethod
-    def _run_command(command: Callable[[], object]) -> None:
+    def _run_command(self, command: Callable[[], object]) -> None:
+        self._core.settle()
         try:
             command()
         except EngineDeadError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from common.engine.speculation import Speculation
+from common.engine.tokens.ahead import AheadSteps
 from common.kv_cache.observe.stats import CacheStats
 from common.metrics.metrics import Samples
 from common.models.vision.encoder import EncoderStats
@@ -49,6 +50,11 @@ def cache_samples(
         "leases": {("active",): stats.leases_active},
         "leases_expired_total": {(): stats.leases_expired},
     }
+
+
+def ahead_samples(steps: AheadSteps | None) -> Samples:
+    """Samples of the steps of a node with steps that are launched ahead."""
+    return {} if steps is None else {"async_scheduling_steps_total": _labelled(steps.counts)}
 
 
 def draft_samples(speculation: Speculation | None) -> Samples:

@@ -29,7 +29,7 @@ from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.rendezvous import RendezvousTable
-from common.node.metrics import cache_samples, draft_samples
+from common.node.metrics import ahead_samples, cache_samples, draft_samples
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
 from common.node.pull.manifest_stream import ReadablePrefix
@@ -243,7 +243,7 @@ class Node:
             transfers_in_flight=self.agents.num_in_flight,
             step_seconds=core.step_seconds,
         )
-        samples = {**samples, **draft_samples(core.speculation)}
+        samples = {**samples, **draft_samples(core.speculation), **ahead_samples(core.ahead_steps)}
         return samples if self.tiers is None else {**samples, **self.tiers.samples()}
 
     async def refresh_stats(self) -> None:

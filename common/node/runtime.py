@@ -30,7 +30,7 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import StepGrammars
-from common.errors import ConfigError
+from common.errors import ConfigError, EngineDeadError
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION, make_layout
 from common.kv_cache.layout_document import NodeLayout
@@ -89,6 +89,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
 
     Raises:
         ConfigError: naming what cannot work.
+        EngineDeadError: one of several ranks ended meanwhile.
     """
     speculative = SpeculativeConfig.from_json(config.speculative_config)
     torch.set_num_threads(config.num_threads)
@@ -114,10 +115,13 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
         "with_mtp_head": has_head,
     }
     try:
-        return _load(config, load, ranks, has_drafts=speculative is not None)
-    except BaseException:
+        return _load(config, load, ranks, has_two_states=speculative is not None or config.async_scheduling)
+    except BaseException as exc:
         if ranks is not None:
+            death = ranks.death_soon() if isinstance(exc, RuntimeError) else None
             ranks.close()
+            if death is not None:  # a rank was lost while all loaded
+                raise EngineDeadError(death) from exc
         raise
 
 
@@ -138,10 +142,10 @@ def _start_ranks(config: NodeConfig, device: torch.device, *, has_head: bool) ->
     return Ranks(size)
 
 
-def _load(config: NodeConfig, load: dict[str, Any], ranks: Ranks | None, *, has_drafts: bool) -> NodeModel:
+def _load(config: NodeConfig, load: dict[str, Any], ranks: Ranks | None, *, has_two_states: bool) -> NodeModel:
     loaded = load_model(**load, group=None if ranks is None else ranks.meet(load, config))
     max_model_len = _max_model_len(config, loaded.geometry.max_position)
-    plan = _plan(config, loaded, max_model_len, has_drafts=has_drafts)
+    plan = _plan(config, loaded, max_model_len, has_two_states=has_two_states)
     for line in str(plan.report).splitlines():
         logger.info("%s", line)
     for warning in cache_warnings(config, plan.config, plan.report):
@@ -159,13 +163,15 @@ def _load(config: NodeConfig, load: dict[str, Any], ranks: Ranks | None, *, has_
     return NodeModel(loaded, plan.config, max_model_len, manager, [storage], runner)
 
 
-def _plan(config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_drafts: bool) -> CachePlan:
+def _plan(config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_two_states: bool) -> CachePlan:
     """Sizes of the pools. Raises ConfigError, naming the flag that their memory follows from."""
     if config.kv_cache_memory is not None or loaded.device.type != "cuda":
-        return _plan_in(config.kv_cache_memory or CPU_POOL_BYTES, config, loaded, max_model_len, has_drafts=has_drafts)
+        return _plan_in(
+            config.kv_cache_memory or CPU_POOL_BYTES, config, loaded, max_model_len, has_two_states=has_two_states
+        )
     memory_bytes = pool_bytes(config, loaded, max_model_len)
     try:
-        return _plan_in(memory_bytes, config, loaded, max_model_len, has_drafts=has_drafts)
+        return _plan_in(memory_bytes, config, loaded, max_model_len, has_two_states=has_two_states)
     except ConfigError as exc:
         if exc.param != "--kv-cache-memory":
             raise
@@ -176,7 +182,7 @@ def _plan(config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_dr
 
 
 def _plan_in(
-    memory_bytes: int, config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_drafts: bool
+    memory_bytes: int, config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_two_states: bool
 ) -> CachePlan:
     return plan_cache(
         loaded.geometry,
@@ -191,7 +197,7 @@ def _plan_in(
         retention_interval=config.prefix_cache_retention_interval,
         slot_share=config.state_memory_share,
         enable_events=True,
-        has_drafts=has_drafts,
+        has_two_states=has_two_states,
     )
 
 
@@ -274,6 +280,7 @@ def create_core(config: NodeConfig, model: NodeModel, grammars: StepGrammars | N
         lease_seconds=config.kv_lease_seconds,
         recompute_on_load_failure=config.kv_load_failure_policy == "recompute",
         local_prefill_limit=config.local_prefill_limit,
+        async_scheduling=config.async_scheduling,
         grammars=grammars if grammars is not None else create_grammars(config, model.loaded),
     )
 

@@ -353,3 +353,31 @@ def test_sample_when_given_then_leaves_the_logits_alone() -> None:
     before = logits.clone()
     Sampler(seed=0).sample(logits, [task(logit_bias={1: 5.0}, repetition_penalty=2.0, prompt=[1]), task(min_p=0.5)])
     assert torch.equal(logits, before)
+
+
+WAYS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.05},
+)
+
+
+def test_draw_when_tasks_are_plain_then_gives_the_tokens_of_sample() -> None:
+    logits = random_logits(len(WAYS), seed=5)
+    tasks = [task(output=(1, 2), seed=9, **way) for way in WAYS]
+    behind = [task(output=(1,), seed=9, **way) for way in WAYS]
+    expected = [each.token_id for each in Sampler(0).sample(logits, tasks)]
+    assert Sampler(0).draw(logits, tasks).tolist() == expected
+    assert Sampler(0).draw(logits, [replace(each, num_unknown=1) for each in behind]).tolist() == expected
+    assert Sampler(0).draw(logits, behind).tolist() != expected
+
+
+def test_draw_when_on_a_device_then_asks_for_no_value() -> None:
+    """The meta device has none."""
+    logits = torch.empty(len(WAYS), 3000, device="meta")
+    tokens = Sampler(0).draw(logits, [task(seed=9, **way) for way in WAYS])
+    assert (tokens.device.type, tokens.shape) == ("meta", (len(WAYS),))
+    with pytest.raises(NotImplementedError):
+        Sampler(0).sample(logits, [task(seed=9, **way) for way in WAYS])

@@ -2,9 +2,10 @@
 
 The forward runs at once on shadow arenas. What it wrote appears in the real ones, which peers read and pulls write, a
 random while later: from then on its event has happened. Launches are done in order, as on a CUDA stream: one reads what
-the one before it wrote. The rows are there at once, so an engine that does not wait for the event goes on to publish
-what is not there yet. ``LATE_DEVICE=1 pytest tests/e2e/...`` gives such a device to every node that the tests start;
-``LATE_DEVICE=control`` one whose events never wait, with which the tests of transfers must fail.
+the one before it wrote. The rows are there at once, drawn tokens come to the host with the event: an engine that does
+not wait for it goes on to publish what is not there yet. ``LATE_DEVICE=1 pytest tests/e2e/...`` gives such a device to
+every node that the tests start; ``LATE_DEVICE=control`` one whose events never wait, with which the tests of transfers
+must fail.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class LateEvent:
     def happen(self) -> None:
         self._happened.set()
 
+    @property
+    def has_happened(self) -> bool:
+        return self._happened.is_set()
+
     def synchronize(self) -> None:
         assert self._happened.wait(60), "the late device has died"
         if self.error is not None:
@@ -55,7 +60,11 @@ class UnwaitedEvent(LateEvent):
 
 
 class LateRunner:
-    """``ModelRunner``, late. ``is_held``: memory appears only with the next launch, or when somebody waits for all."""
+    """``ModelRunner``, late. ``is_held``: memory appears only with the next launch, or when somebody waits for all.
+
+    A step may be launched before the one before it has appeared: it reads of the shadow what that one wrote. What a
+    step names must stay as it is until it appears: else its event raises.
+    """
 
     event_type: type[LateEvent] = LateEvent
 
@@ -67,10 +76,9 @@ class LateRunner:
         self._shadow = KVStorage(config, torch.device("cpu"))
         self._runner = ModelRunner(model, self._shadow, config, images)
         self._block_size = config.block_size
-        self._last: threading.Thread | None = None
+        self._steps: list[_LateStep] = []
         self._random = random.Random(1)
         self.logits = self._runner.logits
-        self._is_due = threading.Event()
         self.is_held = False
 
     def record_ahead(self, max_rows: int) -> None:
@@ -80,30 +88,48 @@ class LateRunner:
         return self.launch(plan).wait()
 
     def launch(self, plan: StepPlan) -> Forward:
-        self.synchronize()
-        self._copy(self._storage, self._shadow, {*_read(plan), *self._written(plan)})
-        rows = [row.clone() for row in self._runner.forward(plan)]
+        if plan.ids_from is None:
+            self.synchronize()
+        self._steps = [step for step in self._steps if not step.event.has_happened]
         written = set(self._written(plan))
+        named = {*_read(plan), *written}
+        late = {unit for step in self._steps for unit in step.written}
+        _copy(self._storage, self._shadow, named - late)
+        before = {unit: _unit(self._storage, unit).clone() for unit in named}
+        forward = self._runner.launch(plan)
+        token_ids = None if forward.token_ids is None else torch.zeros_like(forward.token_ids)
         event = self.event_type()
         delay_s = None if self.is_held else self._random.uniform(0, MAX_DELAY_S)
-        is_due = self._is_due = threading.Event()
+        last = self._steps[-1] if self._steps else None
+        # Later steps write to the shadow again.
+        result = {unit: _unit(self._shadow, unit).clone() for unit in written}
+        step = _LateStep(written, event)
 
         def appear() -> None:
             try:
-                is_due.wait(delay_s)
-                self._copy(self._shadow, self._storage, written)
+                step.is_due.wait(delay_s)
+                if last is not None:
+                    last.thread.join()
+                for unit, value in before.items():
+                    if unit not in late and not torch.equal(_unit(self._storage, unit), value):
+                        event.error = AssertionError(f"{unit} was written while a launched forward named it")
+                for unit, value in result.items():
+                    _unit(self._storage, unit).copy_(value)
+                if token_ids is not None:
+                    token_ids.copy_(forward.token_ids)
             except BaseException as exc:  # noqa: BLE001  # whoever waits for the event gets it
                 event.error = exc
             event.happen()
 
-        self._last = threading.Thread(target=appear, name="late-device", daemon=True)
-        self._last.start()
-        return Forward(rows, event)
+        step.thread = threading.Thread(target=appear, name="late-device", daemon=True)
+        step.thread.start()
+        self._steps.append(step)
+        return Forward([row.clone() for row in forward.rows], event, forward.tokens, token_ids)
 
     def synchronize(self) -> None:
-        if self._last is not None:
-            self._is_due.set()
-            self._last.join()
+        for step in self._steps:
+            step.is_due.set()
+            step.thread.join()
 
     def _written(self, plan: StepPlan) -> Iterator[_Unit]:
         for group_id, pairs in plan.block_copies.items():
@@ -117,15 +143,27 @@ class LateRunner:
                 yield from ((group_id, block_id) for block_id in table.block_ids[first : last + 1] if block_id)
             yield from ((_SLOTS, slot_id) for slot_id in (segment.dst_slot, *segment.save_slots) if slot_id)
 
-    @staticmethod
-    def _copy(source: KVStorage, destination: KVStorage, units: set[_Unit]) -> None:
-        for group_id in {group_id for group_id, _ in units}:
-            ids = torch.tensor(sorted(unit_id for each, unit_id in units if each == group_id))
-            theirs, ours = (
-                storage.slot_arena if group_id == _SLOTS else storage.block_arenas[group_id]
-                for storage in (source, destination)
-            )
-            ours[ids] = theirs[ids]
+
+class _LateStep:
+    def __init__(self, written: set[_Unit], event: LateEvent) -> None:
+        self.written = written
+        self.event = event
+        self.is_due = threading.Event()
+        self.thread: threading.Thread
+
+
+def _arena(storage: KVStorage, group_id: int) -> torch.Tensor:
+    return storage.slot_arena if group_id == _SLOTS else storage.block_arenas[group_id]
+
+
+def _unit(storage: KVStorage, unit: _Unit) -> torch.Tensor:
+    return _arena(storage, unit[0])[unit[1]]
+
+
+def _copy(source: KVStorage, destination: KVStorage, units: set[_Unit]) -> None:
+    for group_id in {group_id for group_id, _ in units}:
+        ids = torch.tensor(sorted(unit_id for each, unit_id in units if each == group_id))
+        _arena(destination, group_id)[ids] = _arena(source, group_id)[ids]
 
 
 class UnwaitedRunner(LateRunner):

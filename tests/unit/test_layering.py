@@ -120,7 +120,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.pacing": ("regression", "step_model"),
     "common.engine.sampling": ("token_counts", "draw", "grammar", "grammar_compiler", "sampler"),
-    "common.engine.tokens": ("grammars", "step_tokens"),
+    "common.engine.tokens": ("grammars", "step_tokens", "ahead"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),
     "common.images": ("span", "header", "layout", "rules", "read_rules", "source"),
@@ -155,7 +155,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.kv_cache.tiers": ("break_even", "write_budget", "stored_prefix", "leaving", "index", "tier", "stack"),
     "common.models": ("adapter", "cpu", "fused", "parallel", "backends", "vision", "loading", "synthetic", "prebuild"),
     "common.models.parallel": ("group", "slicing", "norms", "attention", "mixers", "mlps", "shard_model"),
-    "common.models.backends": ("backend", "graphs", "cpu", "cuda", "create"),
+    "common.models.backends": ("upload", "backend", "graphs", "cpu", "cuda", "create"),
     "common.node": (
         "cache_warnings",
         "generation_config",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.models.backends.upload import upload
 from common.request import SamplingParams
 
 _TIES = 64
@@ -48,7 +49,7 @@ def draw_rows(
         [p.top_k for p in sorted_params],
         [uniforms[place] for place in order],
     )
-    where, temperature, floor, top_p, top_k, uniform = torch.tensor(columns, dtype=torch.float64).to(scores.device)
+    where, temperature, floor, top_p, top_k, uniform = upload(torch.tensor(columns, dtype=torch.float64), scores.device)
     where = where.long()
     own = scores[where] / temperature.to(scores.dtype)[:, None]
     if any(p.min_p > 0 for p in params):

@@ -48,6 +48,7 @@ class SampleTask:
         counts: the sequence's own, so that penalties need not count all of it again; None: they do.
         mask: of its grammar: uint32 words, bit i % 32 of word i // 32 says whether token i may come; it says of ends
             too. None: all may.
+        num_unknown: tokens that came after these, which nobody on the host knows yet.
     """
 
     params: SamplingParams
@@ -57,11 +58,17 @@ class SampleTask:
     eos_token_ids: frozenset[int] = frozenset()
     counts: TokenCounts | None = None
     mask: memoryview | None = None
+    num_unknown: int = 0
+
+    @property
+    def position(self) -> int:
+        """Tokens that came before."""
+        return len(self.output_token_ids) + self.num_unknown
 
     @property
     def masks_stops(self) -> bool:
         """Unless nothing else is allowed."""
-        if len(self.output_token_ids) >= self.params.min_tokens or self.mask is not None:
+        if self.position >= self.params.min_tokens or self.mask is not None:
             return False
         allowed = self.params.allowed_token_ids
         return allowed is None or not allowed <= self.eos_token_ids | self.params.stop_token_ids
@@ -85,8 +92,13 @@ class SampleTask:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the token is the largest logit, of those that its mask has, and nothing else is asked for."""
+        return self.params.is_greedy and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for but a token by temperature, top_k, top_p and min_p."""
         p = self.params
-        if not p.is_greedy or p.logprobs is not None or p.allowed_token_ids is not None:
+        if p.logprobs is not None or p.allowed_token_ids is not None:
             return False
         return not (p.logit_bias or p.bad_token_ids or self.masks_stops or self.has_penalties)
 
@@ -125,6 +137,16 @@ class Sampler:
                 raise GrammarError("the grammar allows no token that the rest of the request allows")
             return report
 
+    def draw(self, logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
+        """[R] what ``sample`` gives of plain tasks, as a tensor on the device of ``logits``; asks for no value."""
+        with torch.inference_mode():
+            tokens = logits.argmax(-1)
+            drawn = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
+            if drawn:
+                uniforms = [self._uniform(tasks[row]) for row in drawn]
+                draw_rows(tokens, logits.float(), drawn, [tasks[row].params for row in drawn], uniforms)
+            return tokens
+
     def prompt_logprobs(self, logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
         """Log-probability of each row's next token. logits [T, vocab]; next_token_ids [T]; num_top alternatives (0:
         none)."""
@@ -138,7 +160,7 @@ class Sampler:
         if task.params.seed is None:
             bits = self._random.getrandbits(_UNIFORM_BITS)
         else:
-            text = f"{task.params.seed}/{task.index}/{len(task.output_token_ids)}"
+            text = f"{task.params.seed}/{task.index}/{task.position}"
             digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"tandem-sample").digest()
             bits = int.from_bytes(digest, "big") >> (64 - _UNIFORM_BITS)
         return bits * 2.0**-_UNIFORM_BITS

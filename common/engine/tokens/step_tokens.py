@@ -17,9 +17,9 @@ import torch
 
 from common.engine.model_runner import ModelRunner
 from common.engine.outputs import OutputList
-from common.engine.plan import Segment
+from common.engine.plan import Rows, Segment
 from common.engine.sampling.sampler import Sampler, SampleTask
-from common.engine.scheduler import Scheduler
+from common.engine.scheduler import Schedule, Scheduler
 from common.engine.sequence import Sequence
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.kv_cache.manager import KVCacheManager
@@ -96,16 +96,39 @@ class StepTokens:
         except Exception as exc:  # noqa: BLE001  # whatever it is, one of the rows may have caused it
             self._sample_apart(to_sample, to_verify, exc)
             return
-        now = self._clock()
-        for (sequence, _), token in zip(to_sample, tokens, strict=False):
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            if self._take(sequence, token) and sequence.finish_reason is not None:
-                self._end(sequence)
+        self._take_all([sequence for sequence, _ in to_sample], tokens[: len(to_sample)])
         at = len(to_sample)
         for item in to_verify:
             self._take_right_ones(item, tokens[at : at + len(item.rows)])
             at += len(item.rows)
+
+    def drawer(self, schedule: Schedule, num_unknown: int = 0) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What draws the step's tokens on the device, behind its forward; ``take`` then takes them. None: a sequence of
+        the step needs the host for its token, or has none due. ``num_unknown``: as of the tasks."""
+        if schedule.row_only or not schedule.sequences:
+            return None
+        for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True):
+            if sequence.grammar is not None or sequence.is_over:
+                return None
+            if not sequence.is_prompt_done or segment.num_tokens > 1 or segment.rows is not Rows.LAST:
+                return None
+        tasks = [replace(self._task(sequence), num_unknown=num_unknown) for sequence in schedule.sequences]
+        if not all(task.is_plain for task in tasks):
+            return None
+        return lambda logits: self._sampler.draw(logits, tasks)
+
+    def take(self, drawn: SequenceOf[tuple[Sequence, int]]) -> None:
+        """Appends and reports what ``drawer`` drew."""
+        self._take_all([sequence for sequence, _ in drawn], [TokenLogprob(token, 0.0, 0) for _, token in drawn])
+
+    def _take_all(self, sequences: SequenceOf[Sequence], tokens: SequenceOf[TokenLogprob]) -> None:
+        """One token each."""
+        now = self._clock()
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            if self._take(sequence, token) and sequence.finish_reason is not None:
+                self._end(sequence)
 
     def _sample_apart(self, to_sample: list[Sampled], to_verify: list[_Verified], cause: Exception) -> None:
         """A row's draw does not depend on the others'."""

@@ -1,6 +1,6 @@
 """The cache's record of one running sequence: what it holds and how far it has got.
 
-Every id in ``tables`` is held once, the running slot ``dst_slot`` once, each planned save slot once,
+Every id in ``tables`` is held once, the running slot ``dst_slot`` and ``other_slot`` once, each planned save slot once,
 and each slot of ``rollback`` too; ``src_checkpoint`` and ``prompt_end`` are pinned once each.
 """
 
@@ -36,6 +36,8 @@ class Allocation:
     """
     Attributes:
         tables: one per attention group.
+        other_slot: of a sequence with steps that are launched ahead, which read one of its two slots and write the
+            other: the one that does not hold the state after ``num_computed_tokens``. 0: it had no such step.
         src_checkpoint: what the next step reads its state from, until that step completed.
         prompt_end: kept end of the prompt, until the first step beyond it completed.
         saves: planned position -> slot and why.
@@ -51,6 +53,7 @@ class Allocation:
     num_computed_tokens: int = 0
     src_slot: int = 0
     dst_slot: int = 0
+    other_slot: int = 0
     src_checkpoint: Checkpoint | None = None
     prompt_end: Checkpoint | None = None
     saves: dict[int, Save] = field(default_factory=dict)

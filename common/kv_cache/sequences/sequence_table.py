@@ -121,6 +121,17 @@ class SequenceTable:
                 table.first_block = first
                 group.pool.drop(passed)
 
+    def tables_ahead(self, allocation: Allocation, position: int) -> tuple[BlockTable, ...]:
+        """What the token at ``position`` needs, while the step before it still has what the windows leave then."""
+        tables = []
+        for group, table in zip(self.coordinator.groups, allocation.tables, strict=True):
+            first = group.first_needed(position)
+            if first > table.first_block:
+                block_ids = [0] * first + table.block_ids[first:]
+                table = BlockTable(block_ids, table.write_from, table.num_published, first)
+            tables.append(table)
+        return tuple(tables)
+
     def tail_blocks(self, allocation: Allocation, position: int) -> tuple[int, ...]:
         """Per attention group, the block whose first rows are the tail below ``position``; () on a boundary. Bytes are
         there now, not pending."""
@@ -213,8 +224,7 @@ class SequenceTable:
         for checkpoint in (allocation.src_checkpoint, allocation.prompt_end):
             if checkpoint is not None:
                 coordinator.unpin(checkpoint)
-        if allocation.dst_slot:
-            coordinator.slots.drop((allocation.dst_slot,))
+        coordinator.slots.drop(slot_id for slot_id in (allocation.dst_slot, allocation.other_slot) if slot_id)
         for group, table, copies in self.rows(allocation):
             copies.cancel(table.block_ids)
             group.pool.drop(filter(None, reversed(table.block_ids)))

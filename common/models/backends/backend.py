@@ -39,12 +39,13 @@ class StepRunner(Protocol):
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
         has_drafts: bool = False,
     ) -> Tensor:
-        """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
+        """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``. ``token_ids``:
+        a tensor is on the device, and may not have its values yet."""
 
     def draft(
         self,
@@ -81,8 +82,9 @@ class ModelBackend(ABC):
         """Whether a recorded step gave what the model's code gives, as this backend promises it."""
 
     @abstractmethod
-    def inputs(self, context: ForwardContext, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Token ids and positions of a step, [num_tokens] each, on the device; what the ops read of it too."""
+    def inputs(self, context: ForwardContext, token_ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and positions of a step, [num_tokens] each, on the device; what the ops read of it too.
+        ``token_ids``: as of :class:`StepRunner`."""
 
     @abstractmethod
     def record_event(self) -> Event | None:

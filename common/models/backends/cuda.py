@@ -49,10 +49,10 @@ class CudaBackend(ModelBackend):
         error = (recorded.float() - expected.float()).square().mean().sqrt()
         return bool(error <= _TOLERANCE[expected.dtype] * expected.float().square().mean().sqrt())
 
-    def inputs(self, context: ForwardContext, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        ids = np.frombuffer(array("q", token_ids), np.int64)
+    def inputs(self, context: ForwardContext, token_ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        ids = token_ids if isinstance(token_ids, Tensor) else np.frombuffer(array("q", token_ids), np.int64)
         if self._steps is None:
-            return torch.from_numpy(ids).to(self.device), context.metadata.positions
+            return torch.as_tensor(ids).to(self.device), context.metadata.positions
         steps = self._steps.write([metadata.group_tables for metadata in context.group_metadata], token_ids=ids)
         for metadata, step in zip(context.group_metadata, steps, strict=True):
             metadata.on_device = step

@@ -92,7 +92,7 @@ class GraphedSteps:
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
         has_drafts: bool = False,
@@ -107,7 +107,7 @@ class GraphedSteps:
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         num_rows: int | None,
     ) -> Tensor:
@@ -129,7 +129,7 @@ class GraphedSteps:
     def _write(
         self,
         context: ForwardContext,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         num_rows: int | None = None,
     ) -> list[DeviceStep]:

@@ -67,13 +67,13 @@ class Replay:
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
         has_drafts: bool = False,
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
-        inputs = (torch.tensor(token_ids), torch.tensor(positions))
+        inputs = (torch.as_tensor(token_ids), torch.tensor(positions))
 
         def call(*tensors: Tensor) -> Tensor:
             with set_forward_context(context):

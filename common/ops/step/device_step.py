@@ -104,7 +104,8 @@ class DeviceStep:
 
 class StepBuffer:
     """The memory of steps: on a GPU page-locked on the host, and at one address on the device, which graphs keep. A
-    step is written when the one before it has ended on the device: its tensors are views of this memory."""
+    step is written when the one before the last has ended on the device. Its tensors are views of this memory: on the
+    device the next step's words come behind what was launched, on the host they have a place of their own."""
 
     def __init__(self, device: torch.device, num_words: int = 0) -> None:
         """``num_words``: words that fit without moving to a larger place.
@@ -119,8 +120,10 @@ class StepBuffer:
     def _grow(self, num_words: int) -> None:
         is_pinned = self._device.type == "cuda"
         self._host = torch.empty(num_words, dtype=torch.int32, pin_memory=is_pinned)
-        self._words = self._host.numpy()
-        self._own = self._host if not is_pinned else torch.empty(num_words, dtype=torch.int32, device=self._device)
+        self._own, self._next_host = self._host, self._host
+        if is_pinned:
+            self._own = torch.empty(num_words, dtype=torch.int32, device=self._device)
+            self._next_host = torch.empty_like(self._host, pin_memory=True)
         self.num_words = num_words
         self.version += 1
 
@@ -128,26 +131,31 @@ class StepBuffer:
         self,
         groups: Sequence[GroupTables],
         *,
-        token_ids: Sequence[int] | Words | None = None,
+        token_ids: Sequence[int] | Words | Tensor | None = None,
         positions: Sequence[int] | None = None,
         num_rows: int | None = None,
     ) -> list[DeviceStep]:
-        """The step of each group. ``token_ids``: of each packed row; None: zeros. ``positions``: as rotary embeddings
+        """The step of each group. ``token_ids``: of each packed row, on the device if it is a tensor, whose values
+        nobody asks for; None: zeros. ``positions``: as rotary embeddings
         count them; None: those in the sequence. ``num_rows``: pad to so many, of steps of decode rows alone."""
-        parts = _fixed_parts(groups, token_ids, positions, num_rows)
+        known = None if isinstance(token_ids, Tensor) else token_ids
+        parts = _fixed_parts(groups, known, positions, num_rows)
         sizes = [len(part) for part in parts]
         num_fixed = sum(sizes)
         total = num_fixed + sum(len(group.block_ids) for group in groups)
         if total > self.num_words:
             self._grow(1 << (total - 1).bit_length())
-        at = 0
+        self._host, self._next_host = self._next_host, self._host
+        at, words = 0, self._host.numpy()
         for part in (*parts, *(group.block_ids for group in groups)):
-            self._words[at : at + len(part)] = part
+            words[at : at + len(part)] = part
             at += len(part)
         if self._own is not self._host:
             self._own[:at].copy_(self._host[:at], non_blocking=True)
         own: list[Tensor] = list(self._own[:num_fixed].split(sizes))
         ids, places, rows, src, dst, save, lengths = own[:_NUM_SHARED]
+        if isinstance(token_ids, Tensor):
+            ids[: len(token_ids)].copy_(token_ids)
         # Up to the buffer's end: a graph that was recorded on a step reads longer tables later.
         block_ids = self._own[num_fixed:]
         spans, num_groups = _span_rows(groups), len(groups)

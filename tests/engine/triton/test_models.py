@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from tests.support.triton_interpreter import TRITON_DEVICE  # first: it decides how kernels are made
 
 # isort: split
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from common.engine.model_runner import Forward
+from common.engine.plan import DrawnIds, Segment, StepPlan
 from common.models.backends.cuda import CudaBackend
 from common.models.backends.graphs import GraphedSteps
 from common.models.loading import loader
 from common.ops.select import create_ops
-from common.ops.step.device_step import StepBuffer
+from common.ops.step.device_step import GroupTables, StepBuffer
 from tests.engine import harness
 from tests.engine.harness import Harness, Work, random_tokens
 from tests.support.models import FAMILIES
@@ -181,3 +185,38 @@ def test_steps_when_their_words_have_moved_then_are_recorded_again() -> None:
         assert largest_difference([found.cpu()], [expected.cpu()]) < TOLERANCE
         versions.append(buffer.version)
     assert versions[3] > versions[2]
+
+
+@pytest.mark.full
+def test_logits_when_input_ids_are_taken_on_the_device_then_equal_those_of_ids_from_the_host() -> None:
+    each, reference = (Harness("granitemoehybrid", ops, device=TRITON_DEVICE) for ops in ("triton", "torch"))
+    for one in (each, reference):
+        one.add("a", 1, 64)
+        one.add("b", 2, 64)
+        one.hidden(Work("a", random_tokens(3, 1)), Work("b", random_tokens(2, 2)))
+    launch = each.runner.launch
+
+    def taken(plan: StepPlan) -> Forward:
+        known = [segment.token_ids[0] for segment in plan.segments]
+        # Of four rows that were drawn some go on.
+        drawn = torch.tensor([7, *known, 8], device=TRITON_DEVICE)
+        plan.segments = [replace(segment, token_ids=(0,)) for segment in plan.segments]
+        plan.ids_from = DrawnIds(drawn, list(range(1, 1 + len(known))))
+        return launch(plan)
+
+    each.runner.launch = taken  # type: ignore[method-assign]
+    for step in range(NUM_STEPS):  # runs, is recorded, runs again
+        work = [Work(name, random_tokens(1, 10 * step + place)) for place, name in enumerate("ab")]
+        found, expected = each.logits(*work), reference.logits(*work)
+        assert largest_difference([rows.cpu() for rows in found], [rows.cpu() for rows in expected]) < TOLERANCE
+
+
+def test_step_when_its_input_ids_are_on_the_device_then_has_them_before_its_padding() -> None:
+    device = torch.device(TRITON_DEVICE)
+    rows = [Segment(name, (0,), 5, (), 0, 0) for name in "ab"]
+    group = GroupTables(rows, (), np.zeros(0, np.int32), (0,), 8, 0)
+    buffer = StepBuffer(device, 64)
+    for drawn in ([7, 300_000], [8, 9]):
+        (step,) = buffer.write([group], token_ids=torch.tensor(drawn, device=device), num_rows=4)
+        assert step.token_ids.tolist() == [*drawn, 0, 0]
+        assert step.decode_len.tolist() == [6, 6, 0, 0]

@@ -102,6 +102,10 @@ def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
             ["--tensor-parallel-size", "2", "--kv-tier", "host:1GiB"],
             "--tensor-parallel-size 2 does not go with --kv-tier",
         ),
+        (
+            ["--tensor-parallel-size", "2", "--async-scheduling"],
+            "--tensor-parallel-size 2 does not go with --async-scheduling",
+        ),
         (["--kv-tier-min-return", "2"], "--kv-tier-min-return 2.0 is above its maximum of 1.0"),
         (["--kv-tier-write-rate", "0"], "--kv-tier-write-rate 0 is below its minimum of 1"),
     ],

@@ -51,10 +51,10 @@ def test_plan_when_memory_is_the_smallest_then_works_and_one_byte_less_is_refuse
 
 
 def test_plan_when_drafts_are_run_then_each_sequence_has_a_second_slot_to_go_back_to() -> None:
-    def report(memory: int, has_drafts: bool) -> CapacityReport:
+    def report(memory: int, has_two_states: bool) -> CapacityReport:
         return plan_cache(
             make_geometry(), kv_cache_memory_bytes=memory, max_num_seqs=3, max_model_len=10, block_size=4, root_key=b"",
-            has_drafts=has_drafts,
+            has_two_states=has_two_states,
         ).report  # fmt: skip
 
     assert [report(1 << 20, each).num_running_slots for each in (False, True)] == [4, 7]

@@ -20,7 +20,8 @@ leases_expired_total late_reads_rejected_total proxy_decisions_total{policy,plac
 """
 
 BEYOND_INTERFACE = """
-step_time_error_ratio{kind} step_seconds_total{kind} proxy_elastic_placements_total{work}
+step_time_error_ratio{kind} step_seconds_total{kind} async_scheduling_steps_total{order}
+proxy_elastic_placements_total{work}
 proxy_targets_total{target,kept} proxy_recommended_nodes{node_role}
 requests_waiting_for_peer transfers_in_flight transfer_early_parts_total agent_recreations_total
 source_queries_total{result} proxy_retries_total{reason}

@@ -221,11 +221,11 @@ def test_plan_when_kv_cache_memory_is_given_then_nothing_is_measured(monkeypatch
     loaded = on_gpu(tiny())
     monkeypatch.setattr(runtime, "pool_bytes", lambda *_: pytest.fail("measured"))
     config = NodeConfig(model="m", kv_cache_memory=64 << 20, gpu_memory_utilization=0.5)
-    assert runtime._plan(config, loaded, 512, has_drafts=False).report.memory_bytes == 64 << 20
+    assert runtime._plan(config, loaded, 512, has_two_states=False).report.memory_bytes == 64 << 20
 
 
 def test_plan_when_on_a_cpu_then_the_pools_have_2_gib_by_default() -> None:
-    plan = runtime._plan(NodeConfig(model="m"), tiny(), 512, has_drafts=False)
+    plan = runtime._plan(NodeConfig(model="m"), tiny(), 512, has_two_states=False)
     assert plan.report.memory_bytes == 2 * GIB
 
 
