@@ -39,7 +39,7 @@ def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
     room."""
     memory: tuple[str, ...] = ("--kv-cache-memory", "400KiB")
     if request.param == "ranks":
-        memory = ("--kv-cache-memory", "200KiB", "--tensor-parallel-size", "2")
+        memory = ("--kv-cache-memory", "205KiB", "--tensor-parallel-size", "2")
     with Service(
         checkpoint(FAMILY),
         prefill_flags=(*FLAGS, *memory),
