@@ -128,7 +128,7 @@ def test_control_when_copies_are_counted_by_modulo_then_seen(monkeypatch: pytest
         first = rank % part.num_heads if tp > part.num_heads else rank * part.num_heads // tp
         return range(first, first + max(1, part.num_heads // tp))
 
-    monkeypatch.setattr(shards, "_held", by_modulo)
+    monkeypatch.setattr(shards, "held", by_modulo)
     assert not all(moved(tensor, rank, 4, 1) for rank in range(4))
 
 
@@ -308,7 +308,7 @@ def test_control_when_copies_in_units_are_counted_by_modulo_then_seen(
         first = rank % part.num_heads if tp > part.num_heads else rank * part.num_heads // tp
         return range(first, first + max(1, part.num_heads // tp))
 
-    monkeypatch.setattr(shards, "_held", by_modulo)
+    monkeypatch.setattr(shards, "held", by_modulo)
     for local_tp, remote_tp in ((4, 1), (4, 2), (8, 1), (8, 4)):
         assert any(moved_units(geometry, rank, local_tp, remote_tp).wrong for rank in range(local_tp))
 
