@@ -92,6 +92,8 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         answers = codec.answer_format.describe()
         logger.info("answers tool_calls=%s reasoning=%s", answers["tool_calls"], answers["reasoning"])
     handoffs = _create_handoff_reader(node) if role is Role.DECODE and model.ranks is None else None
+    if role is Role.PREFILL and model.ranks is not None:
+        logger.warning("a prefill node of several ranks hands no prompts out: the proxy will send it nothing")
     limits = ImageLimits.of(
         config.limit_mm_per_prompt, max_pixels=config.max_image_pixels, max_bytes=config.max_image_bytes
     )

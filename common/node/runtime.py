@@ -29,7 +29,7 @@ from common.engine.sampling.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.speculation import Speculation
 from common.engine.tokens.grammars import StepGrammars
-from common.errors import ConfigError
+from common.errors import ConfigError, EngineDeadError
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.layout import LAYOUT_VERSION, make_layout
 from common.kv_cache.layout_document import NodeLayout
@@ -82,6 +82,7 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
 
     Raises:
         ConfigError: naming what cannot work.
+        EngineDeadError: one of several ranks ended meanwhile.
     """
     speculative = SpeculativeConfig.from_json(config.speculative_config)
     torch.set_num_threads(config.num_threads)
@@ -108,9 +109,12 @@ def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_i
     }
     try:
         return _load(config, load, ranks, has_two_states=speculative is not None or config.async_scheduling)
-    except BaseException:
+    except BaseException as exc:
         if ranks is not None:
+            death = ranks.death_soon() if isinstance(exc, RuntimeError) else None
             ranks.close()
+            if death is not None:  # a rank was lost while all loaded
+                raise EngineDeadError(death) from exc
         raise
 
 

@@ -122,6 +122,21 @@ def test_up_when_a_rank_is_killed_then_has_a_ready_node_again_with_the_same_answ
         assert not alive(ranks)
 
 
+@pytest.mark.full
+def test_node_of_ranks_when_one_hangs_then_ends_and_leaves_none_of_them(tmp_path: Path) -> None:
+    node = start_node("decode", checkpoint(FAMILY), tmp_path, *FLAGS, "--engine-hang-seconds", "5")
+    wait_ready(node)
+    [rank] = ranks_of(node.process.pid)
+    stream = Stream(node.url, completion_body(random_tokens(60, seed=8190), 3500))
+    wait_until(lambda: len(stream.lines) > 3, "the stream to begin")
+    os.kill(rank.pid, signal.SIGSTOP)
+    stream.join()
+    assert stream.error is not None
+    assert node.process.popen.wait(END_S) == FAILED_STATUS
+    assert "a step takes longer than --engine-hang-seconds 5" in node.process.log.read_text()
+    check_no_rank_is_left([rank])
+
+
 def kill(child: Child) -> None:
     os.kill(child.pid, signal.SIGKILL)
 

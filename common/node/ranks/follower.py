@@ -2,12 +2,15 @@
 connection as ``FD``.
 
 It decides nothing: it loads its part of the model, makes pools of the sizes that it is told, and runs every plan that
-comes. What raises ends it, and so does the end of the connection, at once and from whatever it does. Signals that ask a
-service to stop are rank 0's business, which still needs this process while it drains.
+comes. What raises ends it, and so does the end of the connection, at once and from whatever it does; one that is
+stopped, or hangs in a driver, is killed by Linux when rank 0 ends. Signals that ask a service to stop are rank 0's
+business, which still needs this process while it drains.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import queue
 import signal
@@ -20,14 +23,17 @@ import torch
 
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import StepPlan
-from common.errors import TandemError
 from common.kv_cache.pools.storage import KVStorage
 from common.models.loading.loader import load_model
 from common.models.parallel.group import RankGroup
 from common.node.ranks.ranks import START_TIMEOUT_S, RankStart
 from common.server.garbage import keep_collections_short
-from common.server.serve import end_process
+from common.server.serve import end_process, run_main
 from common.telemetry.logs import configure_logging
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
 
 
 def run(connection: Connection) -> NoReturn:
@@ -62,11 +68,14 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
 def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    status = 1
     try:
-        run(Connection(int(sys.argv[1])))
-    except TandemError as exc:  # rank 0 says the same
-        sys.stderr.write(f"rank: error: {exc.message}\n")
-    end_process(1)
+        status = run_main(lambda: run(Connection(int(sys.argv[1]))), program="rank")
+    except Exception:  # whatever it is: rank 0 sees that this process is gone
+        logger.critical("the rank cannot go on", exc_info=True)
+    end_process(status)
 
 
 if __name__ == "__main__":

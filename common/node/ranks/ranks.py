@@ -35,6 +35,8 @@ START_TIMEOUT_S = 600.0
 once, one that hangs by ``--engine-hang-seconds`` of rank 0."""
 STOP_TIMEOUT_S = 5.0
 """Seconds from the end of the connection to SIGKILL."""
+DEATH_WAIT_S = 1.0
+"""Seconds that a rank may take from the end of its connections to its own."""
 FOLLOWER = "common.node.ranks.follower"
 
 
@@ -53,7 +55,8 @@ class RankStart:
 
 
 class Ranks:
-    """Ranks 1 .. ``size`` - 1. ``close`` ends them; so does the end of this process, whatever ends it."""
+    """Ranks 1 .. ``size`` - 1. ``close`` ends them; so does the end of this process, whatever ends it, and that of the
+    thread which made this."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -85,12 +88,12 @@ class Ranks:
         for rank, connection in enumerate(self._connections, 1):
             name = f"{config.node_name} rank {rank}"
             log = (config.log_level, config.log_format)
-            connection.send(RankStart(rank, self.size, store_path, load, config.num_threads, *log, name))
+            self._give(connection, RankStart(rank, self.size, store_path, load, config.num_threads, *log, name))
         self._wait_for_word("to start")
         try:
             return RankGroup(store_path, 0, self.size, START_TIMEOUT_S)
         except RuntimeError as exc:
-            raise EngineDeadError(self.death or f"the ranks did not meet: {exc}") from exc
+            raise EngineDeadError(self.death_soon() or f"the ranks did not meet: {exc}") from exc
 
     def allocate(self, config: KVCacheConfig) -> None:
         """Step 4. Raises as ``meet``."""
@@ -105,11 +108,8 @@ class Ranks:
         Raises:
             EngineDeadError: a rank is gone.
         """
-        try:
-            for connection in self._connections:
-                connection.send(message)
-        except OSError as exc:
-            raise EngineDeadError(self.death or f"a rank is gone: {exc}") from exc
+        for connection in self._connections:
+            self._give(connection, message)
 
     @property
     def death(self) -> str | None:
@@ -124,7 +124,7 @@ class Ranks:
 
     def fail(self, reason: str) -> None:
         """A step did not run on all ranks: their pools differ, and nothing can be computed from them."""
-        self._failure = self.death or reason
+        self._failure = self.death_soon() or reason
 
     def close(self) -> None:
         for connection in self._connections:
@@ -147,6 +147,17 @@ class Ranks:
                     raise EngineDeadError(f"rank {rank} of {self.size} took longer than {START_TIMEOUT_S:g} s {what}")
                 connection.recv()
             except (EOFError, OSError) as exc:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its connection ends a moment before it does
-                    self._processes[rank - 1].wait(STOP_TIMEOUT_S)
-                raise EngineDeadError(self.death or f"rank {rank} of {self.size} is gone") from exc
+                raise EngineDeadError(self.death_soon() or f"rank {rank} of {self.size} is gone") from exc
+
+    def _give(self, connection: Connection, message: object) -> None:
+        try:
+            connection.send(message)
+        except OSError as exc:
+            raise EngineDeadError(self.death_soon() or f"a rank is gone: {exc}") from exc
+
+    def death_soon(self) -> str | None:
+        """``death``, of a rank whose connections have ended: it can be waited for a moment later."""
+        deadline_s = time.monotonic() + DEATH_WAIT_S
+        while (death := self.death) is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return death
