@@ -38,6 +38,8 @@ TOOL_CALL_PARSERS = (
     "lfm2",
     "kimi_k2",
 )
+MAX_RANKS = 64
+"""Of one node: all are processes of one machine."""
 REASONING_PARSERS = ("auto", "none", "qwen3", "nemotron_v3", "deepseek_r1")
 
 
@@ -104,7 +106,7 @@ class NodeConfig(ProcessConfig):
         "processes that compute the model together, each with a part of the weights and of the pools; on a CPU this "
         "gains nothing, --num-threads does",
         1,
-        64,
+        MAX_RANKS,
     )
     seed: int = int_flag(0, "seed of requests that bring none", 0, (1 << 63) - 1)
     max_model_len: int | None = int_flag(None, "longest prompt plus answer in tokens (default: the model's)", 2)

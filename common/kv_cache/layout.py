@@ -68,5 +68,15 @@ def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
     return Layout(tuple(group_block_bytes), slot_bytes, attention, state)
 
 
+def transfer_bytes(geometry: ModelGeometry, block_size: int) -> tuple[float, int]:
+    """What moves when a node of this geometry takes in a prefix: bytes of K/V a token, and of its state. Of all ranks
+    together: each reads what it keeps, heads that others hold as well included. What a window keeps does not grow with
+    the prefix, and is not counted."""
+    layout = make_layout(geometry, block_size)
+    groups = zip(geometry.attention_groups, layout.group_block_bytes, strict=True)
+    block_bytes = sum(num_bytes for group, num_bytes in groups if not group.window)
+    return geometry.num_ranks * block_bytes / block_size, geometry.num_ranks * layout.slot_bytes
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -35,7 +35,8 @@ class GroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class CapacityReport:
-    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them."""
+    """The arithmetic of one plan. Counts are without the null entries; ``used_bytes`` includes them. Bytes are those of
+    each of ``num_ranks``, which have the same blocks and slots."""
 
     block_size: int
     groups: tuple[GroupCapacity, ...]
@@ -47,6 +48,7 @@ class CapacityReport:
     max_model_len: int
     max_num_seqs: int
     is_dense: bool
+    num_ranks: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -68,21 +70,22 @@ class CapacityReport:
 
     def __str__(self) -> str:
         first = self.groups[0] if self.groups else GroupCapacity("attention", 0, 0)
+        each = _per_rank(self.num_ranks)
         lines = [
-            f"KV cache memory: {_size(self.used_bytes)} used of {_size(self.memory_bytes)}",
+            f"KV cache memory{each}: {_size(self.used_bytes)} used of {_size(self.memory_bytes)}",
             f"  blocks: {first.num_blocks} + null x {_size(first.block_bytes)} ({self.block_size} tokens each)"
-            f" = {_size((first.num_blocks + 1) * first.block_bytes)}: {self.num_tokens} tokens of K/V",
+            f" = {_size((first.num_blocks + 1) * first.block_bytes)}{each}: {self.num_tokens} tokens of K/V",
         ]
         lines += [
             f"  {other.label} blocks: {other.num_blocks} + null x {_size(other.block_bytes)}"
-            f" = {_size((other.num_blocks + 1) * other.block_bytes)}"
+            f" = {_size((other.num_blocks + 1) * other.block_bytes)}{each}"
             for other in self.groups[1:]
         ]
         if not self.is_dense:
             lines.append(
                 f"  slots: {self.num_slots} + null x {_size(self.slot_bytes)}"
-                f" = {_size((self.num_slots + 1) * self.slot_bytes)}: {self.num_running_slots} for running sequences,"
-                f" {self.num_resumable_prefixes} resumable prefixes"
+                f" = {_size((self.num_slots + 1) * self.slot_bytes)}{each}:"
+                f" {self.num_running_slots} for running sequences, {self.num_resumable_prefixes} resumable prefixes"
             )
         lines.append(
             f"  at most {self.max_num_seqs} sequences; {self.num_full_sequences} of {self.max_model_len} tokens at once"
@@ -130,10 +133,11 @@ def plan_cache(
     null_bytes = all_block_bytes + layout.slot_bytes
     needed_bytes = null_bytes + min_blocks * all_block_bytes + running_slots * layout.slot_bytes
     if kv_cache_memory_bytes < needed_bytes:
+        each = _per_rank(geometry.num_ranks)
         raise ConfigError(
-            f"--kv-cache-memory {kv_cache_memory_bytes} is too small: one sequence of {max_model_len} tokens needs"
-            f" {min_blocks} blocks of {all_block_bytes} bytes, {max_num_seqs} sequences need {running_slots} slots"
-            f" of {layout.slot_bytes} bytes; the smallest value that works is {needed_bytes}",
+            f"--kv-cache-memory {kv_cache_memory_bytes}{each} is too small: one sequence of {max_model_len} tokens"
+            f" needs {min_blocks} blocks of {all_block_bytes} bytes, {max_num_seqs} sequences need {running_slots}"
+            f" slots of {layout.slot_bytes} bytes; the smallest value that works is {needed_bytes}",
             param="--kv-cache-memory",
         )
     budget = kv_cache_memory_bytes - null_bytes
@@ -176,6 +180,7 @@ def plan_cache(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         is_dense=not has_state,
+        num_ranks=geometry.num_ranks,
     )
     return CachePlan(config, report)
 
@@ -266,6 +271,10 @@ def _validate_shares(block_size: int, retention_interval: int | None, slot_share
     if slot_share is not None and not 0 < slot_share < 1:
         flag = "--state-memory-share"
         raise ConfigError(f"{flag} {slot_share} must be between 0 and 1", param=flag)
+
+
+def _per_rank(num_ranks: int) -> str:
+    return " per rank" if num_ranks > 1 else ""
 
 
 def _size(num_bytes: int) -> str:

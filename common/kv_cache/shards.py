@@ -76,6 +76,7 @@ def shard_geometry(geometry: ModelGeometry, tp: int) -> ModelGeometry:
             )
             for layer in geometry.state_layers
         ),
+        num_ranks=tp,
     )
 
 

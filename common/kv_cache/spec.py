@@ -125,7 +125,8 @@ class KVCacheGroup:
 class ModelGeometry:
     """Everything the cache must know of a model: derived from the raw config, checked against the loaded model.
 
-    ``max_position`` is the longest sequence the config allows (0: unbounded).
+    ``max_position`` is the longest sequence the config allows (0: unbounded). ``num_ranks`` above 1: what each of so
+    many ranks keeps (``common.kv_cache.shards``).
     """
 
     model_type: str
@@ -135,6 +136,8 @@ class ModelGeometry:
     max_position: int
     attention_layers: tuple[AttentionLayerSpec, ...]
     state_layers: tuple[StateLayerSpec, ...]
+    # Not in the repr either: what is undivided has the fingerprint that it had.
+    num_ranks: int = field(default=1, repr=False)
 
     @property
     def attention_groups(self) -> tuple[KVCacheGroup, ...]:

@@ -19,14 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.config.node import MAX_RANKS
 from common.config.tiers import parse_tier
 from common.config.values import parse_share, parse_size
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
 from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.layout import transfer_bytes
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.planner import MAMBA_CACHE_MODES, CachePlan, plan_cache
+from common.kv_cache.shards import shard_geometry
 from common.kv_cache.spec import DTYPE_BYTES
 from common.kv_cache.tiers.tier import MIN_RETURN, TierSettings
 from common.simulate.ideal_cache import IdealCache
@@ -43,6 +46,7 @@ CACHE_FLAGS = {
     "prefix_cache_retention_interval": "retention_interval",
     "eviction_policy": "eviction_policy",
     "state_memory_share": "slot_share",
+    "tensor_parallel_size": "tensor_parallel_size",
 }
 """Flag -> parameter of ``simulate``."""
 
@@ -59,18 +63,24 @@ def simulate(
     retention_interval: int | None = None,
     eviction_policy: str = EVICTION_POLICIES[0],
     slot_share: float | None = None,
+    tensor_parallel_size: int = 1,
     tiers: Sequence[TierSettings] = (),
     num_nodes: int = 1,
     stop_at: int | None = None,
 ) -> dict[str, Any]:
     """The figures of `tandem simulate` as one JSON-able object.
 
+    ``kv_cache_memory_bytes``, ``block_bytes``, ``slot_bytes``: of each rank, as flags and logs of a node have them.
+    ``kv_bytes_per_token``, ``state_bytes``: what a transfer moves to all of them together.
     ``tiers``: below the pools, fastest first. ``num_nodes``: with a cache of that memory each, asked in turn.
     ``stop_at``: after that many requests all nodes end without warning and start again, with what their tiers kept.
     """
     for flag, value in (("--limit", limit), ("--nodes", num_nodes), ("--stop-at", stop_at)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} is below its minimum of 1", param=flag)
+    if tensor_parallel_size > 1 and tiers:
+        option = "--tensor-parallel-size"
+        raise ConfigError(f"{option} {tensor_parallel_size} does not go with --kv-tier", param=option)
     started = time.perf_counter()
     plan = read_plan(
         model_config_path,
@@ -81,7 +91,9 @@ def simulate(
         retention_interval=retention_interval,
         eviction_policy=eviction_policy,
         slot_share=slot_share,
+        tensor_parallel_size=tensor_parallel_size,
     )
+    kv_bytes_per_token, state_bytes = transfer_bytes(plan.config.geometry, block_size)
     managers = [KVCacheManager(plan.config) for _ in range(num_nodes)]
     ended: list[KVCacheManager] = []
     ideal = IdealCache(block_size)
@@ -129,6 +141,8 @@ def simulate(
         "slot_bytes": plan.report.slot_bytes,
         "blocks": next((group.num_blocks for group in plan.report.groups), 0),
         "slots": plan.report.num_slots,
+        "kv_bytes_per_token": round(kv_bytes_per_token),
+        "state_bytes": state_bytes,
         "checkpoints": {
             "saved": sum(sum(each.checkpoints_saved.values()) for each in stats),
             "skipped": sum(sum(each.checkpoints_skipped.values()) for each in stats),
@@ -141,10 +155,19 @@ def simulate(
     }
 
 
-def read_plan(model_config_path: Path, dtype: str, *, max_num_seqs: int = 1, **settings: Any) -> CachePlan:
-    """One node's cache for a model. ``settings``: of ``plan_cache``. Raises ConfigError."""
+def read_plan(
+    model_config_path: Path, dtype: str, *, max_num_seqs: int = 1, tensor_parallel_size: int = 1, **settings: Any
+) -> CachePlan:
+    """The cache of one node for a model, as each of its ranks has it. ``settings``: of ``plan_cache``.
+
+    Raises:
+        ConfigError: also where so many ranks cannot divide the model.
+    """
+    if not 1 <= tensor_parallel_size <= MAX_RANKS:
+        option = "--tensor-parallel-size"
+        raise ConfigError(f"{option} {tensor_parallel_size} is not between 1 and {MAX_RANKS}", param=option)
     raw_config = _read_config(model_config_path)
-    geometry = model_geometry(raw_config, _model_dtype(raw_config, dtype))
+    geometry = shard_geometry(model_geometry(raw_config, _model_dtype(raw_config, dtype)), tensor_parallel_size)
     return plan_cache(geometry, max_num_seqs=max_num_seqs, max_model_len=1, root_key=b"simulate", **settings)
 
 
@@ -226,7 +249,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     several = parser.add_argument_group("cache flags", "Several values of a flag give a table over all combinations.")
     several.add_argument(
-        "--kv-cache-memory", type=parse_bytes, nargs="+", default=[8 << 30], help="bytes of cache, e.g. 8GiB"
+        "--kv-cache-memory",
+        type=parse_bytes,
+        nargs="+",
+        default=[8 << 30],
+        help="bytes of cache per rank, e.g. 8GiB",
     )
     several.add_argument("--block-size", type=int, nargs="+", default=[16], help="tokens per block")
     several.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, nargs="+", default=[MAMBA_CACHE_MODES[0]])
@@ -237,6 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several.add_argument(
         "--state-memory-share", type=float, nargs="+", default=[None], help="part of the memory for states, 0 to 1"
     )
+    several.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks of each node")
 
     below = parser.add_argument_group("tiers below the cache")
     below.add_argument(
@@ -294,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(_table(rows, [flag for flag in flags if len(flags[flag]) > 1]))
     else:
         for name, value in rows[0].items():
-            sys.stdout.write(f"{name:<15} {value:.4f}\n" if isinstance(value, float) else f"{name:<15} {value}\n")
+            sys.stdout.write(f"{name:<18} {value:.4f}\n" if isinstance(value, float) else f"{name:<18} {value}\n")
     return 0
 
 

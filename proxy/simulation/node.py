@@ -20,7 +20,7 @@ from common.engine.remote_prefixes import RemotePrefixes
 from common.engine.scheduler import Schedule, Scheduler, SchedulerConfig, shape_of
 from common.engine.sequence import Sequence as EngineSequence
 from common.kv_cache.keys import PrefixKeys
-from common.kv_cache.layout import make_layout
+from common.kv_cache.layout import make_layout, transfer_bytes
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.observe.events import CacheEvent, EventKind
 from common.kv_cache.sharing.leases import LeasedPrefix
@@ -123,7 +123,10 @@ class SimulatedNode:
             return time.now
 
         self.manager = manager = KVCacheManager(config, clock=clock)
-        self._layout = make_layout(config.geometry, config.block_size)
+        # Of all ranks: each reads its own part of a block and of a state.
+        num_ranks, layout = config.geometry.num_ranks, make_layout(config.geometry, config.block_size)
+        self._group_block_bytes = tuple(num_ranks * num_bytes for num_bytes in layout.group_block_bytes)
+        self._kv_bytes_per_token, self._state_bytes = transfer_bytes(config.geometry, config.block_size)
         self.scheduler = scheduler = Scheduler(SchedulerConfig(speeds.max_num_seqs, speeds.chunk), manager, clock)
         self._outputs = OutputList()
         self._live = live = LiveSequences(scheduler, manager, self._outputs)
@@ -181,9 +184,8 @@ class SimulatedNode:
         self.wake()
 
     def report(self) -> LoadReport:
-        scheduler, speeds, config = self.scheduler, self.speeds, self.manager.config
+        scheduler, speeds = self.scheduler, self.speeds
         queued = [*scheduler.waiting, *scheduler.running]
-        groups = zip(config.geometry.attention_groups, self._layout.group_block_bytes, strict=True)
         return LoadReport(
             num_running=len(scheduler.running) + len(scheduler.transferring),
             num_waiting=len(scheduler.waiting),
@@ -194,8 +196,8 @@ class SimulatedNode:
             decode=speeds.decode,
             row_s=speeds.row_s,
             pull=speeds.pull,
-            kv_bytes_per_token=sum(size for group, size in groups if not group.window) / config.block_size,
-            state_bytes=self._layout.slot_bytes,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            state_bytes=self._state_bytes,
         )
 
     def take_changes(self) -> list[CacheChange]:
@@ -224,8 +226,8 @@ class SimulatedNode:
 
     def start(self, seq_id: str, remote: HeldPrefix, plan: PullPlan) -> None:
         num_blocks = [len(pairs) for pairs in plan.pairs]
-        block_bytes = sum(n * size for n, size in zip(num_blocks, self._layout.group_block_bytes, strict=True))
-        state_bytes = self._layout.slot_bytes if plan.slot_id else 0
+        block_bytes = sum(n * size for n, size in zip(num_blocks, self._group_block_bytes, strict=True))
+        state_bytes = self._state_bytes if plan.slot_id else 0
         seconds = self.speeds.pull_s(state_bytes)
         seconds += max(0.0, self.speeds.pull.unit_s * block_bytes - remote.hidden_s)
         result = _Pulled(

@@ -180,12 +180,13 @@ def test_probe_paths_when_compared_with_the_app_then_are_its_routes() -> None:
     assert {HEALTH_ROUTE, READY_ROUTE, METRICS_ROUTE} <= routes & OPEN_PATHS
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize(("profile", "more"), [("cpu", ()), ("gpu", ()), ("cpu", ("compose.ranks.yaml",))])
 def test_compose_when_its_environment_is_read_then_configures_processes_that_find_each_other(
-    profile: str, tmp_path: Path
+    profile: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy")
-    command = ("docker-compose", "--env-file", ".env.example", "--profile", profile, "config")
+    files = [word for name in ("compose.yaml", *more) for word in ("-f", name)]
+    command = ("docker-compose", *files, "--env-file", ".env.example", "--profile", profile, "config")
     services = yaml.safe_load(run_tool(*command, cwd=tmp_path / "deploy"))["services"]
     suffix = "-gpu" if profile == "gpu" else ""
     prefill = config_of("prefill", services["prefill" + suffix]["environment"])
@@ -237,6 +238,48 @@ def test_gpu_compose_when_read_then_its_nodes_can_map_each_others_pools_and_take
         assert service["environment"]["TANDEM_KV_CACHE_MEMORY"] == "${GPU_KV_CACHE_MEMORY:-}"
     image = variables_of("node-cuda")
     assert (image["TANDEM_DEVICE"], image["NVIDIA_DRIVER_CAPABILITIES"]) == ("cuda", "compute,utility")
+
+
+def ranks_of(prefill: NodeConfig | ProxyConfig, decode: NodeConfig | ProxyConfig) -> tuple[int, int]:
+    assert isinstance(prefill, NodeConfig)
+    assert isinstance(decode, NodeConfig)
+    # A node of several ranks refuses these, and what is per rank has to be said.
+    assert (prefill.device, prefill.kv_tier, prefill.async_scheduling) == ("cpu", (), False)
+    assert prefill.kv_cache_memory is not None
+    return prefill.tensor_parallel_size, decode.tensor_parallel_size
+
+
+def test_ranks_overlay_when_rendered_then_a_larger_prefill_node_has_what_its_ranks_take() -> None:
+    overlay = KUBERNETES / "overlays" / "ranks"
+    found = {each["metadata"]["name"]: each for each in workloads(overlay)}
+    nodes = {role: found[f"tandem-{role}"] for role in ("prefill", "decode")}
+    environments = {role: environment_of(node, documents(overlay)) for role, node in nodes.items()}
+    configs = {role: config_of(role, variables_of("node-cpu") | given) for role, given in environments.items()}
+    assert ranks_of(configs["prefill"], configs["decode"]) == (2, 1)
+    for role, config in configs.items():
+        assert isinstance(config, NodeConfig)
+        assert config.kv_cache_memory is not None
+        container, num_ranks = container_of(nodes[role]), config.tensor_parallel_size
+        resources = container["resources"]
+        assert int(resources["requests"]["cpu"]) == num_ranks * config.num_threads
+        memory = int(resources["limits"]["memory"].removesuffix("Gi")) << 30
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        assert memory >= num_ranks * (config.kv_cache_memory + (3 << 30))
+        # Where the ranks find each other, and what each one's transfer agent takes.
+        assert {"/tmp", "/dev/shm"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_ranks_compose_when_read_then_its_prefill_node_alone_has_ranks() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.ranks.yaml").read_text())["services"]
+    usual = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert set(services) == {"prefill"}
+    found = {}
+    for role in ("prefill", "decode"):
+        given = {**usual[role]["environment"], **services.get(role, {}).get("environment", {})}
+        set_by_default = {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for name, value in given.items()}
+        found[role] = config_of(role, variables_of("node-cpu") | set_by_default)
+    assert ranks_of(found["prefill"], found["decode"]) == (2, 1)
+    assert usual["prefill"]["tmpfs"] == ["/tmp"]  # where the ranks find each other
 
 
 def tiers_of(environment: Mapping[str, str]) -> list[TierSpec]:

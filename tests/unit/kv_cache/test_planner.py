@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,3 +237,16 @@ def test_plan_when_a_model_has_windows_then_they_get_what_resumable_positions_re
     assert plan.report.used_bytes <= 1 << 20
     assert (1 << 20) - plan.report.used_bytes < 2 * 2 * BLOCK
     assert f"window_9 blocks: {window} + null" in str(plan.report)
+
+
+def test_report_when_the_node_has_ranks_then_says_which_bytes_are_of_each() -> None:
+    def of(num_ranks: int, memory: int = 1 << 16) -> CapacityReport:
+        sizes = {"kv_cache_memory_bytes": memory, "max_num_seqs": 3, "max_model_len": 10, "block_size": 4}
+        return plan_cache(replace(make_geometry(), num_ranks=num_ranks), root_key=b"", **sizes).report
+
+    one, two = str(of(1)).splitlines(), str(of(2)).splitlines()
+    assert [line.count(" per rank") for line in one] == [0, 0, 0, 0]
+    assert [line.count(" per rank") for line in two] == [1, 1, 1, 0]  # how many sequences run is no rank's own
+    assert [line.replace(" per rank", "") for line in two] == one
+    with pytest.raises(ConfigError, match="--kv-cache-memory 100 per rank is too small"):
+        of(2, 100)

@@ -14,9 +14,13 @@ import pytest
 
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
-from common.kv_cache.layout import make_layout
-from common.simulate.simulate import add_arguments, parse_bytes, run, simulate
+from common.kv_cache.layout import make_layout, transfer_bytes
+from common.kv_cache.planner import plan_cache
+from common.kv_cache.shards import shard_geometry, unit_slices
+from common.simulate.simulate import add_arguments, parse_bytes, read_plan, run, simulate
+from common.simulate.tiers import replay_settings
 from common.simulate.trace import read_trace
+from tests.support.published import MODELS
 
 HYBRID = {
     "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
@@ -204,6 +208,65 @@ def test_model_of_the_benchmarks_when_read_then_sizes_are_those_of_its_layers() 
     assert (len(geometry.attention_layers), len(geometry.state_layers)) == (10, 30)
     assert layout.group_block_bytes == (16 * 10 * 2 * 2 * 256 * 2,)
     assert layout.slot_bytes == 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4) == 64_389_120
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["granite-4.0-h-tiny", "kimi-linear-48b-a3b", "gemma-3-1b"])
+def test_node_of_ranks_when_planned_then_each_has_its_share_and_a_transfer_moves_those_of_all(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    """Latents and K/V heads of which there are fewer than ranks are moved by each rank that reads them."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    (tmp_path / "trace.jsonl").write_text("")
+    whole = model_geometry(MODELS[name], "bfloat16")
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28, "block_size": 16}
+    plan = read_plan(tmp_path, "bfloat16", tensor_parallel_size=size, **settings)
+    expected = plan_cache(
+        shard_geometry(whole, size), max_num_seqs=1, max_model_len=1, root_key=b"simulate", **settings
+    )
+    assert plan == expected
+    assert plan.report != read_plan(tmp_path, "bfloat16", **settings).report
+    pieces = [unit_slices(whole, 16, rank, size, 1) for rank in range(size)]
+    group_bytes = [
+        sum(piece.length for each in pieces for piece in each.blocks[group.group_id]) / 16
+        for group in whole.attention_groups
+        if not group.window
+    ]
+    state_bytes = sum(piece.length for each in pieces for piece in each.slot)
+    assert transfer_bytes(plan.config.geometry, 16) == (sum(group_bytes), state_bytes)
+    memory = settings["kv_cache_memory_bytes"]
+    figures = simulate(
+        tmp_path / "trace.jsonl", model_config_path=tmp_path, kv_cache_memory_bytes=memory, dtype="bfloat16",
+        tensor_parallel_size=size,
+    )  # fmt: skip
+    report = expected.report
+    assert (figures["block_bytes"], figures["slot_bytes"]) == (report.groups[0].block_bytes, report.slot_bytes)
+    assert (figures["blocks"], figures["slots"]) == (report.groups[0].num_blocks, report.num_slots)
+    assert (figures["kv_bytes_per_token"], figures["state_bytes"]) == (sum(group_bytes), state_bytes)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "options", "said"),
+    [
+        (MODELS["zamba-7b-v1"], 4, {}, r"tensor parallel size 4: conv state of layer 0 \(mamba1\): 2 heads of 'x'"),
+        (MODELS["olmo-hybrid (defaults)"], 4, {}, r"tensor parallel size 4: .*: 30 heads of 'kv_heads'"),
+        (HYBRID, 0, {}, "--tensor-parallel-size 0 is not between 1 and 64"),
+        (HYBRID, 65, {}, "--tensor-parallel-size 65 is not between 1 and 64"),
+        (HYBRID, 2, {"tiers": [replay_settings("host", 1 << 20, 0.1, None)]}, "2 does not go with --kv-tier"),
+    ],
+)
+def test_node_of_ranks_when_it_cannot_be_then_refused_by_name(
+    tmp_path: Path, model: dict[str, Any], size: int, options: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "trace.jsonl").write_text("")
+    memory = 1 << 28
+    with pytest.raises(ConfigError, match=said) as refused:
+        simulate(
+            tmp_path / "trace.jsonl", model_config_path=tmp_path, kv_cache_memory_bytes=memory,
+            tensor_parallel_size=size, **options,
+        )  # fmt: skip
+    assert refused.value.param == "--tensor-parallel-size"
 
 
 def test_sizes_when_written_with_units_then_bytes() -> None:

@@ -7,16 +7,20 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError
+from common.geometry.geometry import model_geometry
+from common.kv_cache.layout import make_layout
+from common.kv_cache.shards import shard_geometry
 from common.simulate.simulate import read_plan
 from proxy.nodes.load import Measured
 from proxy.nodes.node import NodeRole
-from proxy.placement.estimate import HANDOFF_S, Targets
+from proxy.placement.estimate import HANDOFF_S, OVERLAP, Targets
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.run import choose, figures, parse_cluster
 from proxy.simulation.speeds import Speeds, read_speeds
@@ -80,6 +84,27 @@ def test_request_when_it_is_alone_then_takes_what_its_steps_and_its_way_take(tmp
     node = cluster.nodes["http://decode-0"]
     assert node.busy_s == {"prompt": 0.0, "decode": pytest.approx(10 * 0.021)}
     assert cluster.nodes["http://prefill-0"].busy_s["prompt"] == pytest.approx(prompt_s)
+    check_conserved(cluster)
+
+
+def test_pull_when_the_nodes_have_ranks_then_the_bytes_of_all_are_moved(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "block_size": 16}
+    cache = read_plan(tmp_path, "auto", tensor_parallel_size=2, enable_events=True, **sizes).config
+    byte_s = 1e-5
+    speeds = dict.fromkeys(NodeRole, replace(SPEEDS, pull=Measured(0.0, byte_s)))
+    cluster = Cluster(1, 1, cache=cache, speeds=speeds, elastic=False)
+    cluster.submit(words(1, 600), words(2, 11))
+    cluster.run()
+    [served] = cluster.served
+    layout = make_layout(shard_geometry(model_geometry(HYBRID, "float32"), 2), 16)
+    [block_bytes], state_bytes = layout.group_block_bytes, layout.slot_bytes
+    report = cluster.nodes["http://decode-0"].report()
+    assert (report.kv_bytes_per_token, report.state_bytes) == (2 * block_bytes / 16, 2 * state_bytes)
+    prompt_s, num_blocks = 2 * 0.01 + 600 * 0.001, 38
+    blocks_s = byte_s * num_blocks * 2 * block_bytes - OVERLAP * prompt_s
+    assert blocks_s > 0
+    assert served.ttft_s == pytest.approx(prompt_s + HANDOFF_S + byte_s * 2 * state_bytes + blocks_s)
     check_conserved(cluster)
 
 
@@ -279,6 +304,10 @@ GOOD = ("--cluster", "1+1", "--rates", "rates.json")
         ((*GOOD, "--block-size", "16", "32"), "--block-size has several values"),
         ((*GOOD, "--kv-tier", "disk:/x?size=1GiB"), "--kv-tier goes with one cache"),
         ((*GOOD, "--nodes", "2"), "--nodes goes with one cache"),
+        (
+            (*GOOD, "--tensor-parallel-size", "3"),
+            "tensor parallel size 3: attention of layer 1: 4 heads",
+        ),
     ],
 )
 def test_command_when_a_flag_does_not_fit_then_names_it(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
