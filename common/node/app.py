@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI:
-    """An app for ``model``. A prefill node runs prefill legs, a decode node reads their handoffs; both do all the rest,
-    which is all that a node of several ranks does.
+    """An app for ``model``. A prefill node runs prefill legs, a decode node reads their handoffs; both do all the rest.
 
     Raises:
         ConfigError: a key file cannot be read.
@@ -91,9 +90,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         )
         answers = codec.answer_format.describe()
         logger.info("answers tool_calls=%s reasoning=%s", answers["tool_calls"], answers["reasoning"])
-    handoffs = _create_handoff_reader(node) if role is Role.DECODE and model.ranks is None else None
-    if role is Role.PREFILL and model.ranks is not None:
-        logger.warning("a prefill node of several ranks hands no prompts out: the proxy will send it nothing")
+    handoffs = _create_handoff_reader(node) if role is Role.DECODE else None
     limits = ImageLimits.of(
         config.limit_mm_per_prompt, max_pixels=config.max_image_pixels, max_bytes=config.max_image_bytes
     )
@@ -119,11 +116,11 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
         app,
         codec,
         cache_config=model.cache_config,
-        fingerprint=node.backend.fingerprint,
+        fingerprint=node.agents.fingerprint,
         max_model_len=model.max_model_len,
     )
     if has_test_hooks():
-        add_test_hooks(app, node.peer_reader, node.backend, model.storage)
+        add_test_hooks(app, node.peer_reader, node.agents.backends, model.storages)
     return app
 
 
@@ -135,7 +132,7 @@ def _create_handoff_reader(node: Node) -> HandoffReader:
         leases=node.remote_leases,
         loaded=node.model.loaded,
         metrics=node.metrics,
-        fingerprint=node.backend.fingerprint,
+        fingerprint=node.agents.fingerprint,
         fails_when_lost=node.config.kv_load_failure_policy == "fail",
     )
 
@@ -143,7 +140,7 @@ def _create_handoff_reader(node: Node) -> HandoffReader:
 def _create_serving(node: Node, prompts: PromptReader, handoffs: HandoffReader | None) -> Serving:
     manager = node.model.manager
     prefill_leg = None
-    if node.role is Role.PREFILL and node.model.ranks is None:
+    if node.role is Role.PREFILL:
         prefill_leg = PrefillLeg(
             node.name,
             manager=manager,
@@ -159,7 +156,7 @@ def _create_serving(node: Node, prompts: PromptReader, handoffs: HandoffReader |
         leases=node.remote_leases,
         loaded=node.model.loaded,
         metrics=node.metrics,
-        fingerprint=node.backend.fingerprint,
+        fingerprint=node.agents.fingerprint,
     )
     return Serving(
         node.name,
@@ -187,13 +184,12 @@ def _add_peer_routes(app: FastAPI, node: Node) -> None:
         rendezvous=node.rendezvous,
         manifests=node.manifests,
         max_model_len=node.model.max_model_len,
-        lends=node.model.ranks is None,
     )
     add_pull_routes(
         app,
         engine_id=node.engine_id,
         lease_seconds=node.config.kv_lease_seconds,
-        backend=node.backend,
+        announcement=node.agents.metadata,
         engine=node.engine,
         manager=manager,
         rendezvous=node.rendezvous,

@@ -17,7 +17,7 @@ import logging
 from common.config.dns import own_host
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.errors import NodeUnavailableError, RequestAbortedError, TransferError
+from common.errors import NodeUnavailableError, RequestAbortedError
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.observe.stats import CacheStats
@@ -37,7 +37,7 @@ from common.node.pull.peer_reader import PeerReader
 from common.node.pull.prefix_reader import FinishedPull, PrefixReader, PulledPrefix
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.quarantine import QuarantineKeeper
-from common.node.pull.rank_puller import RankPuller
+from common.node.pull.rank_agents import RankAgents
 from common.node.pull.remote_leases import RemoteLeases
 from common.node.runtime import NodeModel, create_backend, create_core, new_engine_id
 from common.node.serving.admission import Admission
@@ -47,7 +47,6 @@ from common.server.drain import Drain
 from common.server.loop_lag import LoopLag
 from common.server.versions import build_labels, installed_versions
 from common.telemetry.create import create_tracer
-from common.transfer.puller import Puller
 
 logger = logging.getLogger(__name__)
 
@@ -93,28 +92,31 @@ class Node:
         )
         self.drain = Drain(self.name, config.drain_timeout_seconds, count_held=self._count_held, cut_off=self._cut_off)
         self.admission = Admission(self.name, config.max_queue, self.core, self.drain)
-        self.backend = create_backend(config, model, self.engine_id)
+        num_ranks = len(model.storages)
+        backends = [create_backend(config, model, self.engine_id, rank) for rank in range(num_ranks)]
+        self.agents = RankAgents(backends, model.loaded.undivided, model.cache_config.block_size)
+        # What is in a unit differs with the number of ranks: digests of it prove nothing to others.
+        verify = config.kv_transfer_verify if model.ranks is None else VERIFY_OFF
         self.manifests = ManifestBuilder(
             engine_id=self.engine_id,
             epoch=model.manager.generations.epoch,
             host=self.advertised_host,
             port=config.port,
-            fingerprint=self.backend.fingerprint,
+            fingerprint=self.agents.fingerprint,
             lease_seconds=config.kv_lease_seconds,
-            verify=config.kv_transfer_verify,
+            verify=verify,
             storage=model.storage,
         )
         self.rendezvous = RendezvousTable(is_in_use=self._is_in_use, call_off=self._call_off)
-        self.peers = PeerDirectory(self.backend, config.peers, cluster_key)
+        self.peers = PeerDirectory(self.agents, config.peers, cluster_key)
         self.remote_leases = RemoteLeases(self.peers)
-        self._puller = Puller(self.backend)
         self.peer_reader = PeerReader(
-            RankPuller(self._puller, model.cache_config.geometry, model.cache_config.block_size),
+            self.agents.pulls,
             self.peers,
             config.kv_transfer_timeout_seconds,
-            self._find_mismatch if config.kv_transfer_verify != VERIFY_OFF else None,
+            self._find_mismatch if verify != VERIFY_OFF else None,
             metrics=self.metrics,
-            slot_bytes=model.storage.layout.slot_bytes,
+            slot_bytes=num_ranks * model.storage.layout.slot_bytes,
         )
         self.tiers = create_tiers(config, model, cluster_key, core=self.core, engine=self.engine, metrics=self.metrics)
         readers: dict[type, PrefixReader] = {RemotePrefix: self.peer_reader}
@@ -122,7 +124,7 @@ class Node:
             readers[TierPrefix] = self.tiers.reader
         self.bridge = EngineBridge(self, readers)
         self.core.pull_with(self.bridge, self.tiers)
-        self._quarantine_keeper = QuarantineKeeper(self._puller, self._read_stats, self._on_recreated)
+        self._quarantine_keeper = QuarantineKeeper(self.agents, self._read_stats, self._on_recreated)
         self._watching: asyncio.Task[None] | None = None
         self._lag = LoopLag(self.metrics.observe_lag)
         self._cache_stats = model.manager.stats()
@@ -152,14 +154,9 @@ class Node:
         await self.bridge.close()
         if self.tiers is not None:
             await self.tiers.close()
-        await asyncio.to_thread(self._puller.close)
+        await asyncio.to_thread(self.agents.close)
         await self.remote_leases.close()
         await self.peers.close()
-        try:
-            await asyncio.to_thread(self.backend.close)
-        except TransferError as exc:
-            # It ends with the process, whose memory nobody uses any more.
-            logger.error("the transfer agent was not ended: %s", exc.message)
         await asyncio.to_thread(self.tracer.close)
 
     @property
@@ -169,7 +166,7 @@ class Node:
             return self.engine.death
         if self.model.ranks is not None and self.model.ranks.death is not None:
             return self.model.ranks.death
-        return None if self._puller.is_alive else "the transfer layer stopped"
+        return None if self.agents.is_alive else "the transfer layer stopped"
 
     async def _watch(self) -> None:
         """Ends the process when what cannot be replaced in it has died. An engine hangs when it has not taken a turn
@@ -243,7 +240,7 @@ class Node:
             preemptions=core.num_preemptions,
             images=self.model.runner.images.stats if self.model.runner.images is not None else None,
             grammars_waiting=self.grammars.num_waiting + core.grammars.num_waiting,
-            transfers_in_flight=self._puller.num_in_flight,
+            transfers_in_flight=self.agents.num_in_flight,
             step_seconds=core.step_seconds,
         )
         samples = {**samples, **draft_samples(core.speculation), **ahead_samples(core.ahead_steps)}

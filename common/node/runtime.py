@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from common.models.vision.encoder import ImageEncoder
 from common.node.cache_warnings import cache_warnings
 from common.node.device import check_environment, choose_device, thread_entry
 from common.node.device_memory import pool_bytes
+from common.node.digests import VERIFY_OFF
 from common.node.ranks.ranks import Ranks
 from common.node.ranks.runner import RankedRunner
 from common.node.regions import SLOT_GENERATIONS, SLOTS, block_generations_region, block_region
@@ -66,15 +68,20 @@ TEST_HOOKS_VARIABLE = "TANDEM_TEST_HOOKS"
 
 @dataclass(slots=True)
 class NodeModel:
-    """The heavy, synchronous part of a node: model and pools, sized and allocated."""
+    """The heavy, synchronous part of a node: model and pools, sized and allocated. ``storages``: the pools of each
+    rank, all in memory of this process; ``storage``: those of rank 0, which it computes on."""
 
     loaded: LoadedModel
     cache_config: KVCacheConfig
     max_model_len: int
     manager: KVCacheManager
-    storage: KVStorage
+    storages: Sequence[KVStorage]
     runner: ModelRunner
     ranks: Ranks | None = None
+
+    @property
+    def storage(self) -> KVStorage:
+        return self.storages[0]
 
 
 def load_node_model(config: NodeConfig, *, compact_weights: bool = False, with_images: bool = False) -> NodeModel:
@@ -129,6 +136,9 @@ def _start_ranks(config: NodeConfig, device: torch.device, *, has_head: bool) ->
         raise ConfigError(f"{option} {size} does not go with {why}", param=option)
     check_ranks(config.model, size, revision=config.revision)
     logger.info("ranks=%d: every decode step runs through the model's own code, as with --enforce-eager", size)
+    if config.kv_transfer_verify != VERIFY_OFF:
+        verify = config.kv_transfer_verify
+        logger.warning("--kv-transfer-verify %s: a node of several ranks makes and compares no digests", verify)
     return Ranks(size)
 
 
@@ -143,14 +153,14 @@ def _load(config: NodeConfig, load: dict[str, Any], ranks: Ranks | None, *, has_
     manager = KVCacheManager(plan.config)
     storage = KVStorage(plan.config, loaded.device)
     if ranks is not None:
-        logger.info("pools of this size on each of %d ranks; the node neither lends nor pulls prefixes", ranks.size)
-        ranks.allocate(plan.config)
+        logger.info("pools of this size on each of %d ranks", ranks.size)
+        storages = [storage, *ranks.allocate(plan.config)]
         runner: ModelRunner = RankedRunner(loaded, storage, plan.config, ranks)
-        return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner, ranks)
+        return NodeModel(loaded, plan.config, max_model_len, manager, storages, runner, ranks)
     images = ImageEncoder(loaded.tower, config.mm_encoder_cache_memory) if loaded.tower is not None else None
     runner = ModelRunner(loaded, storage, plan.config, images)
     runner.record_ahead(config.max_num_seqs)
-    return NodeModel(loaded, plan.config, max_model_len, manager, storage, runner)
+    return NodeModel(loaded, plan.config, max_model_len, manager, [storage], runner)
 
 
 def _plan(config: NodeConfig, loaded: LoadedModel, max_model_len: int, *, has_two_states: bool) -> CachePlan:
@@ -225,10 +235,10 @@ def has_test_hooks() -> bool:
     return os.environ.get(TEST_HOOKS_VARIABLE) == "1"
 
 
-def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> TransferBackend:
-    """Step 4: the transfer backend with the node's pools and generation tables registered (of a node of several ranks
-    nothing: it lends nothing); with test hooks, one whose reads can be made to fail."""
-    generations = model.manager.generations
+def create_backend(config: NodeConfig, model: NodeModel, engine_id: str, rank: int = 0) -> TransferBackend:
+    """Step 4, once a rank: the transfer backend with the rank's pools and the node's generation tables registered; with
+    test hooks, one whose reads can be made to fail."""
+    generations, storage = model.manager.generations, model.storages[rank]
     backend: TransferBackend = NixlBackend(
         engine_id=engine_id,
         epoch=generations.epoch,
@@ -239,14 +249,14 @@ def create_backend(config: NodeConfig, model: NodeModel, engine_id: str) -> Tran
     )
     if has_test_hooks():
         backend = FaultyBackend(backend)
-    device = str(model.storage.device)
+    device = str(storage.device)
     regions = []
     named = [
         (block_region(group_id), block_generations_region(group_id), arena)
-        for group_id, arena in enumerate(model.storage.block_arenas)
+        for group_id, arena in enumerate(storage.block_arenas)
     ]
-    for name, table, arena in (*named, (SLOTS, SLOT_GENERATIONS, model.storage.slot_arena)):
-        if arena.numel() == 0 or model.ranks is not None:
+    for name, table, arena in (*named, (SLOTS, SLOT_GENERATIONS, storage.slot_arena)):
+        if arena.numel() == 0:
             continue
         num_units, unit_bytes = arena.shape
         regions.append(Region(name, arena.data_ptr(), num_units, unit_bytes, device=device, null_unit=True))

@@ -143,11 +143,6 @@ class Node:
         return self.state is NodeState.READY and self.breaker.is_admitting
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it hands no prompts out and takes none in: our nodes of several ranks."""
-        return self.info.tensor_parallel_size > 1 and not self.info.pull
-
-    @property
     def may_generate(self) -> bool:
         """Whether it can serve whole requests, whatever its role: our own nodes can."""
         return self.role is NodeRole.DECODE or (self.info.pull and not self.is_vllm)

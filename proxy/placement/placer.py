@@ -101,7 +101,7 @@ class Placer:
         """
         self.finished(request)
         decode = [node for node in self._pool.usable(NodeRole.DECODE) if node not in avoided.decode]
-        prefill = self._prefill_nodes(avoided, decode)
+        prefill = [node for node in self._pool.usable(NodeRole.PREFILL) if node not in avoided.prefill]
         if not decode:
             # Prefill nodes do both, where they may: nothing is handed over between them.
             decode, prefill = [node for node in self.generators() if node not in avoided.decode], []
@@ -180,8 +180,7 @@ class Placer:
 
     def place_prefill(self, avoided: Avoided) -> Node | None:
         """A prefill node for one prompt; None when none is left."""
-        nodes = [node for node in self._pool.usable(NodeRole.PREFILL) if not node.is_alone]
-        return pick(self._prefill_policy, nodes, tried=avoided.prefill)
+        return pick(self._prefill_policy, self._pool.usable(NodeRole.PREFILL), tried=avoided.prefill)
 
     def place_decode(self, avoided: Avoided) -> Node | None:
         """Somebody else to generate; a prefill node when no decode node is left."""
@@ -194,13 +193,6 @@ class Placer:
         return NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
 
     # --- what may be chosen
-
-    def _prefill_nodes(self, avoided: Avoided, decode: Sequence[Node]) -> list[Node]:
-        """None where what they computed could not be taken in."""
-        if any(node.is_alone for node in decode):
-            return []
-        nodes = self._pool.usable(NodeRole.PREFILL)
-        return [node for node in nodes if node not in avoided.prefill and not node.is_alone]
 
     def _options(
         self,

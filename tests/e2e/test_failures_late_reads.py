@@ -31,12 +31,18 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=["default", pytest.param("tcp", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=["default", *(pytest.param(each, marks=pytest.mark.full) for each in ("tcp", "ranks"))]
+)
 def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A prefill node with 24 blocks whose promises hold for 50 ms, and a decode node with room."""
+    """A prefill node with 24 blocks whose promises hold for 50 ms, also one of two ranks, and a decode node with
+    room."""
+    memory: tuple[str, ...] = ("--kv-cache-memory", "400KiB")
+    if request.param == "ranks":
+        memory = ("--kv-cache-memory", "205KiB", "--tensor-parallel-size", "2")
     with Service(
         checkpoint(FAMILY),
-        prefill_flags=(*FLAGS, "--kv-cache-memory", "400KiB"),
+        prefill_flags=(*FLAGS, *memory),
         decode_flags=(*FLAGS, "--kv-cache-memory", "8MiB", "--no-enable-prefix-caching"),
         environment={"UCX_TLS": "tcp,self"} if request.param == "tcp" else {},
     ) as running:

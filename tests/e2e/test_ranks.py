@@ -1,5 +1,6 @@
-"""Nodes of two ranks behind a proxy: the answers of one process, whatever was cached before, and a rank's death is its
-node's: clients are told, no process is left, and whoever started the node starts another one."""
+"""A node of two ranks that computes whole requests: the answers of one process, whatever was cached before, and a
+rank's death is its node's: clients are told, no process is left, and whoever started the node starts another one.
+What such nodes hand over to others: ``test_two_turns.py``, ``test_ranks_faults.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from common.server.serve import FAILED_STATUS
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.e2e.test_engine_death import Stream
-from tests.support.client import complete, completion_body, info, metric, together, wait_settled
+from tests.support.client import complete, completion_body, info, together, wait_settled
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
@@ -46,16 +47,13 @@ def check(reference: Reference, prompt: list[int], url: str, num_tokens: int = 1
     return answer.cached_tokens
 
 
-def test_service_when_its_decode_node_has_two_ranks_then_answers_as_stock_and_a_dead_rank_is_told(
+def test_service_when_its_node_has_two_ranks_then_answers_as_stock_and_a_dead_rank_is_told(
     reference: Reference,
 ) -> None:
-    with Service(checkpoint(FAMILY), prefill_flags=NODE_FLAGS, decode_flags=FLAGS) as service:
-        [decode], [prefill] = service.decode, service.prefill
+    with Service(checkpoint(FAMILY), decode_flags=FLAGS, num_prefill=0) as service:
+        [decode] = service.decode
         [rank] = ranks = ranks_of(decode.process.pid)
-        assert (info(decode)["tensor_parallel_size"], info(decode)["pull"]) == (2, False)
-        assert (info(prefill)["tensor_parallel_size"], info(prefill)["pull"]) == (1, True)
-        assert info(decode)["fingerprint"] == info(prefill)["fingerprint"]  # keys are shared; the proxy takes both
-        assert info(decode)["slot_bytes"] < info(prefill)["slot_bytes"]
+        assert info(decode)["tensor_parallel_size"] == 2
         prompts = [random_tokens(length, seed=8100 + length) for length in (40, 130, 300, 75)]
         together([lambda prompt=prompt: check(reference, prompt, service.url) for prompt in prompts])  # type: ignore[misc]
         # The next turn goes on from the states that all ranks kept.
@@ -63,7 +61,6 @@ def test_service_when_its_decode_node_has_two_ranks_then_answers_as_stock_and_a_
         assert check(reference, turn, service.url) >= len(prompts[2])
         assert check(reference, turn, service.url) == len(turn)
         wait_settled(decode)
-        assert metric(prefill, "prompt_tokens_total") == 0
 
         stream = Stream(service.url, completion_body(random_tokens(60, seed=8160), 3500))
         wait_until(lambda: len(stream.lines) > 3, "the stream to begin")

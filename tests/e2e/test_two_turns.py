@@ -1,5 +1,6 @@
 """What a node has is not computed by another, and not moved twice: turn two of a conversation through the prefill node,
-which pulls what the decode node generated; and the exact bytes of each move, for three kinds of model."""
+which pulls what the decode node generated; and the exact bytes of each move, for several kinds of model, and for nodes
+of one process and of several ranks."""
 
 from __future__ import annotations
 
@@ -59,16 +60,37 @@ class Site:
         assert greedy.mismatch(answer.token_ids(), answer.logprobs(), self.reference.tolerance) is None
 
 
+SITES = [
+    # family, processes of the prefill node, of the decode node
+    (FAMILY, 1, 1),
+    (FAMILY, 2, 1),
+    (FAMILY, 1, 2),
+    (FAMILY, 2, 2),
+    (FAMILY, 2, 4),
+    ("qwen3_5", 1, 1),
+    ("qwen3_5", 2, 1),
+    ("qwen3_5", 1, 2),
+    ("kimi_linear", 2, 1),
+    ("kimi_linear", 1, 2),
+    ("llama", 1, 1),
+]
+NUM_QUICK = 3
+
+
 @pytest.fixture(
-    scope="module", params=[FAMILY, *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen3_5", "llama"))]
+    scope="module",
+    params=[*SITES[:NUM_QUICK], *(pytest.param(each, marks=pytest.mark.full) for each in SITES[NUM_QUICK:])],
+    ids=lambda site: "-".join(map(str, site)),
 )
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
-    family = str(request.param)
-    if family == FAMILY:
+    family, *sizes = request.param
+    if request.param == SITES[0]:
         yield Site(family, request.getfixturevalue("service"), reference(family))
         return
     flags = (*NODE_FLAGS, "--kv-transfer-verify", "all" if family == "llama" else "sample")
-    with Service(checkpoint(family), prefill_flags=flags, decode_flags=flags) as running:
+    prefill_flags, decode_flags = ((*flags, "--tensor-parallel-size", str(size)) for size in sizes)
+    with Service(checkpoint(family), prefill_flags=prefill_flags, decode_flags=decode_flags) as running:
+        assert [info(node)["tensor_parallel_size"] for node in (running.prefill[0], running.decode[0])] == sizes
         yield Site(family, running, reference(family))
 
 

@@ -125,7 +125,7 @@ class Harness:
         if ranks is None:
             self.runner = ModelRunner(self.model, self.storage, config)
         else:
-            ranks.allocate(config)
+            self.other_storages = ranks.allocate(config)
             self.runner = RankedRunner(self.model, self.storage, config, ranks)
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = order.tolist()

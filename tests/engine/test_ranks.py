@@ -4,6 +4,7 @@ of these checks can fail: a rank with another rank's weights is found at load.""
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ from tests.engine.test_row_independence import FAMILIES as EXACT
 from tests.support.models import FAMILIES, SHORT_TIER, checkpoint, tiered
 
 TIMEOUT_S = 120.0
+STILL_S = 0.5
+"""A step of one process takes a hundredth of it."""
 NUM_GREEDY = 16
 IN_PROCESSES = ("qwen3_5", "zamba2")
 """Of the quick tests: parts of every kind (a delta rule's and Mamba-2's), norms over ranks, gates, adapters."""
@@ -194,6 +197,28 @@ def test_step_when_a_rank_was_killed_then_the_engine_is_told_that_it_cannot_go_o
         harness.prefill("A", A[BLOCK_SIZE:])
     with pytest.raises(EngineDeadError):
         harness.runner.synchronize()
+
+
+def test_step_when_a_rank_has_not_ended_it_then_neither_has_it(ranks: Ranks) -> None:
+    """One without a sum, so that nothing else keeps this process waiting for the other."""
+    harness = Harness("llama", "torch", ranks=ranks)
+    [theirs] = harness.other_storages
+    for storage in (harness.storage, theirs):
+        storage.block_arenas[0][1] = 7
+    [process] = ranks._processes
+    process.send_signal(signal.SIGSTOP)
+    try:
+        step = threading.Thread(target=harness.runner.forward, args=(StepPlan(block_copies={0: [(1, 2)]}),))
+        step.start()
+        step.join(STILL_S)
+        assert (harness.storage.block_arenas[0][2] == 7).all()  # rank 0 is through
+        assert not theirs.block_arenas[0][2].any()
+        assert step.is_alive()
+    finally:
+        process.send_signal(signal.SIGCONT)
+    step.join(TIMEOUT_S)
+    assert not step.is_alive()
+    assert (theirs.block_arenas[0][2] == 7).all()  # and what others read is what the rank has written
 
 
 @pytest.mark.full

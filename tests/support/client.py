@@ -101,11 +101,11 @@ def _get(url: str) -> httpx.Response:
 
 
 def payload_bytes(node: Node, num_blocks: int | Sequence[int], num_states: int) -> int:
-    """``num_blocks``: of the first attention group, or of each."""
+    """What ``node`` reads, all its ranks together. ``num_blocks``: of the first attention group, or of each."""
     sizes = info(node)
     counts = [num_blocks] if isinstance(num_blocks, int) else num_blocks
     blocks = sum(count * int(group["block_bytes"]) for count, group in zip(counts, sizes["groups"], strict=False))
-    return blocks + num_states * int(sizes["slot_bytes"])
+    return int(sizes["tensor_parallel_size"]) * (blocks + num_states * int(sizes["slot_bytes"]))
 
 
 def wait_settled(*nodes: Node) -> None:

@@ -185,6 +185,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "manifest_stream",
         "prefix_reader",
         "rank_puller",
+        "rank_agents",
         "pull_task",
         "metrics",
         "peer_reader",

@@ -18,8 +18,7 @@ from common.wire.pull import ContentQuery, miss_answer
 
 
 class PrefixHolder:
-    """Lives on the event loop. ``max_model_len``: the longest prompt that this node takes, in tokens. ``lends``:
-    whether others can read its pools; else it has nothing for them."""
+    """Lives on the event loop. ``max_model_len``: the longest prompt that this node takes, in tokens."""
 
     def __init__(
         self,
@@ -30,7 +29,6 @@ class PrefixHolder:
         rendezvous: RendezvousTable,
         manifests: ManifestBuilder,
         max_model_len: int,
-        lends: bool,
     ) -> None:
         self._manager = manager
         self._core = core
@@ -38,7 +36,6 @@ class PrefixHolder:
         self._rendezvous = rendezvous
         self._manifests = manifests
         self._max_model_len = max_model_len
-        self._lends = lends
 
     async def answer(self, query: ContentQuery) -> dict[str, Any]:
         """The body that answers ``query``.
@@ -48,8 +45,6 @@ class PrefixHolder:
             InvalidRequestError: the prompt is longer than this node's context, its key is another here, the id is in
                 use.
         """
-        if not self._lends:
-            return miss_answer()
         num_tokens, fingerprint = len(query.prompt_token_ids), self._manifests.fingerprint
         if query.fingerprint != fingerprint:
             raise FingerprintMismatchError(

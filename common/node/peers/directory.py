@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,7 +27,6 @@ from common.errors import (
 )
 from common.node.peers.liveness import Liveness
 from common.node.peers.names import PeerNames
-from common.transfer.backend import TransferBackend
 from common.transfer.regions import Peer
 from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER
 from common.wire.routes import TRANSFER_ROUTE
@@ -44,16 +43,22 @@ OWN_CODES = ("unknown_pull", "fingerprint_mismatch")
 """Error codes of the pull route itself that a pull's failure keeps; all others become ``transfer_failed``."""
 
 
+class Agents(Protocol):
+    """What reads from peers: a ``TransferBackend``, or several."""
+
+    def add_peer(self, metadata: bytes) -> Peer: ...
+
+
 class PeerDirectory:
     """Used on the event loop only. ``close`` ends its connections."""
 
-    def __init__(self, backend: TransferBackend, allowed: Sequence[str], cluster_key: str | None) -> None:
+    def __init__(self, agents: Agents, allowed: Sequence[str], cluster_key: str | None) -> None:
         headers = {CLUSTER_KEY_HEADER: cluster_key} if cluster_key else {}
         # Connections are not limited: each long poll and each liveness stream keeps one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=HANDSHAKE_TIMEOUT_S, limits=limits, trust_env=False)
         self.liveness = Liveness(self._http, self.forget)
-        self._backend = backend
+        self._agents = agents
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
         self.names = PeerNames(allowed)
         self._peers: dict[str, Peer] = {}
@@ -187,7 +192,7 @@ class PeerDirectory:
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise TransferError(f"handshake with {url}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         try:
-            peer = await asyncio.to_thread(self._backend.add_peer, response.content)
+            peer = await asyncio.to_thread(self._agents.add_peer, response.content)
         except TransferError as exc:
             last = self._failures.get(url)
             if last is None or last.message != exc.message:  # not with each request that comes

@@ -12,11 +12,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 from common.errors import TransferError
 from common.kv_cache.observe.stats import CacheStats
 from common.transfer.codes import TransferCode
-from common.transfer.puller import Puller
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,18 @@ RETRY_S = 10.0
 """Time until the next try after an agent that did not end. Each try lets new reads wait for up to ``DRAIN_S``."""
 
 
+class Agents(Protocol):
+    """What of a ``Puller``, or of several, the keeper looks after."""
+
+    @property
+    def num_unterminated(self) -> int: ...
+
+    @property
+    def oldest_unterminated_s(self) -> float: ...
+
+    def recreate_backend(self, timeout_s: float) -> None: ...
+
+
 class QuarantineKeeper:
     """Lives on the event loop between ``start`` and ``close``; close it before the puller.
 
@@ -45,9 +57,9 @@ class QuarantineKeeper:
     """
 
     def __init__(
-        self, puller: Puller, read_stats: Callable[[], Awaitable[CacheStats]], on_recreated: Callable[[], None]
+        self, agents: Agents, read_stats: Callable[[], Awaitable[CacheStats]], on_recreated: Callable[[], None]
     ) -> None:
-        self._puller = puller
+        self._agents = agents
         self._read_stats = read_stats
         self._on_recreated = on_recreated
         self._has_failed = False
@@ -77,7 +89,7 @@ class QuarantineKeeper:
             return False
         logger.warning("recreating the transfer agent: %s", reason)
         try:
-            await asyncio.to_thread(self._puller.recreate_backend, DRAIN_S)
+            await asyncio.to_thread(self._agents.recreate_backend, DRAIN_S)
         except TransferError as exc:
             if exc.code == TransferCode.AGENT_ALIVE:
                 self._not_before_s = time.monotonic() + RETRY_S
@@ -94,10 +106,10 @@ class QuarantineKeeper:
     async def _reason(self) -> str | None:
         if self._has_failed:
             return "the last attempt failed"
-        age_s = self._puller.oldest_unterminated_s
+        age_s = self._agents.oldest_unterminated_s
         if age_s > MAX_AGE_S:
             return f"a read has outlived its pull by {age_s:.1f} s, the bound is {MAX_AGE_S:.0f} s"
-        if not self._puller.num_unterminated:
+        if not self._agents.num_unterminated:
             return None
         try:
             stats = await self._read_stats()

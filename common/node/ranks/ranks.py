@@ -2,14 +2,20 @@
 
 Life of one: 1 started, as a child of this process with one connection to it, 2 it says that it is there (its imports
 take seconds), 3 all ranks meet and load the model together, 4 it gets the cache's sizes and says that its pools are
-ready, 5 it gets plan after plan. Leaves by: the end of its connection, which is also what a death of rank 0 looks like,
-so that no rank outlives its node; or a death of its own, which is the node's (``death``).
+ready, 5 it gets plan after plan, and says of each that it has written all of it. Leaves by: the end of its connection,
+which is also what a death of rank 0 looks like, so that no rank outlives its node; or a death of its own, which is the
+node's (``death``).
+
+Pools of all ranks are in memory that this process has as well: it alone lends them out and reads into them, for each
+rank with an agent of its own (``common.node.pull.rank_agents``). So there is one set of generations, the cache
+manager's, and no message has to come before another for a reader to see a rank's unit as what it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -22,17 +28,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.config.node import NodeConfig
 from common.engine.plan import StepPlan
 from common.errors import EngineDeadError
+from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.parallel.group import RankGroup
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""Seconds for each of 2, 3 and 4, and for anything that a rank waits for within a step: one that is gone is noticed at
-once, one that hangs by ``--engine-hang-seconds`` of rank 0."""
+"""Seconds for each of 2, 3 and 4, and for anything that ranks wait for in a step: one that is gone is noticed at once,
+one that hangs by ``--engine-hang-seconds`` of rank 0."""
 STOP_TIMEOUT_S = 5.0
 """Seconds from the end of the connection to SIGKILL."""
 DEATH_WAIT_S = 1.0
@@ -62,6 +71,7 @@ class Ranks:
         self.size = size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._memory_fds: list[int] = []
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
         self._failure: str | None = None
         try:
@@ -73,10 +83,12 @@ class Ranks:
 
     def _start(self) -> None:
         own, other = Pipe()
-        with contextlib.closing(other):
-            command = [sys.executable, "-m", FOLLOWER, str(other.fileno())]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),)))
         self._connections.append(own)
+        self._memory_fds.append(os.memfd_create("tandem-rank"))
+        with contextlib.closing(other):
+            fds = other.fileno(), self._memory_fds[-1]
+            command = [sys.executable, "-m", FOLLOWER, *map(str, fds)]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds))
 
     def meet(self, load: Mapping[str, Any], config: NodeConfig) -> RankGroup:
         """Steps 2 and 3 without the model: the group of all ranks, this one's as rank 0. The others load next.
@@ -95,12 +107,20 @@ class Ranks:
         except RuntimeError as exc:
             raise EngineDeadError(self.death_soon() or f"the ranks did not meet: {exc}") from exc
 
-    def allocate(self, config: KVCacheConfig) -> None:
-        """Step 4. Raises as ``meet``."""
+    def allocate(self, config: KVCacheConfig) -> list[KVStorage]:
+        """Step 4: the pools of these ranks, in order, as this process has them. Raises as ``meet``."""
         self.send(config)
+        storages = [KVStorage(config, torch.device("cpu"), fd) for fd in self._memory_fds]
         self._wait_for_word("to allocate its pools")
         # All have met. A node that is killed leaves nothing behind.
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._close_memory()
+        return storages
+
+    def wait_for_step(self) -> None:
+        """Returns when every rank has written all that the last plan lets it write: that this process is through it
+        does not say so, since each writes on after the last sum of all. Raises as ``meet``."""
+        self._wait_for_word("for a step")
 
     def send(self, message: KVCacheConfig | StepPlan) -> None:
         """To every rank, in the order of the calls.
@@ -127,6 +147,7 @@ class Ranks:
         self._failure = self.death_soon() or reason
 
     def close(self) -> None:
+        self._close_memory()
         for connection in self._connections:
             connection.close()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
@@ -138,6 +159,10 @@ class Ranks:
                 process.kill()
                 process.wait(STOP_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_memory(self) -> None:
+        while self._memory_fds:
+            os.close(self._memory_fds.pop())
 
     def _wait_for_word(self, what: str) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S

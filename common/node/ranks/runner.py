@@ -12,7 +12,8 @@ from common.node.ranks.ranks import Ranks
 
 
 class RankedRunner(ModelRunner):
-    """A step that raises is the end of all ranks: nobody knows how far the others got with it."""
+    """A step has ended when all ranks have: what is published, freed or read into after it is no longer written by any.
+    One that raises is the end of all: nobody knows how far the others got with it."""
 
     def __init__(self, model: LoadedModel, storage: KVStorage, config: KVCacheConfig, ranks: Ranks) -> None:
         super().__init__(model, storage, config)
@@ -22,10 +23,12 @@ class RankedRunner(ModelRunner):
         self.synchronize()
         self._ranks.send(plan)
         try:
-            return super().launch(plan)
+            forward = super().launch(plan)
+            self._ranks.wait_for_step()
         except Exception as exc:
             self._ranks.fail(f"a step of {self._ranks.size} ranks failed: {exc}")
             raise
+        return forward
 
     def synchronize(self) -> None:
         """Raises EngineDeadError when a rank is gone, or a step failed."""

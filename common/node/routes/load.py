@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from common.engine.rates import Line
+from common.kv_cache.layout import transfer_bytes
 from common.node.node import Node
 
 
 def load_report(node: Node) -> dict[str, Any]:
     """The body of ``GET /internal/v1/load``. A number is null until it was measured. Event loop only; does not wait
     for the running step."""
-    core, cache, layout = node.core, node.model.cache_config, node.model.storage.layout
+    core, cache = node.core, node.model.cache_config
     steps, pulls = core.step_model, node.peer_reader.pull_times
     decode = steps.decode_line
-    groups = zip(cache.geometry.attention_groups, layout.group_block_bytes, strict=True)
-    # What a group with a window transfers does not grow with the prompt.
-    block_bytes = sum(num_bytes for group, num_bytes in groups if not group.window)
+    kv_bytes, state_bytes = transfer_bytes(cache.geometry, cache.block_size)
     return {
         "running": core.num_running,
         "waiting": node.admission.num_waiting,
@@ -28,8 +27,8 @@ def load_report(node: Node) -> dict[str, Any]:
         "decode_step_seconds": None if decode is None else decode.fixed_s + decode.unit_s * max(1, core.num_running),
         "seconds_per_row_beside_prompts": steps.prompt_row_s,
         "pull": _cost(pulls.line, pulls.age_s, "pull", "byte"),
-        "kv_bytes_per_token": block_bytes / cache.block_size,
-        "state_bytes": layout.slot_bytes,
+        "kv_bytes_per_token": kv_bytes,
+        "state_bytes": state_bytes,
         "tiers": node.tiers.read_rates() if node.tiers is not None else {},
     }
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,7 +24,6 @@ from common.openai.errors import error_response
 from common.server.disconnect import run_until_disconnect
 from common.server.drain import Drain
 from common.server.json_body import read_json_object, run_for_body
-from common.transfer.backend import TransferBackend
 from common.wire.fields import Fields, shown
 from common.wire.headers import LEG_HEADER
 from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
@@ -46,7 +45,7 @@ def add_pull_routes(
     *,
     engine_id: str,
     lease_seconds: float,
-    backend: TransferBackend,
+    announcement: Callable[[], bytes],
     engine: EngineThread,
     manager: KVCacheManager,
     rendezvous: RendezvousTable,
@@ -60,7 +59,7 @@ def add_pull_routes(
     @app.get(TRANSFER_ROUTE)
     async def transfer() -> Response:
         # In a thread: it waits while a read is being posted or the agent is made again.
-        return Response(await asyncio.to_thread(backend.metadata), media_type="application/json")
+        return Response(await asyncio.to_thread(announcement), media_type="application/json")
 
     @app.get(LIVENESS_ROUTE)
     async def liveness() -> StreamingResponse:

@@ -8,6 +8,7 @@ notice: an output that does not depend on what was transferred proves nothing ab
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,16 +27,19 @@ TARGETS = ("state", "block", "blocks")
 FAULT_FIELDS = frozenset(field.name for field in dataclasses.fields(Fault))
 
 
-def add_test_hooks(app: FastAPI, reader: PeerReader, backend: TransferBackend, storage: KVStorage) -> None:
-    """``POST /internal/v1/test/damage {"target": "state"|"block"|"blocks", "index": 0, "group": 0}`` damages what the
-    next pull brings: the state, or of an attention group's blocks the one at ``index``, or all of them;
-    ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on"}`` queues a ``Fault`` of its reads,
-    kind ``clear`` ends all of them."""
+def add_test_hooks(
+    app: FastAPI, reader: PeerReader, backends: Sequence[TransferBackend], storages: Sequence[KVStorage]
+) -> None:
+    """``POST /internal/v1/test/damage {"target": "state"|"block"|"blocks", "index": 0, "group": 0, "rank": 0}`` damages
+    what the next pull brings to a rank: the state, or of an attention group's blocks the one at ``index``, or all;
+    ``POST /internal/v1/test/transfer-fault {"kind", "seconds", "count", "on", "rank": 0}`` queues a ``Fault`` of the
+    rank's reads, kind ``clear`` ends those of all ranks."""
 
     @app.post(TEST_DAMAGE_ROUTE)
     async def damage(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
         target, index, group_id = body.get("target"), body.get("index", 0), body.get("group", 0)
+        storage = storages[body.get("rank", 0)]
         if target not in TARGETS:
             invalid("target", target, f"one of {', '.join(TARGETS)}")
 
@@ -54,12 +58,15 @@ def add_test_hooks(app: FastAPI, reader: PeerReader, backend: TransferBackend, s
     @app.post(TEST_TRANSFER_FAULT_ROUTE)
     async def transfer_fault(http: HttpRequest) -> dict[str, Any]:
         body = await read_json_object(http)
-        assert isinstance(backend, FaultyBackend), "the hooks are on, so the node wraps its backend"
+        faulty = [backend for backend in backends if isinstance(backend, FaultyBackend)]
+        assert len(faulty) == len(backends), "the hooks are on, so the node wraps its backends"
         if body.get("kind") == "clear":
-            backend.clear()
+            for backend in faulty:
+                backend.clear()
             return {"cleared": True}
+        rank = body.pop("rank", 0)
         unknown = sorted(body.keys() - FAULT_FIELDS)
         if unknown or "kind" not in body:
             invalid("transfer-fault", unknown or body, f"kind and any of {', '.join(sorted(FAULT_FIELDS))}")
-        backend.inject(Fault(**body))
+        faulty[rank].inject(Fault(**body))
         return {"injected": body["kind"]}

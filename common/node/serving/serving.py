@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 class Serving:
     """Used on the event loop only. A node without ``prefill_leg`` hands nothing out, one without ``handoffs`` pulls
-    nothing that a prefill leg computed, and one without either (of several ranks) pulls nothing at all."""
+    nothing that a prefill leg computed."""
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class Serving:
         self._engine = engine
         self._rendezvous = rendezvous
         self._sources = sources
-        self._pulls = prefill_leg is not None or handoffs is not None
         self._prefill_leg = prefill_leg
         self._handoffs = handoffs
         self._grammars = grammars
@@ -239,8 +238,7 @@ class Serving:
                     job.handoff_result = await stack.enter_async_context(reading)
             remote = job.handoff_result.prefix
             if job.handoff is None and job.sampling.prompt_logprobs is None:
-                named = request.sources if self._pulls else ()
-                found = self._sources.prefix(job.token_ids, request.cache_salt, named, job.images)
+                found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources, job.images)
                 remote = await stack.enter_async_context(found)
             engine_request = Request(
                 request_id=job.request_id,

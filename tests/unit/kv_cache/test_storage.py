@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import torch
 
@@ -20,6 +21,23 @@ def test_arenas_when_created_then_zero_and_page_aligned() -> None:
         assert arena.shape[0] == num_units
         assert arena.data_ptr() % mmap.PAGESIZE == 0
         assert not arena.any()
+
+
+def test_storages_when_over_one_memory_then_what_one_writes_the_other_has_and_arenas_lie_apart() -> None:
+    memory_fd = os.memfd_create("test")
+    config = make_config(num_blocks=5, num_slots=3, windows=(8,))
+    one, other = (KVStorage(config, torch.device("cpu"), memory_fd) for _ in range(2))
+    os.close(memory_fd)
+    arenas, others = ((*each.block_arenas, each.slot_arena) for each in (one, other))
+    for number, arena in enumerate(arenas, 1):
+        assert not arena.any()
+        assert arena.data_ptr() % mmap.PAGESIZE == 0
+        arena.fill_(number)
+    for number, (arena, seen) in enumerate(zip(arenas, others, strict=True), 1):
+        assert seen.shape == arena.shape
+        assert (seen == number).all()
+    other.zero_slot(2)
+    assert not one.slot_arena[2].any()
 
 
 def test_views_when_written_then_only_that_unit_changes() -> None:

@@ -94,7 +94,7 @@ async def kill_engine(running: Running, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 async def kill_puller(running: Running, monkeypatch: pytest.MonkeyPatch) -> str:
-    await asyncio.to_thread(running.node._puller.close)
+    await asyncio.to_thread(running.node.agents._pullers[0].close)
     return "the transfer layer stopped"
 
 

@@ -82,7 +82,6 @@ class FakeNode:
             rendezvous=cast(Any, SimpleNamespace(is_called_off=self.called_off.__contains__)),
             manifests=manifests,
             max_model_len=64,
-            lends=True,
         )
 
     # --- engine

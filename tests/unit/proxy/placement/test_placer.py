@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -203,33 +202,6 @@ def test_place_when_the_header_says_remote_without_a_prefill_node_then_local() -
 
 
 # --- which node
-
-
-def is_of_ranks(node: Node) -> None:
-    """It computes all its prompts itself."""
-    node.mark_ready(dataclasses.replace(node.info, pull=False, tensor_parallel_size=2))
-
-
-def test_place_when_a_prefill_node_is_of_ranks_then_never_there() -> None:
-    rig = Rig(num_prefill=2, policy="round_robin")
-    is_of_ranks(rig.prefill[0])
-    other = rig.prefill[1]
-    for seed in range(4):
-        assert rig.serve(tokens(2000, seed)).prefill == [other]
-        assert rig.placer.place_prefill(NOBODY) is other
-    is_of_ranks(other)
-    assert rig.serve(tokens(2000, 5)).is_local
-    assert rig.placer.place_prefill(NOBODY) is None
-
-
-@pytest.mark.parametrize("policy", ["round_robin", "cost"])
-def test_place_when_the_decode_node_is_of_ranks_then_local_whatever_the_header_says(policy: str) -> None:
-    rig = Rig(num_decode=1, policy=policy)
-    is_of_ranks(rig.decode[0])
-    for header in PlacementHeader:
-        placement = rig.serve(tokens(2000, 1), placement_header=header)
-        assert placement.is_local
-        assert not placement.sources
 
 
 def test_place_when_a_prefill_node_has_the_prefix_then_that_one_unless_its_queue_is_longer_than_it_saves() -> None:
