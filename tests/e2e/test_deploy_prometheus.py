@@ -36,8 +36,8 @@ DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 # Series that only come into being with the first failure, eviction or preemption.
 EMPTY_WHILE_ALL_IS_WELL = {"Evictions", "Tokens found and computed again", "The other role's work"}
-UNUSED_ROWS = {"Tiers", "Structured output", "Speculative decoding"}
-"""By this service: it has neither tiers nor drafts, and its requests have no schemas."""
+UNUSED_ROWS = {"Tiers", "Structured output", "Speculative decoding, steps ahead"}
+"""By this service: it has neither tiers nor drafts nor steps ahead, and its requests have no schemas."""
 LOAD_S = 20.0
 MOVED, STAYS = {PLACEMENT_HEADER: "remote"}, {PLACEMENT_HEADER: "local"}
 IN_TIME = {TTFT_TARGET_HEADER: "60000", ITL_TARGET_HEADER: "60000"}

@@ -227,8 +227,16 @@ ROWS = (
         ),
     ),
     Row(
-        "Speculative decoding",
+        "Speculative decoding, steps ahead",
         (
+            Panel(
+                "Steps launched ahead",
+                "Decode steps by their order: ahead of the tokens of the step before, or after them and why. Empty "
+                "without --async-scheduling.",
+                "short",
+                (("{{order}}", "sum by (order) (rate(tandem_async_scheduling_steps_total[5m]))"),),
+                stacked=True,
+            ),
             Panel(
                 "Drafted tokens",
                 "Run behind the last token, and taken because they equal what was sampled. Empty without "
