@@ -1,7 +1,7 @@
 """What drafts bring and cost: ``python -m benchmarks.speculation``.
 
-Engines with and without drafts, in one process, take turns on the same requests; figures are ratios of the processor
-time of both, so that whatever else the machine does hits both alike. Two kinds of models:
+Engines with and without drafts, in one process, answer the same requests, step by step in turn; figures are ratios of
+the processor time of both, so that whatever else the machine does hits both alike. Two kinds of models:
 
 - with random weights (``--family``, ``--size``), whose drafts come from the known answer and are right by ``--share``;
   how many are run is up to what they bring, as in a service. ``--fixed``: all of them.
@@ -31,6 +31,7 @@ from common.config.node import NodeConfig
 from common.demo_model import FOLDER
 from common.engine.core import EngineCore
 from common.engine.drafting.drafter import Drafter
+from common.engine.sequence import Sequence as EngineSequence
 from common.engine.speculation import Speculation
 from common.node.runtime import create_core, load_node_model
 from common.request import Request, SamplingParams
@@ -60,21 +61,44 @@ class KnownAnswers(Drafter):
         return [token if self._rng.random() < self._share else token ^ 1 for token in right]
 
 
-def run(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
-    """Prompts with their answers, and seconds of processor time per token that was generated."""
-    for index, prompt in enumerate(prompts):
-        core.add_request(Request(f"r{index}", list(prompt), params))
-    answers: list[list[int]] = [list(prompt) for prompt in prompts]
-    while any(each.num_uncomputed_tokens > 1 or not each.is_prompt_done for each in core._scheduler.running) or (
-        core._scheduler.waiting
-    ):
-        _take(core, answers)
-    num_before = sum(map(len, answers))
-    begin_s = time.process_time()
-    while core.has_work():
-        _take(core, answers)
-    seconds = time.process_time() - begin_s
-    return answers, seconds / (sum(map(len, answers)) - num_before)
+class Run:
+    """Requests of one engine. ``answers``: prompts with their answers so far; ``seconds`` of processor time for
+    ``num_tokens`` behind the steps in which prompts were computed."""
+
+    def __init__(self, core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        for index, prompt in enumerate(prompts):
+            core.add_request(Request(f"r{index}", list(prompt), params))
+        self._core = core
+        self.answers = [list(prompt) for prompt in prompts]
+        self.seconds = 0.0
+        while core._scheduler.waiting or any(not _generates(each) for each in core._scheduler.running):
+            _take(core, self.answers)
+        self._num_before = sum(map(len, self.answers))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.answers)) - self._num_before
+
+    def step(self) -> bool:
+        """False: all was done."""
+        if not self._core.has_work():
+            return False
+        begin_s = time.process_time()
+        _take(self._core, self.answers)
+        self.seconds += time.process_time() - begin_s
+        return True
+
+
+def _generates(sequence: EngineSequence) -> bool:
+    return sequence.is_prompt_done and sequence.num_uncomputed_tokens <= 1
+
+
+def run(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+    """Prompts with their answers."""
+    one = Run(core, prompts, params)
+    while one.step():
+        pass
+    return one.answers
 
 
 def _take(core: EngineCore, answers: list[list[int]]) -> None:
@@ -107,14 +131,15 @@ def compare(
     assert speculation is not None
     ratios = []
     for turn in range(repeat + 1):
-        expected, without = run(off, prompts, params)
         if turn == 1:
             speculation.num_drafts = speculation.num_draft_tokens = speculation.num_accepted_tokens = 0
-        found, drafted = run(on, prompts, params)
-        assert found == expected or not params.is_greedy, "drafts have changed an answer"
+        without, drafted = runs = Run(off, prompts, params), Run(on, prompts, params)
+        while sum(each.step() for each in runs):  # in turn, step by step: the machine is as busy for both
+            pass
+        assert drafted.answers == without.answers or not params.is_greedy, "drafts have changed an answer"
         if turn:
-            ratios.append(without / drafted)
-    num_tokens = repeat * sum(len(each) for each in expected) - repeat * sum(map(len, prompts))
+            ratios.append(without.seconds / without.num_tokens / (drafted.seconds / drafted.num_tokens))
+    num_tokens = repeat * (sum(map(len, without.answers)) - sum(map(len, prompts)))
     tokens = num_tokens / max(1, num_tokens - speculation.num_accepted_tokens)
     return statistics.median(ratios), tokens, speculation.num_accepted_tokens / max(1, speculation.num_draft_tokens)
 
@@ -147,7 +172,7 @@ def of_random_models(args: argparse.Namespace) -> None:
             rng = random.Random(batch)
             prompts = [[rng.randrange(6, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(batch)]
             params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
-            answers, _ = run(off, prompts, params)
+            answers = run(off, prompts, params)
             warm_up(on, answers, prompts[0], (max_model_len, slot_bytes))
             for share in args.share:
                 on._scheduler.speculation = speculation = Speculation(
