@@ -1,7 +1,8 @@
 """Where each layer's bytes lie inside a block and a slot. Torch-free, one layout for every backend and every node.
 
-A block is one contiguous byte range: for each layer of its attention group in order K then V, each [block_size,
-num_kv_heads, head_size] row-major. A slot is one contiguous byte range: for each recurrent layer in order its tensors.
+A block is one contiguous byte range: for each layer of its attention group in order K then V, each [num_kv_heads,
+block_size, head_size] row-major, so that some of its heads are one range too. A slot is one contiguous byte range: for
+each recurrent layer in order its tensors.
 Every tensor starts on a multiple of ``ALIGNMENT_BYTES``, and slots are padded to one.
 """
 
@@ -11,24 +12,21 @@ from dataclasses import dataclass
 
 from common.kv_cache.spec import DTYPE_BYTES, ModelGeometry, ShardPart
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Part of every key and of a node's fingerprint: raised when the same bytes would mean something else."""
 ALIGNMENT_BYTES = 64
 """Start of every tensor in a unit: a cache line, which is enough for any element type."""
-KV_HEAD_AXIS = 1
-"""Which axis of a layer's K and V in a block counts heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """One tensor inside a unit: byte offset from the unit's start, shape without the unit dimension. Tensor parallelism
-    divides axis ``shard_axis`` by its ``parts``."""
+    divides the first axis by its ``parts``."""
 
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[ShardPart, ...] = ()
-    shard_axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ def make_layout(geometry: ModelGeometry, block_size: int) -> Layout:
         for layer in group.layers:
             places = []
             for head_size in (layer.head_size, layer.head_size_v):
-                shape, parts = (block_size, layer.num_kv_heads, head_size), (layer.kv_heads,)
-                place = TensorPlace(block_bytes, shape, layer.dtype, parts, KV_HEAD_AXIS)
+                shape = (layer.num_kv_heads, block_size, head_size)
+                place = TensorPlace(block_bytes, shape, layer.dtype, (layer.kv_heads,))
                 num_bytes = block_size * layer.num_kv_heads * head_size * DTYPE_BYTES[layer.dtype]
                 block_bytes = _aligned(block_bytes + num_bytes)
                 places.append(place)

@@ -90,11 +90,11 @@ def slices(tensor: TensorPlace, local_rank: int, local_tp: int, remote_tp: int) 
     assert 0 <= local_rank < local_tp
     for tp in (local_tp, remote_tp):
         check_parts(f"a tensor {list(tensor.shape)}", tensor.parts, tp)
-    parts = tensor.parts or (ShardPart("all", 1, tensor.shape[tensor.shard_axis]),)
-    row_bytes = math.prod(tensor.shape[tensor.shard_axis + 1 :]) * DTYPE_BYTES[tensor.dtype]
+    parts = tensor.parts or (ShardPart("all", 1, tensor.shape[0]),)
+    row_bytes = math.prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype]
     if row_bytes == 0:
         return []
-    runs: list[Slice] = []  # in rows, at the first index of the axes before
+    runs: list[Slice] = []  # in rows
     local_rows = remote_rows = 0
     for part in parts:
         local, rows = held(part, local_rank, local_tp), part.head_rows
@@ -108,13 +108,7 @@ def slices(tensor: TensorPlace, local_rank: int, local_tp: int, remote_tp: int) 
         local_rows += len(local) * rows
         remote_rows += _num_held(part, remote_tp) * rows
     return merged(
-        Slice(
-            run.remote_rank,
-            (outer * remote_rows + run.remote_offset) * row_bytes,
-            run.length * row_bytes,
-            (outer * local_rows + run.local_offset) * row_bytes,
-        )
-        for outer in range(math.prod(tensor.shape[: tensor.shard_axis]))
+        Slice(run.remote_rank, run.remote_offset * row_bytes, run.length * row_bytes, run.local_offset * row_bytes)
         for run in runs
     )
 

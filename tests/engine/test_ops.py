@@ -212,8 +212,8 @@ def test_paged_attention_when_mixed_then_equals_attention_over_whole_sequences(
     shapes = [(0, 37), (19, 600), (0, 1), (45, 1), (130, 1), (8, 16)]
     free = (torch.randperm(199, generator=torch.Generator().manual_seed(0)) + 1).tolist()
     segments, queries, keys, values = [], [], [], []
-    k_pool = rand(200, BLOCK_SIZE, 2, num_kv_heads, 16, seed=9).to(dtype)[:, :, 0]
-    v_pool = rand(200, BLOCK_SIZE, 2, num_kv_heads, 12, seed=10).to(dtype)[:, :, 1]
+    k_pool = rand(200, 2, num_kv_heads, BLOCK_SIZE, 16, seed=9).to(dtype)[:, 0].transpose(1, 2)
+    v_pool = rand(200, 2, num_kv_heads, BLOCK_SIZE, 12, seed=10).to(dtype)[:, 1].transpose(1, 2)
     for i, (start, count) in enumerate(shapes):
         total = start + count
         table = [free.pop() for _ in range(-(-total // BLOCK_SIZE))]

@@ -101,7 +101,7 @@ def pools(num_kv_heads: int, head_size: int, head_size_v: int, dtype: torch.dtyp
     """Strided as the arena gives them; what nobody wrote is no number, but for the null block."""
     made = []
     for size in (head_size, head_size_v):
-        pool = torch.full((400, BLOCK_SIZE, 2, num_kv_heads, size), float("nan"), dtype=dtype)[:, :, 1]
+        pool = torch.full((400, 2, num_kv_heads, BLOCK_SIZE, size), float("nan"), dtype=dtype)[:, 1].transpose(1, 2)
         pool[0] = 0
         made.append(pool)
     return made[0], made[1]

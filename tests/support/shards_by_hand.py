@@ -61,7 +61,7 @@ def cut_by_hand(full: NDArray[np.int64], tensor: TensorPlace, rank: int, tp: int
         for head in held_by_hand(part, rank, tp):
             rows += range(start + head * part.head_rows, start + (head + 1) * part.head_rows)
         start += part.num_rows
-    return np.take(full, rows, axis=tensor.shard_axis)
+    return np.take(full, rows, axis=0)
 
 
 def units_of(geometry: ModelGeometry, block_size: int) -> list[list[TensorPlace]]:

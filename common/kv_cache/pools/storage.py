@@ -56,14 +56,17 @@ class KVStorage:
         self._attention: dict[int, tuple[Tensor, Tensor]] = {}
         for arena, group in zip(self.block_arenas, config.geometry.attention_groups, strict=True):
             for layer in group.layers:
-                key, value = self.layout.attention[layer.layer_idx]
-                self._attention[layer.layer_idx] = (_view(arena, key), _view(arena, value))
-        # Per attention group, each layer's K and V: its place, and the bytes of one token in it.
+                # In the order of an op's rows, where the head comes behind the token.
+                key, value = (_view(arena, place).transpose(1, 2) for place in self.layout.attention[layer.layer_idx])
+                self._attention[layer.layer_idx] = (key, value)
+        # Per attention group, each head of each layer's K and V: its first byte, and the bytes of one token in it.
         self._attention_rows = tuple(
             [
-                (place, math.prod(place.shape[1:]) * DTYPE_BYTES[place.dtype])
+                (place.offset_bytes + head * math.prod(place.shape[1:]) * item, place.shape[2] * item)
                 for layer in group.layers
                 for place in self.layout.attention[layer.layer_idx]
+                for item in (DTYPE_BYTES[place.dtype],)
+                for head in range(place.shape[0])
             ]
             for group in config.geometry.attention_groups
         )
@@ -73,7 +76,8 @@ class KVStorage:
         }
 
     def attention_layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """K [num_blocks, block_size, num_kv_heads, head_size] and V [.., head_size_v] over the pool of its group."""
+        """K [num_blocks, block_size, num_kv_heads, head_size] and V [.., head_size_v] over the pool of its group;
+        the rows of a block's head lie side by side."""
         return self._attention[layer_idx]
 
     def state_layer(self, layer_idx: int) -> dict[str, Tensor]:
@@ -91,7 +95,7 @@ class KVStorage:
         arena[index[1]] = arena[index[0]]
 
     def digest_block(self, block_id: int, num_valid: int, group_id: int = 0) -> str:
-        """16 hex digits that say what a block's first ``num_valid`` rows of every layer hold; a full block's are of all
+        """16 hex digits that say what a block's first ``num_valid`` rows of every head hold; a full block's are of all
         its bytes. Rows behind the valid ones may be anything, also be written meanwhile.
 
         Waits for the device of a device pool; hashes without the GIL.
@@ -100,8 +104,7 @@ class KVStorage:
         if num_valid == self.config.block_size:
             return _digest([content])
         valid = [
-            content[place.offset_bytes : place.offset_bytes + num_valid * row_bytes]
-            for place, row_bytes in self._attention_rows[group_id]
+            content[offset : offset + num_valid * row_bytes] for offset, row_bytes in self._attention_rows[group_id]
         ]
         return _digest(valid)
 
@@ -110,11 +113,11 @@ class KVStorage:
         return _digest([_content(self.slot_arena, slot_id)])
 
     def copy_rows(self, block_id: int, num_valid: int, group_id: int = 0) -> Tensor:
-        """A copy of a block, uint8 [block_bytes], with zeros behind its first ``num_valid`` rows of every layer."""
+        """A copy of a block, uint8 [block_bytes], with zeros behind its first ``num_valid`` rows of every head."""
         block = self.block_arenas[group_id][block_id]
         copy = torch.zeros_like(block)
-        for place, row_bytes in self._attention_rows[group_id]:
-            rows = slice(place.offset_bytes, place.offset_bytes + num_valid * row_bytes)
+        for offset, row_bytes in self._attention_rows[group_id]:
+            rows = slice(offset, offset + num_valid * row_bytes)
             copy[rows] = block[rows]
         return copy
 

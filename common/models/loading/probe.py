@@ -46,11 +46,11 @@ class ProbePools:
         self._attention = {}
         self._state = {}
         for layer in geometry.attention_layers:
-            shape = (num_blocks, _BLOCK_SIZE, layer.num_kv_heads)
+            shape = (num_blocks, layer.num_kv_heads, _BLOCK_SIZE)
             dtype = getattr(torch, layer.dtype)
             self._attention[layer.layer_idx] = (
-                torch.zeros(*shape, layer.head_size, dtype=dtype, device=device),
-                torch.zeros(*shape, layer.head_size_v, dtype=dtype, device=device),
+                torch.zeros(*shape, layer.head_size, dtype=dtype, device=device).transpose(1, 2),
+                torch.zeros(*shape, layer.head_size_v, dtype=dtype, device=device).transpose(1, 2),
             )
         for state in geometry.state_layers:
             self._state[state.layer_idx] = {

@@ -118,8 +118,10 @@ def _attention(ops: TritonOps, dtype: torch.dtype) -> Iterator[tuple[str, Call]]
     for ratio, size, size_v in _HEADS:
         is_latent = size > 512
         num_kv = 1 if is_latent else 8
-        k_pool = _tensor(1024, _BLOCK_SIZE, num_kv, size, dtype=dtype)
-        v_pool = k_pool[..., :size_v] if is_latent else _tensor(1024, _BLOCK_SIZE, num_kv, size_v, dtype=dtype)
+        k_pool, values = (
+            _tensor(1024, num_kv, _BLOCK_SIZE, columns, dtype=dtype).transpose(1, 2) for columns in (size, size_v)
+        )
+        v_pool = k_pool[..., :size_v] if is_latent else values
         for name, step in (works if is_latent else {**works, **others}).items():
             yield (
                 f"attention {ratio}x{size}x{size_v}, {name}",

@@ -36,7 +36,7 @@ def test_layout_when_groups_differ_then_each_has_blocks_of_its_own_size() -> Non
     # full: K and V of 4 x 4 floats; MLA: one latent of 4 x 6 floats, padded to 64; two window layers
     assert layout.group_block_bytes == (2 * 64, 128, 2 * 2 * 64)
     latent, nothing = layout.attention[2]
-    assert (latent.shape, nothing.shape) == ((4, 1, 6), (4, 1, 0))
+    assert (latent.shape, nothing.shape) == ((1, 4, 6), (1, 4, 0))
 
 
 def test_layout_when_recurrent_layers_have_different_mixers_then_one_slot_holds_all_their_states() -> None:

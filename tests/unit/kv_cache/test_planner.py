@@ -36,7 +36,7 @@ def test_layout_when_made_then_parts_are_contiguous_and_aligned() -> None:
     layout = make_layout(make_geometry(), 4)
     assert (layout.group_block_bytes, layout.slot_bytes) == ((BLOCK,), SLOT)
     key, value = layout.attention[1]
-    assert (key.offset_bytes, value.offset_bytes, key.shape) == (0, 64, (4, 1, 4))
+    assert (key.offset_bytes, value.offset_bytes, key.shape) == (0, 64, (1, 4, 4))
     assert [layout.state[0][name].offset_bytes for name in ("conv", "recurrent")] == [0, 64]
 
 

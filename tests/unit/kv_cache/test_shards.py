@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8)
 BLOCK_SIZE = 4
 
 # Latents, which every rank holds whole, and query and key heads of which several ranks hold the same.
-MLA = TensorPlace(0, (BLOCK_SIZE, 1, 24), "bfloat16", (ShardPart("kv_heads", 1, may_repeat=True),), 1)
+MLA = TensorPlace(0, (1, BLOCK_SIZE, 24), "bfloat16", (ShardPart("kv_heads", 1, may_repeat=True),))
 ODD = (
     MLA,
     TensorPlace(
@@ -37,9 +37,8 @@ ODD = (
 
 
 def narrowed(tensor: TensorPlace) -> TensorPlace:
-    """With short axes behind the sharded one, which are moved whole anyway."""
-    kept, rest = tensor.shape[: tensor.shard_axis + 1], tensor.shape[tensor.shard_axis + 1 :]
-    return replace(tensor, shape=(*kept, *(min(size, 3) for size in rest)))
+    """With short axes behind the divided one, which are moved whole anyway."""
+    return replace(tensor, shape=(tensor.shape[0], *(min(size, 3) for size in tensor.shape[1:])))
 
 
 def tensors_of(geometry: ModelGeometry) -> Iterator[TensorPlace]:

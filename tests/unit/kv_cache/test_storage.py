@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 
 import torch
 
 from common.kv_cache.pools.storage import KVStorage
+from common.kv_cache.spec import AttentionLayerSpec
 from tests.unit.kv_cache.world import make_config
 
 
 def make_storage(**options: bool) -> KVStorage:
     return KVStorage(make_config(num_blocks=5, num_slots=3, **options), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def make_two_heads() -> KVStorage:
+    """Of one layer, with two heads of 4 floats, in blocks of 4 tokens."""
+    layer = AttentionLayerSpec(1, 2, 4, 4, "float32")
+    config = make_config(num_blocks=5, num_slots=3)
+    geometry = dataclasses.replace(config.geometry, attention_layers=(layer,))
+    return KVStorage(dataclasses.replace(config, geometry=geometry), torch.device("cpu"))
 
 
 def test_arenas_when_created_then_zero_and_page_aligned() -> None:
@@ -70,23 +80,34 @@ def test_copies_when_pairs_swap_then_all_sources_are_read_first() -> None:
     assert not storage.slot_arena.any()
 
 
-def test_digest_when_one_byte_of_the_valid_rows_flips_then_it_differs_and_behind_them_it_does_not() -> None:
+def test_block_when_it_has_several_heads_then_the_rows_of_each_lie_side_by_side() -> None:
+    storage = make_two_heads()
+    key, value = storage.attention_layer(1)
+    row = torch.arange(4.0) + 1
+    key[2, 3, 1], value[2, 0, 0] = row, -row
+    written = storage.block_arenas[0][2].view(torch.float32).view(2, 2, 4, 4)  # K and V, head, token, column
+    assert torch.equal(written[0, 1, 3], row)
+    assert torch.equal(written[1, 0, 0], -row)
+    assert int(written.count_nonzero()) == 8
+
+
+def test_digest_and_copy_when_one_byte_of_the_valid_rows_flips_then_they_differ_and_behind_them_they_do_not() -> None:
     """The detector's own test: each place of a block and of a slot, one bit at a time."""
-    storage = make_storage()
+    storage = make_two_heads()
     num_bytes = storage.block_arenas[0].shape[1]
     storage.block_arenas[0][2] = torch.arange(num_bytes) % 251
-    key, value = storage.layout.attention[1]
-    row_bytes = 16
+    block = storage.block_arenas[0][2]
+    row_bytes, head_bytes = 16, 64
     for num_valid in (1, 3, 4):
-        sound = storage.digest_block(2, num_valid)
+        sound, copy = storage.digest_block(2, num_valid), storage.copy_rows(2, num_valid)
         assert len(sound) == 16
         assert sound == storage.digest_block(2, num_valid) != storage.digest_block(3, num_valid)
-        for place in (key, value):
-            for offset in range(4 * row_bytes):
-                storage.block_arenas[0][2, place.offset_bytes + offset] ^= 1
-                is_valid = offset < num_valid * row_bytes
-                assert (storage.digest_block(2, num_valid) != sound) == is_valid, (num_valid, place, offset)
-                storage.block_arenas[0][2, place.offset_bytes + offset] ^= 1
+        for offset in range(num_bytes):
+            is_valid = offset % head_bytes < num_valid * row_bytes
+            assert copy[offset] == (block[offset] if is_valid else 0)
+            block[offset] ^= 1
+            assert (storage.digest_block(2, num_valid) != sound) == is_valid, (num_valid, offset)
+            block[offset] ^= 1
 
     storage.slot_arena[1] = torch.arange(storage.slot_arena.shape[1]) % 251
     sound = storage.digest_slot(1)

@@ -103,7 +103,7 @@ void attend_tiles(const Rows& rows, int64_t row, int64_t count, const float* key
 #endif
 
 // Rows [first, first + count) of a segment and K/V heads [head, last_head): tile by tile, and in each of them head by
-// head, so that with all heads blocks are read from end to end.
+// head, so that with all heads blocks are read from end to end, and asked for a tile ahead.
 template <Kind kKind, bool kOnTiles>
 void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t head, int64_t last_head, int64_t first,
             int64_t count) {
@@ -165,14 +165,13 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
     const auto place_of = [&](int64_t position, int64_t stride, int64_t pool_stride, int64_t h) {
         return (position < start ? pool_stride : stride) * (head + h);
     };
-    const auto ask_for = [&](int64_t tile, int side, int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; i++)
-            for (int64_t h = 0; h < num_heads; h++) {
-                prefetch_row(k_rows[side][i], a.kv_dtype, place_of(tile + i, a.key_head_stride, a.k_head_stride, h),
-                             a.head_size);
-                prefetch_row(v_rows[side][i], a.kv_dtype, place_of(tile + i, a.value_head_stride, a.v_head_stride, h),
-                             a.head_size_v);
-            }
+    const auto ask_for = [&](int64_t tile, int64_t size, int side, int64_t h) {
+        for (int64_t i = 0; i < size; i++) {
+            prefetch_row(k_rows[side][i], a.kv_dtype, place_of(tile + i, a.key_head_stride, a.k_head_stride, h),
+                         a.head_size);
+            prefetch_row(v_rows[side][i], a.kv_dtype, place_of(tile + i, a.value_head_stride, a.v_head_stride, h),
+                         a.head_size_v);
+        }
     };
     const float factor = *a.scale * 1.44269504088896341f;
 #if defined(TANDEM_AMX)
@@ -184,7 +183,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
     }
 #endif
     int64_t tile = a.earliest(start + first) / kTile * kTile, size = find(tile, 0);
-    ask_for(tile, 0, 0, size);
+    for (int64_t h = 0; h < num_heads; h++) ask_for(tile, size, 0, h);
     for (int side = 0; tile < end; tile += kTile, side ^= 1) {
         const int64_t next = find(tile + kTile, side ^ 1);
         const auto seen = [&](int64_t r) {
@@ -193,7 +192,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             return Range{low > 0 ? low : 0, high < size ? high : size};
         };
         for (int64_t h = 0; h < num_heads; h++) {
-            ask_for(tile + kTile, side ^ 1, next * h / num_heads, next * (h + 1) / num_heads);
+            ask_for(tile + kTile, next, side ^ 1, h);
             const char *k[kTile], *v[kTile];
             for (int64_t i = 0; i < size; i++) {
                 k[i] = k_rows[side][i] + bytes * place_of(tile + i, a.key_head_stride, a.k_head_stride, h);

@@ -1,8 +1,8 @@
 // Attention of one token: few rows meet a key, which is not worth packing for a whole tile.
 //
-// Keys and values come from memory in the order in which they lie, a few rows with all their heads at a time, and head
-// by head from the caches then. One head's rows lie too far apart for a processor to fetch them by itself; a byte of
-// each line is read, because asking for the lines (prefetch) did less on a Zen 3.
+// Keys and values come from memory in the order in which they lie: a block's heads one after the other. A head's rows are
+// too few for a processor to fetch them ahead by itself; a byte of each line is read while the head before is computed,
+// because asking for the lines (prefetch) did less on a Zen 3.
 #include "attention.h"
 
 namespace tandem {
@@ -69,10 +69,6 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
                              step.block_size, position};
     const float factor = *a.scale * 1.44269504088896341f;
     const int64_t lowest = a.earliest(position);
-    // Bytes of a row, in a pool as in the step.
-    const auto all_heads = [&](int64_t pool_stride, int64_t stride, int64_t size) {
-        return ((num_heads - 1) * std::min(pool_stride, stride) + size) * bytes;
-    };
     const char *keys[kTile], *values[kTile];  // rows of the tile, of one head after the other
     for (int64_t tile = lowest / kTile * kTile; tile <= position; tile += kTile) {
         const int64_t size = std::min(kTile, position + 1 - tile);
@@ -87,8 +83,8 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         };
         for (int64_t low = whole.low; low < size; low += kPiece) {
             const int64_t count = std::min(size - low, kPiece);
-            touch(keys, low, low + count, all_heads(a.k_head_stride, a.key_head_stride, a.head_size));
             for (int64_t h = 0; h < num_heads; h++) {
+                touch(keys, low, low + count, a.head_size * bytes);
                 pack_keys<kKind, kPiece>(keys + low, count, a.kv_dtype, a.head_size, piece);
                 next_head(keys, {low, low + count}, a.k_head_stride, a.key_head_stride);
                 in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
@@ -105,8 +101,8 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         for (int64_t low = whole.low; low < size; low += kValues) {
             const int64_t high = std::min(size, low + kValues);
             constexpr int64_t kWords = kPerWord<kKind>;
-            touch(values, low, high, all_heads(a.v_head_stride, a.value_head_stride, a.head_size_v));
             for (int64_t h = 0; h < num_heads; h++) {
+                touch(values, low, high, a.head_size_v * bytes);
                 in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
                     in_pieces<rows>(dims_v, Gather<kKind, decltype(value)>{
                                                 weights + r * kWeights, value, shrink + r, low / kWords,
