@@ -3,6 +3,7 @@ used, the answer is stock's or a typed error, and no memory is lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from common.server.serve import FAILED_STATUS
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
+from tests.e2e.test_engine_death import Stream
 from tests.e2e.test_ranks import END_S, check_no_rank_is_left, ranks_of
 from tests.support.client import Answer, complete, completion_body, metric, post, wait_settled
 from tests.support.hangup import wait_until
@@ -21,6 +23,7 @@ from tests.support.models import checkpoint
 from tests.support.reference import Mismatch, Reference, random_tokens
 from tests.support.restart import start_again
 from tests.support.service import Node, Service
+from tests.support.supervised import Child
 
 NUM_TOKENS = 24
 LEASE_S = 2
@@ -126,3 +129,47 @@ def test_transfer_when_a_rank_of_either_node_is_killed_in_it_then_recomputed_or_
     assert mismatch(reference, last, answer) is None
     assert answer.trace["transferred_states"] == 1
     wait_settled(prefill, decode)
+
+
+@pytest.mark.full
+def test_request_when_a_rank_freezes_in_a_step_of_it_then_recomputed_or_told_and_nothing_is_lost(
+    reference: Reference,
+) -> None:
+    """A frozen rank ends no step: its node gives up after ``--engine-hang-seconds``; nothing of it was seen."""
+    flags = (*FLAGS, "--engine-hang-seconds", "5")
+    with Service(checkpoint(FAMILY), prefill_flags=flags, decode_flags=flags) as service:
+        [prefill], [decode] = service.prefill, service.decode
+
+        def freeze(node: Node) -> list[Child]:
+            ranks = ranks_of(node.process.pid)
+            os.kill(ranks[0].pid, signal.SIGSTOP)
+            return ranks
+
+        def check_is_gone(node: Node, ranks: list[Child]) -> None:
+            assert node.process.popen.wait(END_S) == FAILED_STATUS
+            assert "a step takes longer than --engine-hang-seconds 5" in node.process.log.read_text()
+            check_no_rank_is_left(ranks)
+
+        ranks = freeze(prefill)
+        prompt = random_tokens(170, seed=8280)
+        answer = complete(service.url, prompt, NUM_TOKENS)
+        assert mismatch(reference, prompt, answer) is None
+        assert answer.trace["transferred_states"] == 0
+        check_is_gone(prefill, ranks)
+        wait_settled(decode)
+        start_again(service, prefill)
+
+        stream = Stream(service.url, completion_body(random_tokens(60, seed=8290), 3500))
+        wait_until(lambda: len(stream.lines) > 3, "the stream to begin")
+        ranks = freeze(decode)
+        stream.join()
+        assert stream.error is not None
+        assert json.loads(stream.error.removeprefix("data: "))["error"]["code"] == "no_node"
+        check_is_gone(decode, ranks)
+        wait_settled(prefill)
+        start_again(service, decode)
+        last = random_tokens(170, seed=8300)
+        answer = complete(service.url, last, NUM_TOKENS)
+        assert mismatch(reference, last, answer) is None
+        assert answer.trace["transferred_states"] == 1
+        wait_settled(prefill, decode)
