@@ -53,6 +53,8 @@ REQUEST_SECONDS = (
     600.0,
     1200.0,
 )
+# Of an event loop: finer round the 100 ms that bodies may take.
+LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 # Gaps between tokens: 1 ms to 10 s, finer where a reader notices.
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 # Actual over estimated: 1 is right, to both sides up to a factor of 10.
@@ -259,6 +261,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "event_loop_lag_seconds",
         "How late the event loop woke, looked at 40 times a second: everything in the process waits so long.",
         "cause",
+        buckets=LAG_SECONDS,
     ),
     _gauge("build_info", "Always 1; versions as labels.", "version", "torch", "transformers", "nixl", sourced=False),
 )

@@ -53,6 +53,8 @@ async def run_until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
             await asyncio.wait({task})
             if not task.cancelled() and task.exception() is not None:
                 logger.warning("aborted work failed in its clean-up", exc_info=task.exception())
+        elif not task.cancelled():
+            task.exception()  # it is raised above, or failed as its caller was cancelled: then nobody asks for it
 
 
 async def _wait_for_disconnect(request: Request) -> None:

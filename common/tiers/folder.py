@@ -167,7 +167,8 @@ class ObjectFolder:
         return sorted(path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink())
 
     def look(self, path: Path) -> ObjectHeader | str:
-        """What a file says of itself. What is damaged, cut short or a dead writer's is deleted: then why."""
+        """What a file says of itself. What is damaged, cut short or a dead writer's is deleted: then why. "missing": it
+        went, or a writer gave it its name, since it was listed."""
         try:
             if path.suffix != SUFFIX:
                 if self._is_nobodys(path):
@@ -185,8 +186,12 @@ class ObjectFolder:
                 reason = "other"
             if not reason:
                 return header
+        except FileNotFoundError:
+            return "missing"
         except ObjectReadError as exc:
             reason = exc.reason
+            if reason == "missing":
+                return reason  # by now there may be a new one under that name
         except OSError:
             reason = "unreadable"
         # In a shared folder, what cannot be read with this key may be another cluster's.

@@ -69,7 +69,8 @@ class FolderWatch:
                 continue
             found = self._store.look(path)
             if isinstance(found, str):
-                changes.useless[found] += 1
+                if found != "missing":  # gone, or an object, meanwhile
+                    changes.useless[found] += 1
                 listing.is_settled = False  # a temporary file becomes an object
             elif found.fingerprint == self._fingerprint:
                 listing.headers[name] = found

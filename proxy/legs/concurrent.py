@@ -85,11 +85,11 @@ class ConcurrentLegs:
             try:
                 await self._wait(job, decode, prefill, client)
             finally:
-                left = [task for task in (decode, *prefill) if not task.done()]
-                for task in left:
+                legs = (decode, *prefill)
+                for task in legs:
                     task.cancel()
-                if left:
-                    await asyncio.gather(*left, return_exceptions=True)
+                # Also for legs that have ended: one that failed as another ended the request has told nobody yet.
+                await asyncio.gather(*legs, return_exceptions=True)
 
     @staticmethod
     async def _wait(

@@ -21,10 +21,10 @@ import pytest
 from common.wire.headers import PLACEMENT_HEADER
 from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEST_TRANSFER_FAULT_ROUTE
 from tests.e2e.conftest import NODE_FLAGS
-from tests.e2e.test_worst_bodies import num_busy
 from tests.support import foreign, images, open_proxy
 from tests.support.client import metric, post, wait_settled
 from tests.support.images import data_url, image_part, picture
+from tests.support.loop_busy import busy_limit_s, lags, was_busy
 from tests.support.reference import tolerance
 from tests.support.restart import start_again
 from tests.support.service import Node, Service, start_node, start_proxy, wait_ready
@@ -282,7 +282,7 @@ def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_cou
             wait_ready(proxy, 30)
             fetched = httpx.post(proxy.url + CHAT_ROUTE, json=asking_for(f"http://images.test:{port}/"), timeout=60)
             assert fetched.status_code == 200, fetched.text  # what follows is refused for what it is
-            num_held = [num_busy(each) for each in (proxy, node)]
+            before_s, limit_s = [lags(each) for each in (proxy, node)], busy_limit_s()
             for url, reason, words, who in refused_rows(port):
                 check_refused(proxy, {"proxy": proxy, "prefill": node}[who], url, reason, words)
             before = metric(proxy, "images_refused_total", reason="limit")
@@ -290,7 +290,9 @@ def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_cou
             assert (many.status_code, many.json()["error"]["param"]) == (400, "messages")
             assert "at most --limit-mm-per-prompt 16 images, got 1000" in many.json()["error"]["message"]
             assert metric(proxy, "images_refused_total", reason="limit") == before + 1
-            assert [num_busy(each) for each in (proxy, node)] == num_held
+            limit_s = max(limit_s, busy_limit_s())
+            for each, earlier in zip((proxy, node), before_s, strict=True):
+                assert not was_busy(earlier, lags(each), limit_s), each.role
         finally:
             proxy.process.stop()
     # Without the flag nothing is fetched at all.

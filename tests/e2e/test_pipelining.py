@@ -45,7 +45,8 @@ FLAGS = (
 )
 SLOW = ("--max-num-batched-tokens", "2")
 LONG = 800
-RECOVERY_S = 2.0
+RECOVERY_S = 10.0
+"""Until a lost node is noticed, on any machine: its beats end, or are missed for 1.5 s. A read alone waits for 30 s."""
 TRIES = 10
 PHASE_S = 2.0
 """A prompt of 1,600 tokens is computed in less."""
@@ -339,7 +340,7 @@ def test_prefill_node_when_it_stands_still_while_it_is_waited_for_then_prompt_is
         wait_until(
             lambda: metric(decode, "transfer_failures_total", reason="peer_lost") == lost + 1,
             "the loss to be noticed",
-            2 * RECOVERY_S,
+            RECOVERY_S,
         )
         client.join(60)
     [answer] = answers

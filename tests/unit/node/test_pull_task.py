@@ -23,6 +23,8 @@ from tests.unit.node.holder import BLOCK_SIZE, BLOCKS, SLOTS, PeerHolder
 
 pytestmark = pytest.mark.asyncio
 WAIT_S = 20.0
+PARTS_TIMEOUT_S, PAUSE_S = 1.8, 0.4
+"""Five pauses are longer than the timeout, and one may be four times as long on a busy machine."""
 NUM_TOKENS = 22  # five full blocks and a tail of two tokens
 PLAN = PullPlan(NUM_TOKENS, (tuple((index, 20 + index) for index in range(6)),), slot_id=3, num_local_tokens=0)
 
@@ -269,11 +271,11 @@ async def test_manifests_when_none_comes_for_the_timeout_then_deadline(start_pul
 
 
 async def test_timeout_when_parts_keep_coming_then_counts_from_the_last_one(start_pull: StartPull) -> None:
-    it = start_pull(timeout_s=0.5)
+    it = start_pull(timeout_s=PARTS_TIMEOUT_S)
     for num_tokens in (4, 8, 12, 16):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(PAUSE_S)
         it.manifests.give(it.holder.prefix(num_tokens))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(PAUSE_S)
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     assert (await it.result()).ok
 
@@ -284,11 +286,13 @@ async def test_timeout_when_the_holder_computes_what_is_here_already_then_counts
 ) -> None:
     """Its blocks outlived its state here: nothing is to be read for long, and the holder is at work all the time."""
     pairs = () if is_only_state else ((5, 25),)
-    it = start_pull(plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=0.5)
+    it = start_pull(
+        plan=PullPlan(NUM_TOKENS, (pairs,), slot_id=3, num_local_tokens=5 * BLOCK_SIZE), timeout_s=PARTS_TIMEOUT_S
+    )
     for num_tokens in (4, 8, 12, 16):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(PAUSE_S)
         it.manifests.give(it.holder.prefix(num_tokens))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(PAUSE_S)
     it.manifests.give(it.holder.prefix(NUM_TOKENS, is_final=True))
     result = await it.result()
     assert (result.ok, result.num_blocks, result.num_states) == (True, len(pairs), 1)

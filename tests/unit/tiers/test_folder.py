@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.tiers import folder as folder_module
-from common.tiers.folder import ObjectFolder, open_folder
+from common.tiers.folder import TEMPORARY, ObjectFolder, open_folder
+from common.tiers.folder_watch import FolderWatch
 from common.tiers.object_header import (
     HEADER_BYTES,
     MAX_TAIL_TOKENS,
@@ -298,6 +300,47 @@ def test_temporary_files_when_the_folder_is_shared_then_young_ones_stay(tmp_path
     os.utime(old, (0, 0))
     assert list(ObjectFolder(tmp_path, SECRET, is_shared=True).scan(MODEL)) == ["temporary", "temporary"]
     assert (young.exists(), old.exists()) == (True, False)
+
+
+class ChangingFolder(ObjectFolder):
+    """A writer is at work: ``change`` is called each time between the name of a file and the look into it."""
+
+    change: Callable[[Path], object] = staticmethod(lambda path: None)
+
+    def look(self, path: Path) -> ObjectHeader | str:
+        self.change(path)
+        return super().look(path)
+
+
+def test_look_when_a_file_gets_its_name_or_goes_meanwhile_then_that_is_no_damage(tmp_path: Path) -> None:
+    store = ChangingFolder(tmp_path, SECRET)
+    watch = FolderWatch(store, MODEL)
+    for header in (EXTENT, STATE):
+        put(store, header)
+    written, deleted = path_of(tmp_path, EXTENT), path_of(tmp_path, STATE)
+    temporary = written.rename(written.with_name(f"{written.stem}.1.ab{TEMPORARY}"))
+    store.change = lambda path: path.rename(written) if path == temporary else path.unlink(missing_ok=True)
+    changes = watch.look()
+    assert (changes.added, changes.removed, changes.useless) == ([], [], {})
+    store.change = lambda path: None
+    changes = watch.look()
+    assert (changes.added, changes.removed, changes.useless) == ([EXTENT], [], {})
+    assert not deleted.exists()
+
+
+def test_look_when_an_object_goes_and_is_written_again_meanwhile_then_it_stays(tmp_path: Path) -> None:
+    class RewrittenFolder(ObjectFolder):
+        def _open(self, path: Path) -> int:
+            path.unlink()
+            try:
+                return super()._open(path)
+            finally:
+                put(self, STATE)
+
+    store, path = RewrittenFolder(tmp_path, SECRET), path_of(tmp_path, STATE)
+    put(store, STATE)
+    assert store.look(path) == "missing"
+    assert path.exists()
 
 
 def test_folder_when_others_may_read_it_then_it_is_refused(tmp_path: Path) -> None:

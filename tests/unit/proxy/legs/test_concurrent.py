@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+from collections.abc import Callable
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from common.wire.handoff import prefill_leg_params
+from common.wire.routes import COMPLETIONS_ROUTE
+from proxy.legs.client_stream import ClientStream
+from proxy.legs.concurrent import ConcurrentLegs
+from proxy.legs.errors import RelayedAnswer
+from proxy.legs.job import Job
+from proxy.legs.leases import LeaseReleaser
+from proxy.legs.stream_progress import StreamProgress
+from proxy.metrics.proxy_metrics import ProxyMetrics
+from proxy.node_http.client import NodeAnswer
+from proxy.nodes.node import Node, NodeRole
+from proxy.placement.request import Placement
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import FakeNode, Fault
@@ -289,3 +304,69 @@ def test_client_when_gone_before_the_answer_then_both_legs_are_closed_and_the_na
     wait_for(lambda: prefill.released == prefill.names, "the names to be given up")
     wait_for(lambda: cluster.metric("tandem_requests_running") == 0, "the request to end")
     assert cluster.metric("tandem_requests_total", route="completions", outcome="abort") == 1
+
+
+class RefusingLegs:
+    """``DecodeLegs`` whose answer is a refusal, once ``may_refuse``."""
+
+    def __init__(self) -> None:
+        self.may_refuse = asyncio.Event()
+
+    async def relay(self, *_: object) -> None:
+        await self.may_refuse.wait()
+        raise RelayedAnswer(400, {}, b"decode")
+
+
+class RefusingClient:
+    """``NodeClient`` of a prefill node, on which the request ends at the very moment at which its decode leg is refused
+    too: it refuses, or the client leaves."""
+
+    def __init__(self, decode: RefusingLegs, leave: Callable[[], object] | None) -> None:
+        self._decode, self._leave = decode, leave
+
+    async def request(self, method: str, route: str, **_: object) -> NodeAnswer:
+        if route != COMPLETIONS_ROUTE:
+            return NodeAnswer(200, {}, b"")
+        self._decode.may_refuse.set()
+        if self._leave is not None:
+            asyncio.get_running_loop().call_soon(self._leave)
+            await asyncio.Event().wait()
+        return NodeAnswer(400, {}, b"prefill")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_decode_leg_when_refused_as_the_request_ends_otherwise_then_its_error_is_taken(is_gone: bool) -> None:
+    untold: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: untold.append(context))
+    decode: Any = RefusingLegs()
+
+    async def run() -> None:
+        request = asyncio.current_task()
+        assert request is not None
+        client: Any = RefusingClient(decode, request.cancel if is_gone else None)
+        node = Node("http://127.0.0.1:1", NodeRole.PREFILL, client)
+        job = Job(
+            body=BODY,
+            prompts=["abc"],
+            is_local=False,
+            is_stream=False,
+            route=COMPLETIONS_ROUTE,
+            headers={},
+            request_id="r",
+            arrival_s=0.0,
+        )
+        releaser, nobody = LeaseReleaser({}), cast(Any, None)
+        legs = ConcurrentLegs(decode, releaser, ProxyMetrics(), 20.0)
+        try:
+            await legs.run(job, Placement(node, [node]), {}, {}, ClientStream(nobody, "r"), StreamProgress())
+        finally:
+            await releaser.close()
+
+    with pytest.raises(asyncio.CancelledError if is_gone else RelayedAnswer) as ended:
+        await asyncio.create_task(run())
+    assert is_gone or ended.value.body == b"prefill"
+    del ended
+    await asyncio.sleep(0)  # the loop lets go of the task
+    gc.collect()
+    assert untold == []

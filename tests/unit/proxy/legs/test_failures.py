@@ -158,7 +158,7 @@ def test_decode_leg_when_broken_after_the_first_byte_then_error_event_without_do
 
 
 def test_decode_leg_when_silent_after_the_first_byte_then_error_event(start_cluster: StartCluster) -> None:
-    cluster = start_cluster(stream_idle_timeout_seconds=0.2)
+    cluster = start_cluster(stream_idle_timeout_seconds=1.0)
     cluster.decode[0].fault = Fault.STALL
     answer = post(cluster, STREAM)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]

@@ -102,7 +102,7 @@ def test_connection_when_its_answer_was_not_read_then_is_not_used_again(run: Cal
             for _ in range(3):
                 async with client.stream("POST", "/", timeout_s=LONG_S):
                     await asyncio.sleep(0.1)
-                answer = await client.request("POST", "/", timeout_s=2.0)
+                answer = await client.request("POST", "/", timeout_s=LONG_S)
                 assert len(answer.body) == PAUSE_BYTES + 2**14
 
     run(scenario)

@@ -104,7 +104,7 @@ def test_stream_when_its_node_is_slow_to_say_something_and_answers_probes_then_i
 def test_stream_when_its_node_answers_no_probes_and_goes_on_streaming_then_is_not_given_up(
     start_cluster: StartCluster,
 ) -> None:
-    cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=1.5)
+    cluster = start_cluster(1, 2, migration_limit=1, resume=True, node_silence_seconds=1.8)
     node = cluster.decode[0]
     node.chunk_pause_s = 0.8
     with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
@@ -162,14 +162,14 @@ def test_request_when_another_decode_node_answers_probes_then_the_late_one_is_no
 def test_request_when_the_only_decode_node_misses_probes_for_long_and_goes_on_streaming_then_it_is_asked(
     start_cluster: StartCluster,
 ) -> None:
-    cluster = start_cluster(1, 1, node_silence_seconds=1.4)
+    cluster = start_cluster(1, 1, node_silence_seconds=1.8)
     node = cluster.decode[0]
     node.chunk_pause_s = 1.0
     with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
         begin_s = time.monotonic()
         for line in answer.iter_lines():
             node.is_silent = True
-            if line and time.monotonic() - begin_s > 1.7:
+            if line and time.monotonic() - begin_s > 1.8:
                 assert cluster.metric("tandem_node_up", node=cluster.servers[node.name].url) == 0
                 assert cluster.client.get("/ready").status_code == 200
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -207,19 +207,21 @@ def test_observed_prompts_when_their_time_is_over_or_the_node_tells_then_they_ar
     assert index.lookup(keys) == {}
 
 
-def test_lookup_of_a_long_prompt_takes_well_under_a_millisecond_per_node() -> None:
+def test_lookup_of_a_long_prompt_takes_no_longer_for_a_node_than_a_look_at_each_of_its_blocks() -> None:
     index, keys = PrefixIndex(1_000_000), prompt_keys(list(range(4096)), 16)
     urls = [f"http://node-{number}" for number in range(8)]
     for url in urls:
         index.start(url, NodeCache(16, ["attention"], has_state=True))
         index.apply(url, stored(keys))
         index.apply(url, CacheChange(True, "state", (keys.key_at(4090)[:8],), keys.boundary_keys[255][:8], 4090, True))
-    best_s = min(_timed(index, keys) for _ in range(20))
+    known = dict.fromkeys(key[:8] for key in keys.boundary_keys)
+    best_s = min(_timed(lambda: index.lookup(keys)) for _ in range(20))
+    looks_s = min(_timed(lambda: [known.get(key[:8]) for key in keys.boundary_keys]) for _ in range(20))
     assert index.lookup(keys) == dict.fromkeys(urls, Coverage(4096, 4090))
-    assert best_s / len(urls) < 0.0005  # 0.05 ms of one core
+    assert best_s / len(urls) < 10 * looks_s  # 0.7 times as long
 
 
-def _timed(index: PrefixIndex, keys: PromptKeys) -> float:
-    started_s = time.perf_counter()
-    index.lookup(keys)
-    return time.perf_counter() - started_s
+def _timed(work: Callable[[], object]) -> float:
+    started_s = time.thread_time()
+    work()
+    return time.thread_time() - started_s
