@@ -119,7 +119,10 @@ def ordinary(family: str, temperature: float, **flags: Any) -> tuple[dict[str, R
     return turns, play(core, model, turns)
 
 
-@pytest.mark.parametrize(("temperature", "is_late"), [(0.0, False), (0.8, True)], ids=["greedy", "seeded late"])
+@pytest.mark.parametrize(
+    ("temperature", "is_late"),
+    [pytest.param(0.0, False, marks=pytest.mark.full, id="greedy"), pytest.param(0.8, True, id="seeded late")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_when_steps_are_launched_ahead_are_the_same_and_next_turns_find_their_exact_ends(
     family: str, temperature: float, is_late: bool
@@ -138,7 +141,7 @@ def test_answers_when_steps_are_launched_ahead_are_the_same_and_next_turns_find_
     assert {name: answer for (name, _), answer in collect(fresh).items()} == played.second
 
 
-@pytest.mark.parametrize("mode", ["all", "align", pytest.param("none", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["all", *(pytest.param(each, marks=pytest.mark.full) for each in ("align", "none"))])
 def test_states_at_boundaries_when_steps_are_launched_ahead_are_kept_as_in_the_ordinary_order(mode: str) -> None:
     flags = {"mamba_cache_mode": mode, "block_size": 4}
     turns, expected = ordinary("granitemoehybrid", 0.0, **flags)

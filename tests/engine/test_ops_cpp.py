@@ -33,6 +33,7 @@ CUTS: dict[str, tuple[int, ...]] = {
     "everywhere": tuple(range(1, NUM_TOKENS)),
 }
 SCANS = ["conv1d", "conv1d gated", "mamba2", "gated_delta", "kimi_delta", "mamba1"]
+ONE_PER_STATE = ("granitemoehybrid", "jamba", "qwen3_5", "kimi_linear")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -358,8 +359,12 @@ def test_op_when_shapes_do_not_fit_then_raises_before_touching_memory(ops: Ops, 
         _bad_calls(ops)[name](metadata)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES))
-@pytest.mark.parametrize("order", [("torch", "cpp"), ("cpp", "torch")], ids=["torch_to_cpp", "cpp_to_torch"])
+@pytest.mark.parametrize("family", tiered(FAMILIES, ONE_PER_STATE))
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(("torch", "cpp"), marks=pytest.mark.full), ("cpp", "torch")],
+    ids=["torch_to_cpp", "cpp_to_torch"],
+)
 def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes(
     family: str, order: tuple[str, str]
 ) -> None:
@@ -381,7 +386,7 @@ def test_state_when_written_by_one_backend_then_the_other_goes_on_from_its_bytes
     assert float((torch.cat(rows) - expected).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES))
+@pytest.mark.parametrize("family", tiered(FAMILIES, ONE_PER_STATE))
 def test_logits_when_the_prompt_is_cut_then_are_equal_within_float32_rounding(family: str) -> None:
     prompt = random_tokens(NUM_TOKENS, 3)
     found = []
