@@ -65,7 +65,7 @@ def check_untouched(service: Service, pids: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("place", "after", "error"),
     [
-        ("lookup", 0, IN_ENGINE),
+        pytest.param("lookup", 0, IN_ENGINE, marks=pytest.mark.full),
         pytest.param("admission", 0, IN_ENGINE, marks=pytest.mark.full),
         pytest.param("forward", 0, IN_ENGINE, marks=pytest.mark.full),
         ("forward", 310, IN_ENGINE),

@@ -83,7 +83,7 @@ def test_recall_of_held_out_words_when_asked_through_the_service_then_reaches_th
     assert right >= BARS[distance] * NUM_ITEMS, [answer for answer, _ in answers]
 
 
-@pytest.mark.parametrize("num_items", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_items", [1, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 40))])
 def test_recall_when_asked_in_five_phrasings_of_which_two_were_never_trained_then_reaches_the_bar(
     demo: Service, encoder: Encoder, text: str, num_items: int
 ) -> None:

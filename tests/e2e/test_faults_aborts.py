@@ -30,10 +30,10 @@ CHECK_PROMPT = random_tokens(100, seed=351)
 SHAPES = ("whole", "stream", "n", "list")
 SHORT_TIER_SHAPES = {
     "queued for prefill": ("stream",),
-    "prefilling": ("whole", "list"),
-    "transferring": ("stream", "n"),
+    "prefilling": ("list",),
+    "transferring": ("n",),
     "queued for decode": ("whole",),
-    "decoding": SHAPES,
+    "decoding": ("whole", "n"),
 }
 
 

@@ -29,7 +29,7 @@ from tests.support.client import (
     wait_settled,
 )
 from tests.support.hangup import OpenRequest, stopped, wait_until
-from tests.support.models import checkpoint
+from tests.support.models import checkpoint, tiered
 from tests.support.reference import Reference, random_tokens
 from tests.support.reference import reference as reference_of
 from tests.support.restart import start_again
@@ -96,7 +96,7 @@ def test_long_prompt_when_it_has_many_chunks_then_parts_come_before_its_end_and_
     assert (again.trace["transferred_bytes"], again.cached_tokens) == (0, LONG)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 320, 333])
+@pytest.mark.parametrize("num_tokens", tiered((1, 15, 16, 17, 320, 333), (1, 16, 333)))
 def test_prompt_when_of_any_length_then_the_output_is_right_and_the_bytes_exact(
     pipelined: Service, reference: Reference, num_tokens: int
 ) -> None:
@@ -195,7 +195,7 @@ def leaves_in(phase: str, service: Service, seed: int) -> bool:
     return is_seen and metric(prefill, "requests_total", outcome="abort") > aborted
 
 
-@pytest.mark.parametrize("phase", ["first poll", "parts", "decoding"])
+@pytest.mark.parametrize("phase", tiered(("first poll", "parts", "decoding"), ("parts",)))
 def test_client_when_it_leaves_then_the_leg_is_aborted_and_everything_given_back(
     pipelined: Service, reference: Reference, phase: str
 ) -> None:
