@@ -43,6 +43,7 @@ def ask(service: Service, prompt: list[int], **fields: object) -> Answer:
     return complete(service.url, prompt, NUM_TOKENS, **{"logprobs": None, **fields})
 
 
+@pytest.mark.full  # as in tests/engine/test_async_scheduling.py
 @pytest.mark.parametrize(
     "sampling", [pytest.param({}, marks=pytest.mark.full), {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"]
 )

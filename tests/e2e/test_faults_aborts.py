@@ -237,6 +237,7 @@ def churn(service: Service, reference: Reference, *, num_requests: int, seed: in
     return counts[0], counts[1]
 
 
+@pytest.mark.full  # as in tests/engine/test_core.py
 def test_churn_of_aborts_in_small_pools_when_other_requests_run_then_all_their_outputs_are_right(
     tight_service: Service, reference: Reference
 ) -> None:

@@ -162,8 +162,12 @@ def test_decode_leg_when_lease_expired_and_memory_was_reused_then_is_detected(
     check_answer_or_typed_error(response, decode, strict_decode, prompt, reference)
     assert metric(decode, "late_reads_rejected_total") == rejected + 1
     assert metric(decode, "transfer_failures_total", reason="stale") == failures + 1
+    if decode is not strict_decode:  # the other one refuses it with a status, a stream too
+        refused = foreign.decode(strict_decode.url, {**body, "stream": True}, params)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, "transfer_failed")
 
 
+@pytest.mark.full  # the test of reuse streams one too
 def test_stale_manifest_when_streaming_then_has_a_status_and_not_a_broken_stream(
     tight_service: Service, strict_decode: Node
 ) -> None:

@@ -176,7 +176,6 @@ def test_up_when_a_port_is_in_use_then_says_so_and_starts_nothing(start_up: Star
     assert not list(up.folder.glob("*.json"))
 
 
-@pytest.mark.full  # with real nodes in tests/e2e/test_deploy.py
 def test_up_when_a_node_dies_later_then_it_is_restarted_on_its_port(start_up: StartUp) -> None:
     up = start_up().wait_ready()
     first = up.node("prefill")
