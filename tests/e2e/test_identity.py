@@ -106,8 +106,9 @@ def test_answer_when_the_prompt_is_new_and_when_it_is_repeated_then_equals_stock
 
 
 def test_answers_when_sixteen_prompts_come_at_once_then_equal_stock(site: Site) -> None:
-    lengths = (*LENGTHS, *LENGTHS[:-1], 33, 50, 300)
-    prompts = [random_tokens(length, seed=length + (0 if index < 7 else 200)) for index, length in enumerate(lengths)]
+    lengths = (*LENGTHS[:-1], *LENGTHS[:-1], 33, 33, 300, 300)
+    prompts = [random_tokens(length, seed=length + 25 * index) for index, length in enumerate(lengths)]
+    site.reference.generate(prompts, NUM_TOKENS)
     assert len(prompts) == 16
     cold = together([lambda p=prompt: site.ask(p, cache_salt="crowd") for prompt in prompts])
     for prompt, answer in zip(prompts, cold, strict=True):

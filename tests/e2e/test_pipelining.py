@@ -110,13 +110,13 @@ def test_prompt_when_of_any_length_then_the_output_is_right_and_the_bytes_exact(
 def test_shared_prefix_when_pulled_in_parts_then_only_what_is_missing_moves(
     pipelined: Service, reference: Reference
 ) -> None:
-    shared = random_tokens(640, seed=610)
-    prompts = [shared + random_tokens(160, seed=611 + index) for index in range(2)]
+    shared = random_tokens(320, seed=610)
+    prompts = [shared + random_tokens(80, seed=611 + index) for index in range(2)]
     first, second = (complete(pipelined.url, prompt, 12) for prompt in prompts)
     for answer, prompt in zip((first, second), prompts, strict=True):
         check_right(answer, prompt, reference)
-    assert first.trace["transferred_bytes"] == payload_bytes(pipelined.decode[0], 50, 1)
-    assert second.trace["transferred_bytes"] == payload_bytes(pipelined.decode[0], 10, 1)
+    assert first.trace["transferred_bytes"] == payload_bytes(pipelined.decode[0], 25, 1)
+    assert second.trace["transferred_bytes"] == payload_bytes(pipelined.decode[0], 5, 1)
 
 
 @pytest.mark.full
@@ -137,13 +137,13 @@ def test_other_families_when_pulled_in_parts_then_outputs_are_right(family: str)
 
 
 def test_list_of_prompts_when_streamed_then_each_follows_its_own_leg(pipelined: Service, reference: Reference) -> None:
-    prompts = [random_tokens(200 + 40 * index, seed=630 + index) for index in range(4)]
+    prompts = [random_tokens(80 + 40 * index, seed=630 + index) for index in range(3)]
     answer = complete(pipelined.url, prompts, 8)
     for index, prompt in enumerate(prompts):
         expected = reference.greedy(prompt, 8)
         mismatch = expected.mismatch(answer.token_ids(index), answer.logprobs(index), reference.tolerance)
         assert mismatch is None, mismatch
-    assert answer.trace["transferred_states"] == 4
+    assert answer.trace["transferred_states"] == 3
 
 
 # --- leaving

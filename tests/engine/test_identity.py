@@ -19,7 +19,7 @@ A, B = random_tokens(77, 1), random_tokens(53, 2)
 NUM_GREEDY = 24
 
 
-ON_TORCH = ("granitemoehybrid", "gemma3")
+ON_TORCH = ("granitemoehybrid",)
 """Families that run on the torch ops in the short tier too; ``test_ops`` holds those ops against the compiled ones."""
 
 
