@@ -22,6 +22,8 @@ NUM_GREEDY = 24
 ON_TORCH = ("granitemoehybrid",)
 """Families that run on the torch ops in the short tier too; ``test_ops`` holds those ops against the compiled ones."""
 
+FEW = ("granitemoehybrid", "mamba2", "gemma3")
+
 
 def on_each(families: Sequence[str], short: Sequence[str] = CACHE_SHAPES) -> pytest.MarkDecorator:
     """Runs a test for ``families`` on both backends; outside of ``short``, and on torch of ``ON_TORCH``, only in the
@@ -105,7 +107,7 @@ def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend
     assert float((found - expected).abs().max()) < tolerance(family)
 
 
-@on_each(FAMILIES)
+@on_each(FAMILIES, FEW)
 def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -135,7 +137,7 @@ def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(bac
     assert tokens == [stock_greedy(family, prompt, 8)[0] for prompt in (A, B)]
 
 
-@on_each(FAMILIES)
+@on_each(FAMILIES, FEW)
 def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     run_mixed_steps(harness)
@@ -143,7 +145,7 @@ def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, fami
         assert not arena[0].any()
 
 
-@on_each(FAMILIES)
+@on_each(FAMILIES, FEW)
 def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(backend: str, family: str) -> None:
     rng = random.Random(f"schedule-{family}")
     harness = Harness(family, backend, num_blocks=128)
@@ -197,7 +199,7 @@ def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
     assert float(change) > 50 * tolerance(family)
 
 
-@on_each(FAMILIES)
+@on_each(FAMILIES, FEW)
 def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -212,7 +214,7 @@ def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backe
     assert float(change) > 10 * tolerance(family)
 
 
-@on_each(FAMILIES)
+@on_each(FAMILIES, FEW)
 def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(backend: str, family: str) -> None:
     prompt = random_tokens(1000, 6)
     other = random_tokens(100, 7) + prompt[100:]

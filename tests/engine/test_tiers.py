@@ -456,6 +456,7 @@ def small_node(folder: Path, size: str = "1GiB", **flags: Any) -> TierNode:
     return node
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [6, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.full)])
 def test_conversations_when_the_pools_hold_few_then_each_turn_hits_its_history_from_the_tier(
     tmp_path: Path, count: int

@@ -135,6 +135,7 @@ def test_up_when_signalled_then_status_0_and_no_child_left(start_up: StartUp, nu
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.full  # with real nodes in tests/e2e/test_deploy.py
 def test_up_when_ready_then_says_who_where_and_how_to_call(start_up: StartUp) -> None:
     up = start_up().wait_ready()
     for name, port in ((f"prefill-{up.port + 100}", up.port + 100), ("proxy", up.port)):
