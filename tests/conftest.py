@@ -6,11 +6,13 @@ on one worker; of the others each file is a group, or each test where one takes 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
 import hypothesis
 import pytest
+from httpx._transports import default as httpx_transports
 
 # The same examples every time, and however long they take: a check fails for what was changed, not by chance or on a
 # busy machine. Tests marked `full` ask for fresh ones.
@@ -22,6 +24,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tandem")
+
+# A client of httpx reads the certificates of all the world's authorities when it is made, for a thirtieth of a second,
+# and every `httpx.get` makes one; tests call their own processes, thousands of times. They are read once.
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 ONE_BY_ONE = ("tests/engine/triton/test_compile.py", "tests/engine/triton/test_models.py")
 """Files of few long tests, which a worker alone would still be at when all the others have ended."""

@@ -20,6 +20,8 @@ ensure_venv node,test
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # A developer's own settings would change what is tested.
 for variable in ${!TANDEM_@}; do unset "$variable"; done
+# The workers, and the processes that tests start, import the same files: each is compiled once.
+unset PYTHONDONTWRITEBYTECODE
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

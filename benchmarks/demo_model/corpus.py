@@ -35,11 +35,12 @@ class Item:
         return is_held_out(self.text, HELD_OUT_OF)
 
 
-def documentation() -> list[Item]:
-    """Every item of the running interpreter, in a fixed order, each text once (white space and case apart)."""
+def documentation(*, with_sources: bool = True) -> list[Item]:
+    """Every item of the running interpreter, in a fixed order, each text once (white space and case apart).
+    ``with_sources``: also of the standard library's files, which take seconds to parse."""
     seen: set[str] = set()
     items = []
-    for item in (*_topics(), *_source_docstrings(), *_compiled_docstrings()):
+    for item in (*_topics(), *(_source_docstrings() if with_sources else ()), *_compiled_docstrings()):
         key = " ".join(item.text.lower().split())
         if len(item.text) >= _MIN_CHARS and key not in seen:
             seen.add(key)

@@ -24,7 +24,7 @@ NODE_FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # its processes need not idle beside the tests of other folders
 def service() -> Iterator[Service]:
     """One prefill node, one decode node and a proxy with the tiny Mamba-2 hybrid in float32, chunks of 256 tokens."""
     with Service(checkpoint(FAMILY), prefill_flags=NODE_FLAGS, decode_flags=NODE_FLAGS) as running:

@@ -127,7 +127,7 @@ def test_cache_salt_when_it_differs_then_nothing_is_shared(service: Service) -> 
     scope="module",
     params=[
         pytest.param(("--no-enable-prefix-caching",), id="no-caching", marks=pytest.mark.full),
-        pytest.param(("--mamba-cache-mode", "none"), id="mode-none"),
+        pytest.param(("--mamba-cache-mode", "none"), id="mode-none", marks=pytest.mark.full),
     ],
 )
 def uncached(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:

@@ -46,6 +46,7 @@ def by_block(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:
         yield request.param, running
 
 
+@pytest.mark.full  # as in tests/engine/test_cache_modes.py
 def test_answers_when_cold_repeated_and_continued_in_each_mode_then_equal_stock(
     by_block: tuple[str, Service], reference: Reference
 ) -> None:

@@ -48,6 +48,12 @@ def text() -> str:
 
 
 @pytest.fixture(scope="module")
+def some_text() -> str:
+    """Enough of it for a few prompts."""
+    return held_out_text(documentation(with_sources=False))
+
+
+@pytest.fixture(scope="module")
 def encoder() -> Encoder:
     return Encoder(AutoTokenizer.from_pretrained(FOLDER))
 
@@ -83,10 +89,11 @@ def test_recall_of_held_out_words_when_asked_through_the_service_then_reaches_th
     assert right >= BARS[distance] * NUM_ITEMS, [answer for answer, _ in answers]
 
 
-@pytest.mark.parametrize("num_items", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_items", [1, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 40))])
 def test_recall_when_asked_in_five_phrasings_of_which_two_were_never_trained_then_reaches_the_bar(
-    demo: Service, encoder: Encoder, text: str, num_items: int
+    demo: Service, encoder: Encoder, num_items: int, request: pytest.FixtureRequest
 ) -> None:
+    text = request.getfixturevalue("some_text" if num_items == 1 else "text")
     items = [item for question in QUESTIONS for item in phrased_items(encoder, text, num_items, question)]
     answers = together([lambda item=item: ask(demo, item.messages, "phrased") for item in items])
     assert all(trace["placement"] == "remote" for _, trace in answers)
@@ -109,11 +116,11 @@ def test_request_of_the_readme_when_sent_then_is_answered_as_it_says(demo: Servi
 
 
 def test_answers_when_compared_with_stock_transformers_on_the_same_files_then_are_equal(
-    demo: Service, encoder: Encoder, text: str
+    demo: Service, encoder: Encoder, some_text: str
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     stock = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16).eval()
-    for item in recall_items(encoder, text, 300, 4, seed=902):
+    for item in recall_items(encoder, some_text, 300, 2, seed=902):
         ids = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True, return_tensors="pt")
         output = stock.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
         assert ask(demo, item.messages, "stock")[0] == tokenizer.decode(output, skip_special_tokens=True)
@@ -142,14 +149,14 @@ def chat_turns(items: Sequence[tuple[str, str]], text: str) -> list[tuple[str, s
 
 
 def test_chat_of_three_turns_when_asked_with_the_openai_client_then_is_right_and_served_from_cache(
-    demo: Service, encoder: Encoder, text: str
+    demo: Service, encoder: Encoder, some_text: str
 ) -> None:
     facts = [("mill", "amber falcon"), ("harbour", "quiet lantern"), ("castle", "golden otter")]
     messages: list[dict[str, str]] = []
     before = 0
     with openai.OpenAI(base_url=demo.url + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
         model = client.models.list().data[0].id
-        for turn, (question, expected) in enumerate(chat_turns(facts, encoder.first(text, 400))):
+        for turn, (question, expected) in enumerate(chat_turns(facts, encoder.first(some_text, 400))):
             messages.append({"role": "user", "content": question})
             answer = client.chat.completions.create(
                 model=model,

@@ -43,8 +43,9 @@ def stream_text(raw: str) -> str:
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
 
 
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=FULL)], ids=["", "killed"])
 def test_up_when_started_by_a_script_then_serves_survives_a_node_and_ends_on_sigint_with_no_child_left(
-    tmp_path: Path,
+    tmp_path: Path, kills: bool
 ) -> None:
     """One start for the whole life: no model given, SIGINT inherited as ignored, a decode node killed in between."""
     with Up(tmp_path, *SMALL_FLAGS, "--policy", "round_robin", ignore_sigint=True) as up:
@@ -70,16 +71,17 @@ def test_up_when_started_by_a_script_then_serves_survives_a_node_and_ends_on_sig
         before = complete(up.url, prompt, 8)
         assert before.trace["placement"] == "remote"
         assert before.trace["transferred_states"] == 1
-        killed = up.child("decode_node")
-        os.kill(killed.pid, signal.SIGKILL)
-        wait_until(lambda: "restarting it in 1 s" in up.output, "the death to be seen")
-        wait_until(lambda: len(up.children()) == 3 and up.child("decode_node").pid != killed.pid, "a new process")
-        assert up.child("decode_node").argv == killed.argv
-        wait_until(lambda: httpx.get(up.url + "/ready").status_code == 200, "the service to be ready again", 60)
-        after = complete(up.url, prompt, 8)
-        assert after.token_ids() == before.token_ids()
-        assert after.trace["placement"] == "remote"
-        assert after.trace["transferred_states"] == 1
+        if kills:
+            killed = up.child("decode_node")
+            os.kill(killed.pid, signal.SIGKILL)
+            wait_until(lambda: "restarting it in 1 s" in up.output, "the death to be seen")
+            wait_until(lambda: len(up.children()) == 3 and up.child("decode_node").pid != killed.pid, "a new process")
+            assert up.child("decode_node").argv == killed.argv
+            wait_until(lambda: httpx.get(up.url + "/ready").status_code == 200, "the service to be ready again", 60)
+            after = complete(up.url, prompt, 8)
+            assert after.token_ids() == before.token_ids()
+            assert after.trace["placement"] == "remote"
+            assert after.trace["transferred_states"] == 1
 
         children = up.children()
         assert len(children) == 3
@@ -88,6 +90,7 @@ def test_up_when_started_by_a_script_then_serves_survives_a_node_and_ends_on_sig
     assert "Traceback" not in up.output, up.output
 
 
+@pytest.mark.full  # as in tests/unit/cli/test_supervisor.py
 def test_up_when_it_gets_sigterm_while_starting_then_exits_0_with_no_child_left(tmp_path: Path) -> None:
     with Up(tmp_path, *SMALL_FLAGS, "--model", str(checkpoint(FAMILY))) as up:
         wait_until(lambda: len(up.children()) == 3, "the children to start")

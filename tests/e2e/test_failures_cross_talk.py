@@ -25,8 +25,8 @@ def test_answers_of_64_requests_at_once_when_first_tokens_are_forced_apart_then_
     transformers says after this prompt and this token."""
 
     def prompt(index: int) -> list[int]:
-        stem = STEM if index % 2 else random_tokens(80 + index, seed=220 + index)
-        return [*stem, *random_tokens(9 + index % 23, seed=300 + index)]
+        stem = STEM if index % 2 else random_tokens(80 + 16 * (index % 3), seed=220 + index)
+        return [*stem, *random_tokens(9 + index % 4, seed=300 + index)]
 
     def ask(index: int) -> Answer:
         body = completion_body(prompt(index), NUM_TOKENS, logit_bias={str(forced_token(index)): 100.0})

@@ -61,7 +61,8 @@ def test_reads_when_their_lease_is_over_and_memory_is_reused_then_none_is_commit
     """Nobody renews between the legs, as with a proxy that dawdles; eight clients write over each other's blocks."""
     prefill, decode = racing.prefill[0], racing.decode[0]
     draw = random.Random(num_requests)
-    prompts = [random_tokens(draw.randrange(60, 200), seed=800 + index) for index in range(40)]
+    prompts = [random_tokens(draw.randrange(60, 200, 20), seed=800 + index) for index in range(40)]
+    reference.generate(prompts, NUM_TOKENS)
     expected: dict[tuple[int, ...], Greedy] = {tuple(each): reference.greedy(each, NUM_TOKENS) for each in prompts}
     jobs = [draw.choice(prompts) for _ in range(num_requests)]
     lock = threading.Lock()

@@ -30,10 +30,10 @@ CHECK_PROMPT = random_tokens(100, seed=351)
 SHAPES = ("whole", "stream", "n", "list")
 SHORT_TIER_SHAPES = {
     "queued for prefill": ("stream",),
-    "prefilling": ("whole", "list"),
-    "transferring": ("stream", "n"),
+    "prefilling": ("list",),
+    "transferring": ("n",),
     "queued for decode": ("whole",),
-    "decoding": SHAPES,
+    "decoding": ("whole", "n"),
 }
 
 
@@ -237,6 +237,7 @@ def churn(service: Service, reference: Reference, *, num_requests: int, seed: in
     return counts[0], counts[1]
 
 
+@pytest.mark.full  # as in tests/engine/test_core.py
 def test_churn_of_aborts_in_small_pools_when_other_requests_run_then_all_their_outputs_are_right(
     tight_service: Service, reference: Reference
 ) -> None:

@@ -16,6 +16,7 @@ from tests.e2e.conftest import TIGHT_FLAGS
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, info, metric, payload_bytes, wait_settled
 from tests.support.hangup import OpenRequest, stopped, wait_until
+from tests.support.models import tiered
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Node, Service, start_node, wait_ready
 
@@ -127,6 +128,7 @@ def test_lease_when_its_request_queues_for_longer_than_it_lasts_then_is_renewed_
     assert mismatch is None, mismatch
 
 
+@pytest.mark.parametrize("decode", tiered(POLICIES, ("recompute",)), indirect=True)
 def test_decode_leg_when_lease_expired_but_memory_was_not_reused_then_pulls_the_same_bytes(
     tight_service: Service, decode: Node, reference: Reference
 ) -> None:
@@ -143,6 +145,7 @@ def test_decode_leg_when_lease_expired_but_memory_was_not_reused_then_pulls_the_
     assert mismatch is None, mismatch
 
 
+@pytest.mark.parametrize("decode", tiered(POLICIES, ("recompute",)), indirect=True)
 def test_decode_leg_when_lease_expired_and_memory_was_reused_then_is_detected(
     tight_service: Service, strict_decode: Node, decode: Node, reference: Reference
 ) -> None:
@@ -159,8 +162,12 @@ def test_decode_leg_when_lease_expired_and_memory_was_reused_then_is_detected(
     check_answer_or_typed_error(response, decode, strict_decode, prompt, reference)
     assert metric(decode, "late_reads_rejected_total") == rejected + 1
     assert metric(decode, "transfer_failures_total", reason="stale") == failures + 1
+    if decode is not strict_decode:  # the other one refuses it with a status, a stream too
+        refused = foreign.decode(strict_decode.url, {**body, "stream": True}, params)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, "transfer_failed")
 
 
+@pytest.mark.full  # the test of reuse streams one too
 def test_stale_manifest_when_streaming_then_has_a_status_and_not_a_broken_stream(
     tight_service: Service, strict_decode: Node
 ) -> None:
@@ -174,6 +181,7 @@ def test_stale_manifest_when_streaming_then_has_a_status_and_not_a_broken_stream
     assert response.json()["error"]["code"] == "transfer_failed"
 
 
+@pytest.mark.full  # reuse is detected below, right answers above
 def test_manifest_when_replayed_after_release_and_reuse_then_answer_is_right_on_every_node(
     tight_service: Service, strict_decode: Node, reference: Reference
 ) -> None:

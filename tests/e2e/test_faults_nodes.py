@@ -76,6 +76,7 @@ def check_recomputed(decode: Node, body: dict[str, Any], params: dict[str, Any],
     assert answer.trace["transferred_bytes"] == 0
 
 
+@pytest.mark.full  # as a cell of test_failures_matrix
 def test_prefill_node_when_killed_while_it_computes_then_decode_node_computes_until_it_is_back(
     own_service: Service, reference: Reference
 ) -> None:

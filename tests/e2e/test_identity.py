@@ -18,7 +18,7 @@ from common.wire.handoff import prefill_leg_params
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, info, payload_bytes, post, together, wait_settled
-from tests.support.models import ATTENTION_FAMILIES, DEMO, RECURRENT_FAMILIES, checkpoint
+from tests.support.models import ATTENTION_FAMILIES, DEMO, RECURRENT_FAMILIES, checkpoint, tiered
 from tests.support.reference import Mismatch, Reference, random_tokens, reference
 from tests.support.service import Service
 
@@ -92,7 +92,7 @@ def assert_moved_whole(site: Site, prompt: Sequence[int], answer: Answer) -> Non
     assert trace["transferred_bytes"] == site.payload(moved, site.num_states)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", tiered(LENGTHS, (1, 16, 1000)))
 def test_answer_when_the_prompt_is_new_and_when_it_is_repeated_then_equals_stock(site: Site, length: int) -> None:
     prompt = random_tokens(length, seed=length)
     cold = site.ask(prompt, cache_salt="alone")
@@ -106,8 +106,9 @@ def test_answer_when_the_prompt_is_new_and_when_it_is_repeated_then_equals_stock
 
 
 def test_answers_when_sixteen_prompts_come_at_once_then_equal_stock(site: Site) -> None:
-    lengths = (*LENGTHS, *LENGTHS[:-1], 33, 50, 300)
-    prompts = [random_tokens(length, seed=length + (0 if index < 7 else 200)) for index, length in enumerate(lengths)]
+    lengths = (*LENGTHS[:-1], *LENGTHS[:-1], 33, 33, 300, 300)
+    prompts = [random_tokens(length, seed=length + 25 * index) for index, length in enumerate(lengths)]
+    site.reference.generate(prompts, NUM_TOKENS)
     assert len(prompts) == 16
     cold = together([lambda p=prompt: site.ask(p, cache_salt="crowd") for prompt in prompts])
     for prompt, answer in zip(prompts, cold, strict=True):
@@ -142,6 +143,7 @@ def test_answers_when_prefixes_are_shared_then_equal_stock(site: Site) -> None:
     wait_settled(site.service.prefill[0], site.service.decode[0])
 
 
+@pytest.mark.full  # as in test_shared_prefixes
 def test_answers_when_they_share_a_prefix_at_once_then_equal_stock(site: Site) -> None:
     origin = random_tokens(170, seed=321)
     prompts = [origin[: 100 + 10 * (i % 8)] + random_tokens(1 + 7 * i, seed=330 + i) for i in range(16)]

@@ -50,6 +50,7 @@ def drive_out(site: Site) -> None:
         site.ask(user(filling, picture(70 + seed)), max_tokens=2)
 
 
+@pytest.mark.full
 def test_image_when_it_was_driven_out_between_two_turns_then_encoded_again_and_answered_as_transformers(
     small: Site,
 ) -> None:

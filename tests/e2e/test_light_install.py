@@ -96,7 +96,7 @@ def test_proxy_when_heavy_packages_are_missing_then_starts_and_answers(
 
 
 @pytest.mark.parametrize(
-    "command", ["simulate", "proxy", *(pytest.param(name, marks=pytest.mark.full) for name in ("up", "bench"))]
+    "command", ["simulate", *(pytest.param(name, marks=pytest.mark.full) for name in ("proxy", "up", "bench"))]
 )
 def test_command_when_heavy_packages_are_missing_then_shows_its_help(
     tmp_path: Path, blocked: Mapping[str, str], command: str

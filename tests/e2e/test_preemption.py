@@ -47,6 +47,7 @@ def small(service: Service) -> Iterator[tuple[Node, Node]]:
                 node.process.stop()
 
 
+@pytest.mark.full  # as in tests/engine/test_core.py
 def test_answers_when_memory_runs_out_then_sequences_are_preempted_and_equal_stock(
     service: Service, small: tuple[Node, Node], reference: Reference
 ) -> None:

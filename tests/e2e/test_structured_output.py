@@ -109,7 +109,12 @@ def test_openai_client_when_it_asks_for_a_model_of_pydantic_then_has_one_from_ch
         ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": 'start: "a" foo'}}, "structured_outputs.grammar", "unknown name"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
-        ({"guided_json": {"type": "integer", "multipleOf": 99999989}}, "guided_json", "cannot be compiled"),
+        pytest.param(
+            {"guided_json": {"type": "integer", "multipleOf": 99999989}},
+            "guided_json",
+            "cannot be compiled",
+            marks=pytest.mark.full,  # seconds; as in tests/unit/grammar/test_checker.py
+        ),
     ],
 )
 def test_grammar_when_it_cannot_be_compiled_then_it_is_refused_before_a_prefill_at_proxy_and_node(

@@ -74,7 +74,7 @@ SITES = [
     ("kimi_linear", 1, 2),
     ("llama", 1, 1),
 ]
-NUM_QUICK = 2
+NUM_QUICK = 1
 
 
 @pytest.fixture(

@@ -9,9 +9,10 @@ from typing import Any
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.node.runtime import NodeModel, create_core, load_node_model
+from common.node.runtime import NodeModel, create_core
 from common.request import Request, SamplingParams
 from tests.support.models import VOCAB_SIZE, checkpoint
+from tests.support.shared_models import load_node_model
 
 SMALL_POOL = {"kv_cache_memory": 1 << 20, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 48}
 

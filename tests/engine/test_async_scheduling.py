@@ -28,7 +28,7 @@ from tests.support.late_device import late_device
 from tests.support.models import CONFIGS, tiered
 
 ROOMY = {"kv_cache_memory": 32 << 20, "max_num_seqs": 8, "max_model_len": 256}
-FAMILIES = tiered(tuple(CONFIGS), ("granitemoehybrid", "gemma3"))
+FAMILIES = tiered(tuple(CONFIGS), ("granitemoehybrid",))
 NUM_TOKENS = 24
 PROMPTS = {
     name: tokens(seed, length)
@@ -119,7 +119,10 @@ def ordinary(family: str, temperature: float, **flags: Any) -> tuple[dict[str, R
     return turns, play(core, model, turns)
 
 
-@pytest.mark.parametrize(("temperature", "is_late"), [(0.0, False), (0.8, True)], ids=["greedy", "seeded late"])
+@pytest.mark.parametrize(
+    ("temperature", "is_late"),
+    [pytest.param(0.0, False, marks=pytest.mark.full, id="greedy"), pytest.param(0.8, True, id="seeded late")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_when_steps_are_launched_ahead_are_the_same_and_next_turns_find_their_exact_ends(
     family: str, temperature: float, is_late: bool
@@ -138,7 +141,7 @@ def test_answers_when_steps_are_launched_ahead_are_the_same_and_next_turns_find_
     assert {name: answer for (name, _), answer in collect(fresh).items()} == played.second
 
 
-@pytest.mark.parametrize("mode", ["all", "align", pytest.param("none", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["all", *(pytest.param(each, marks=pytest.mark.full) for each in ("align", "none"))])
 def test_states_at_boundaries_when_steps_are_launched_ahead_are_kept_as_in_the_ordinary_order(mode: str) -> None:
     flags = {"mamba_cache_mode": mode, "block_size": 4}
     turns, expected = ordinary("granitemoehybrid", 0.0, **flags)
@@ -237,9 +240,9 @@ def test_steps_when_a_sequence_runs_alone_then_all_but_two_are_launched_ahead() 
     [
         {"repetition_penalty": 1.3},
         {"logprobs": 2},
-        {"allowed_token_ids": frozenset(range(40, 90))},
-        {"logit_bias": {50: 2.0}},
-        {"bad_token_ids": ((50,), (51, 52))},
+        pytest.param({"allowed_token_ids": frozenset(range(40, 90))}, marks=pytest.mark.full),
+        pytest.param({"logit_bias": {50: 2.0}}, marks=pytest.mark.full),
+        pytest.param({"bad_token_ids": ((50,), (51, 52))}, marks=pytest.mark.full),
         {"min_tokens": 30, "stop_token_ids": frozenset({60})},
     ],
     ids=lambda sampling: next(iter(sampling)),

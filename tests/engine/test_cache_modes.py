@@ -75,18 +75,12 @@ def cached(outputs: list[RequestOutput]) -> int:
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(("granitemoehybrid", mode) for mode in ("align", "auto")),
-        ("lfm2", "auto"),
-        *(
-            pytest.param("granitemoehybrid", mode, marks=pytest.mark.full)
-            for mode in MODES
-            if mode not in ("align", "auto")
-        ),
+        ("granitemoehybrid", "auto"),
+        *(pytest.param("granitemoehybrid", mode, marks=pytest.mark.full) for mode in MODES if mode != "auto"),
         *(
             pytest.param(family, mode, marks=pytest.mark.full)
             for family in ("qwen3_next", "lfm2", "jamba")
             for mode in ("none", "align", "all", "auto")
-            if (family, mode) != ("lfm2", "auto")
         ),
     ],
 )
@@ -194,7 +188,12 @@ def test_raw_prompt_when_seen_for_the_third_time_then_it_resumes_at_the_junction
 
 
 @pytest.mark.parametrize(
-    ("mode", "failed", "aborted"), [("none", 0, 0), ("align", 112, 119), ("all", 112, 119), ("auto", 70, 119)]
+    ("mode", "failed", "aborted"),
+    [
+        ("align", 112, 119),
+        ("auto", 70, 119),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("none", 0, 0), ("all", 112, 119))),
+    ],
 )
 def test_generation_when_it_ends_early_then_is_resumed_at_boundaries_it_passed_or_where_it_was_aborted(
     mode: str, failed: int, aborted: int, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +254,13 @@ def test_preempted_request_when_nothing_of_it_is_cached_any_more_then_keeps_the_
     assert cached(ask(core, "c", prompt + tokens(5, 9))) == 100
 
 
-@pytest.mark.parametrize(("mode", "resumed"), [("none", 0), ("align", 0), ("all", 1632), ("auto", 1632)])
+@pytest.mark.parametrize(
+    ("mode", "resumed"),
+    [
+        ("auto", 1632),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("none", 0), ("align", 0), ("all", 1632))),
+    ],
+)
 def test_five_segments_when_four_of_them_were_seen_then_the_shared_ones_are_resumed(mode: str, resumed: int) -> None:
     """Blocks of 544; the second prompt has 4,584 tokens: one more segment in the middle and the same long tail."""
     first, second, third, new, tail = (tokens(seed, 816 if seed < 5 else 1320) for seed in range(1, 6))
@@ -273,7 +278,13 @@ def test_five_segments_when_four_of_them_were_seen_then_the_shared_ones_are_resu
     assert len(steps.prompt_chunks("five", len(five))) == num_chunks
 
 
-@pytest.mark.parametrize(("mode", "hits"), [("align", [0, 0, 0]), ("all", [0, 1632, 1632]), ("auto", [0, 0, 1632])])
+@pytest.mark.parametrize(
+    ("mode", "hits"),
+    [
+        ("auto", [0, 0, 1632]),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("align", [0, 0, 0]), ("all", [0, 1632, 1632]))),
+    ],
+)
 def test_five_segments_when_sent_as_raw_tokens_then_the_third_sighting_resumes_at_the_junction(
     mode: str, hits: list[int]
 ) -> None:

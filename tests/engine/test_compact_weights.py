@@ -15,6 +15,7 @@ from torch import Tensor
 from common.ops.cpu.backend import CppOps
 from common.ops.cpu.linear import LinearOps, PackedWeight, large_pages
 from tests.engine.harness import Harness, Work, random_tokens
+from tests.support.models import tiered
 from tests.support.ops import make_ops
 
 SHAPES = pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_pack_when_compact_then_takes_three_quarters_or_stays_plain(ops: LinearO
         assert torch.equal(ops.rows(packed, torch.arange(3)), weight[:3])
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("family", tiered(("granitemoehybrid", "qwen3_next", "lfm2"), ("qwen3_next",)))
 def test_model_when_loaded_as_on_a_decode_node_then_has_the_bits_of_a_prefill_node(family: str) -> None:
     """Prompts of one and of several chunks, then decode steps: heads, tied embeddings and experts included."""
 

@@ -19,6 +19,7 @@ from common.errors import EngineDeadError, TandemError
 from common.node.runtime import NodeModel
 from common.request import Request
 from tests.engine.cores import engine, prompt_of, request, run, tokens, used
+from tests.support.models import tiered
 
 BAD = tokens(77, 60)
 BAD_ID = "bad"
@@ -122,7 +123,9 @@ PLACES: dict[str, Callable[[EngineCore, NodeModel], Injected]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", tiered(tuple(PLACES), ("admit", "complete_step while generating", "launch", "sampling"))
+)
 def test_request_when_something_raises_on_its_behalf_then_fails_alone(place: str, alone: dict[int, list[int]]) -> None:
     core, model = engine(max_num_seqs=8, kv_cache_memory=8 << 20)
     outputs: dict[str, list[int]] = {}

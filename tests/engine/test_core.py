@@ -19,6 +19,7 @@ from common.engine.model_runner import Forward
 from common.engine.plan import StepPlan
 from common.request import FinishReason, Request
 from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
+from tests.support.models import tiered
 
 
 def test_outputs_when_batched_in_a_small_pool_equal_those_of_requests_run_alone(alone: dict[int, list[int]]) -> None:
@@ -51,7 +52,11 @@ def test_core_when_a_step_is_in_flight_then_takes_no_command() -> None:
     assert used(model) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.2, "frequency_penalty": 0.1}], ids=["", "penalties"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param({}, marks=pytest.mark.full), {"repetition_penalty": 1.2, "frequency_penalty": 0.1}],
+    ids=["", "penalties"],
+)
 def test_preempted_requests_when_recomputed_give_the_same_output(sampling: dict[str, float]) -> None:
     prompts = [tokens(seed, 60) for seed in range(6)]
     roomy, _ = engine(kv_cache_memory=64 << 20)
@@ -72,7 +77,7 @@ def test_preempted_requests_when_recomputed_give_the_same_output(sampling: dict[
     assert used(model) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiered(range(4), (0,)))
 def test_random_aborts_when_memory_is_short_leave_the_others_right_and_free_everything(
     seed: int, alone: dict[int, list[int]]
 ) -> None:

@@ -34,8 +34,8 @@ FULL = [family for family in SMALL if family != "mistral"]
 families = pytest.mark.parametrize(
     "family",
     [
-        *("mistral", "kimi_linear"),
-        *(pytest.param(family, marks=pytest.mark.full) for family in FULL if family != "kimi_linear"),
+        "mistral",
+        *(pytest.param(family, marks=pytest.mark.full) for family in FULL),
     ],
 )
 
@@ -132,7 +132,9 @@ def test_answers_when_batched_in_a_small_pool_then_equal_stock(family: str) -> N
     assert sum(model.manager.stats().evictions.values()) > 0
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", pytest.param("lfm3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(each, marks=pytest.mark.full) for each in ("mistral", "lfm3"))]
+)
 @pytest.mark.parametrize("caches", [True, False])
 def test_blocks_when_a_window_has_passed_them_then_are_given_back(family: str, caches: bool) -> None:
     core, model = engine(family, **ROOMY, enable_prefix_caching=caches)

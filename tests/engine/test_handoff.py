@@ -143,6 +143,7 @@ def row_of_another_prompt(site: Site, num_tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changed", ["row", "generation", "report", "proof"])
+@pytest.mark.parametrize("site", tiered(FAMILIES, ("granitemoehybrid",)), indirect=True)
 def test_manifest_when_it_is_changed_on_its_way_then_nothing_of_it_is_used_or_kept(site: Site, changed: str) -> None:
     name, prompt = f"forged-{changed}", random_tokens(90, seed=90)
     prompt[0] = len(changed)  # another prompt for each: nothing of it is here
@@ -168,6 +169,7 @@ def test_manifest_when_it_is_changed_on_its_way_then_nothing_of_it_is_used_or_ke
     assert site.pair.prefill.held() == site.pair.decode.held() == (0, 0, 0)
 
 
+@pytest.mark.parametrize("site", tiered(FAMILIES, ("granitemoehybrid",)), indirect=True)
 def test_control_when_the_holder_itself_sends_the_row_of_another_prompt_then_the_first_token_is_another(
     site: Site,
 ) -> None:
@@ -179,6 +181,7 @@ def test_control_when_the_holder_itself_sends_the_row_of_another_prompt_then_the
     assert mismatch.index == 0
 
 
+@pytest.mark.parametrize("site", tiered(FAMILIES, ("granitemoehybrid", "gemma3")), indirect=True)
 def test_control_when_the_first_tenth_of_the_prompt_is_replaced_then_the_answer_changes(site: Site) -> None:
     if not site.has_state and site.has_windows_only:
         pytest.skip("nothing but windows: four of them do not reach back that far")

@@ -5,22 +5,34 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from common.engine.plan import Rows
 from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
-from tests.support.models import CACHE_SHAPES, FAMILIES, RECURRENT_FAMILIES, tiered
+from tests.support.models import CACHE_SHAPES, FAMILIES, RECURRENT_FAMILIES, SHORT_TIER
 from tests.support.ops import OPS_BACKENDS
 
 A, B = random_tokens(77, 1), random_tokens(53, 2)
 NUM_GREEDY = 24
 
 
-@pytest.fixture(params=OPS_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+ON_TORCH = ("granitemoehybrid",)
+"""Families that run on the torch ops in the short tier too; ``test_ops`` holds those ops against the compiled ones."""
+
+FEW = ("granitemoehybrid", "mamba2", "gemma3")
+
+
+def on_each(families: Sequence[str], short: Sequence[str] = CACHE_SHAPES) -> pytest.MarkDecorator:
+    """Runs a test for ``families`` on both backends; outside of ``short``, and on torch of ``ON_TORCH``, only in the
+    whole matrix."""
+    cells = []
+    for backend, family in itertools.product(OPS_BACKENDS, families):
+        is_short = family in short and (backend == "cpp" or family in ON_TORCH)
+        cells.append(pytest.param(backend, family, marks=() if is_short else pytest.mark.full))
+    return pytest.mark.parametrize(("backend", "family"), cells)
 
 
 def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +46,7 @@ def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([a1, a2, a3]), torch.cat([b1, b2, b3])
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES))
+@on_each(FAMILIES, SHORT_TIER)
 def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str, family: str) -> None:
     found = run_mixed_steps(Harness(family, backend))
     for rows, prompt in zip(found, (A, B), strict=True):
@@ -43,7 +55,7 @@ def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str
         assert torch.equal(rows.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES)
 def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     first = [int(rows[-1].argmax()) for rows in run_mixed_steps(harness)]
@@ -54,7 +66,7 @@ def test_greedy_when_decoded_in_a_batch_then_equals_stock_generation(backend: st
         assert float((logits - expected_logits[1:]).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES)
 def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_stock(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     run_mixed_steps(harness)
@@ -74,7 +86,7 @@ def test_resume_when_from_saved_states_in_other_slots_and_tables_then_equals_sto
     assert float((d1 - expected_d).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES)
 def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     harness.add("A", 1, 128)
@@ -95,7 +107,7 @@ def test_resume_when_inside_a_block_then_continues_on_a_copy_of_the_tail(backend
     assert float((found - expected).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES, FEW)
 def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -115,7 +127,7 @@ def test_shared_blocks_when_below_write_from_then_are_read_and_not_written(backe
     assert float((rows - stock_logits(family, A)).abs().max()) < tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES)
 def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     for arena in (*harness.storage.block_arenas, harness.storage.slot_arena):
@@ -125,7 +137,7 @@ def test_recycled_memory_when_full_of_nan_then_does_not_reach_the_next_owner(bac
     assert tokens == [stock_greedy(family, prompt, 8)[0] for prompt in (A, B)]
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES, FEW)
 def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     run_mixed_steps(harness)
@@ -133,7 +145,7 @@ def test_null_entries_when_steps_have_run_then_are_still_zero(backend: str, fami
         assert not arena[0].any()
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES, FEW)
 def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(backend: str, family: str) -> None:
     rng = random.Random(f"schedule-{family}")
     harness = Harness(family, backend, num_blocks=128)
@@ -157,6 +169,7 @@ def test_random_schedules_when_sequences_come_and_go_then_logits_equal_stock(bac
         assert float((torch.cat(found[name]) - stock_logits(family, prompt)).abs().max()) < tolerance(family)
 
 
+@pytest.mark.parametrize("backend", OPS_BACKENDS)
 @pytest.mark.parametrize("rows", list(Rows))
 def test_forward_when_asked_for_rows_then_returns_that_many(backend: str, rows: Rows) -> None:
     harness = Harness("granitemoehybrid", backend)
@@ -168,8 +181,8 @@ def test_forward_when_asked_for_rows_then_returns_that_many(backend: str, rows: 
     assert all(r.shape[1] == harness.model.geometry.hidden_size for r in found)
 
 
-@pytest.mark.parametrize("family", tiered(RECURRENT_FAMILIES, CACHE_SHAPES))
-@pytest.mark.parametrize("prefix", [77, 1000])
+@on_each(RECURRENT_FAMILIES)
+@pytest.mark.parametrize("prefix", [pytest.param(77, marks=pytest.mark.full), 1000])
 def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
     backend: str, family: str, prefix: int
 ) -> None:
@@ -186,7 +199,7 @@ def test_control_when_the_state_is_zeroed_then_the_next_tokens_logits_change(
     assert float(change) > 50 * tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES, FEW)
 def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backend: str, family: str) -> None:
     harness = Harness(family, backend)
     if not harness.has_attention:
@@ -201,7 +214,7 @@ def test_control_when_a_block_is_zeroed_then_the_next_tokens_logits_change(backe
     assert float(change) > 10 * tolerance(family)
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, CACHE_SHAPES))
+@on_each(FAMILIES, FEW)
 def test_control_when_the_first_tenth_of_a_long_prompt_differs_then_logits_move(backend: str, family: str) -> None:
     prompt = random_tokens(1000, 6)
     other = random_tokens(100, 7) + prompt[100:]
@@ -228,9 +241,10 @@ WITH_EXPERTS = (
 )
 
 
-ONE_PER_SCAN = ("granitemoehybrid", "jamba", "qwen3_5", "lfm2")
+ONE_PER_SCAN = ("granitemoehybrid", "qwen3_5", "lfm2")
 
 
+@pytest.mark.parametrize("backend", OPS_BACKENDS)
 @pytest.mark.parametrize(
     ("family", "num_prompts", "length"),
     [

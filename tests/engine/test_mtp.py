@@ -84,7 +84,7 @@ def texts(prompts: tuple[list[int], ...], answers: list[list[int]]) -> list[tupl
     return [(len(prompt), prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-@pytest.mark.parametrize("family", tiered(MTP_FAMILIES, ("qwen3_5", "nemotron_h")))
+@pytest.mark.parametrize("family", tiered(MTP_FAMILIES, ("qwen3_5",)))
 def test_drafts_of_the_head_when_it_is_right_at_known_places_then_are_accepted_there(
     family: str, tmp_path: Path
 ) -> None:
@@ -119,7 +119,7 @@ def _keep_its_own(keep: Callable[..., None], self: MtpHead, hidden: Tensor, *arg
     keep(self, hidden.roll(-1, 0), *args)
 
 
-@pytest.mark.parametrize("family", tiered(MTP_FAMILIES, ("qwen3_5",)))
+@pytest.mark.parametrize("family", tiered(MTP_FAMILIES, ()))
 def test_drafts_of_the_head_when_what_it_keeps_is_damaged_then_others_are_accepted_and_answers_are_the_same(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from common.ops.interface import Ops
 from common.ops.step.attention_metadata import AttentionMetadata
 from common.ops.step.check import PoolSizes
 from tests.engine.test_ops import BLOCK_SIZE, CPU, assert_close, rand
+from tests.support.models import tiered
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 # (start, num_tokens): first chunks shorter and longer than a window, over a query tile; continuations; decode rows
@@ -107,7 +108,7 @@ def pools(num_kv_heads: int, head_size: int, head_size_v: int, dtype: torch.dtyp
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 21, 64, 1000])
+@pytest.mark.parametrize("window", tiered((1, 7, 8, 21, 64, 1000), (1, 8, 21, 1000)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_when_it_has_a_window_then_sees_that_many_keys(ops: Ops, window: int, dtype: torch.dtype) -> None:
     k_pool, v_pool = pools(2, 16, 12, dtype)
@@ -117,8 +118,8 @@ def test_attention_when_it_has_a_window_then_sees_that_many_keys(ops: Ops, windo
     assert_close(found, case.expected, 2e-6 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("window", [0, 7, 64, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", tiered((0, 7, 64, 1000), (0, 64)))
+@pytest.mark.parametrize("dtype", tiered((torch.float32, torch.bfloat16), (torch.float32,)))
 def test_attention_when_tokens_of_images_see_each_other_then_within_the_window_and_no_others(
     ops: Ops, window: int, dtype: torch.dtype
 ) -> None:
@@ -138,7 +139,7 @@ def test_step_when_it_ends_inside_what_sees_itself_then_refused_before_a_kernel_
 
 
 @pytest.mark.parametrize(("width", "rank"), [(32, 24), (576, 512)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiered((torch.float32, torch.bfloat16), (torch.bfloat16,)))
 def test_attention_when_values_are_columns_of_the_keys_then_equals_attention_over_both(
     ops: Ops, width: int, rank: int, dtype: torch.dtype
 ) -> None:

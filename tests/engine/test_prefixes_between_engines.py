@@ -20,11 +20,12 @@ from common.errors import InvalidRequestError, TransferError
 from common.kv_cache.pools.generations import content_tag
 from common.kv_cache.sharing.leases import LeasedPrefix, PrefixProgress
 from common.kv_cache.sharing.remote_prefix import PullPlan
-from common.node.runtime import NodeModel, create_core, load_node_model
+from common.node.runtime import NodeModel, create_core
 from common.request import Request, SamplingParams
-from tests.support.models import VOCAB_SIZE, checkpoint
+from tests.support.models import VOCAB_SIZE, checkpoint, tiered
+from tests.support.shared_models import load_node_model
 
-FAMILIES = ["granitemoehybrid", "qwen3_5", pytest.param("llama", marks=pytest.mark.full)]
+FAMILIES = tiered(("granitemoehybrid", "qwen3_5", "llama"), ("granitemoehybrid",))
 BLOCK = 16
 
 

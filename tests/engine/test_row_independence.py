@@ -40,7 +40,7 @@ def two_threads() -> Iterator[None]:
 
 
 @DTYPES
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", tiered(HEADS, (1, 3, 8, 31, 129)))
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("backend", OPS_BACKENDS)
 def test_activation_when_rows_come_together_or_alone_then_each_keeps_its_bits(

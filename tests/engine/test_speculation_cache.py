@@ -124,7 +124,7 @@ def test_turn_two_when_the_answer_was_drafted_then_goes_on_from_its_end(family: 
         assert second == expected
 
 
-@pytest.mark.parametrize("saves_each", [False, True], ids=["replayed", "saved"])
+@pytest.mark.parametrize("saves_each", [False, pytest.param(True, marks=pytest.mark.full)], ids=["replayed", "saved"])
 def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_from_its_end(
     saves_each: bool,
 ) -> None:
@@ -183,7 +183,7 @@ def test_random_aborts_and_preemptions_when_drafts_are_run_leave_the_others_righ
     assert used(model) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("where", [pytest.param("launch", marks=pytest.mark.full), "wait", "sample"])
+@pytest.mark.parametrize("where", tiered(("launch", "wait", "sample"), ("sample",)))
 def test_step_with_drafts_when_it_raises_then_answers_are_right_and_nothing_is_lost(where: str) -> None:
     prompts = [tokens(index, 20 + 7 * index) for index in range(3)]
     core, _ = engine(**ROOMY)

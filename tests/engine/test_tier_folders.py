@@ -73,7 +73,7 @@ def test_prefix_when_another_node_computed_it_then_it_comes_from_the_shared_fold
     run(main())
 
 
-@pytest.mark.parametrize("kind", [ObjectKind.EXTENT, ObjectKind.STATE])
+@pytest.mark.parametrize("kind", [ObjectKind.EXTENT, pytest.param(ObjectKind.STATE, marks=pytest.mark.full)])
 def test_object_when_it_is_deleted_beside_a_reader_then_the_prompt_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: ObjectKind
 ) -> None:
@@ -101,7 +101,7 @@ def test_object_when_it_is_deleted_beside_a_reader_then_the_prompt_is_computed(
     run(main())
 
 
-@pytest.mark.parametrize("kind", [ObjectKind.EXTENT, ObjectKind.STATE])
+@pytest.mark.parametrize("kind", [pytest.param(ObjectKind.EXTENT, marks=pytest.mark.full), ObjectKind.STATE])
 def test_prefix_when_a_part_of_it_is_gone_at_the_start_then_it_is_not_found_and_the_rest_is_swept(
     tmp_path: Path, kind: ObjectKind
 ) -> None:

@@ -86,6 +86,7 @@ def test_state_when_host_memory_gives_another_then_it_is_not_believed(tmp_path: 
     run(main())
 
 
+@pytest.mark.full
 def test_conversations_when_host_memory_holds_few_then_the_disk_has_the_rest_and_keeps_it(tmp_path: Path) -> None:
     """Each turn hits its whole history, from wherever; after a drain and a start from the disk alone."""
     words = ("host:1536KiB", disk(tmp_path))

@@ -24,7 +24,7 @@ from common.tiers.store import ObjectWriteError
 from common.wire.cache_events import CacheChange
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
-from tests.support.models import SHORT_TIER, VOCAB_SIZE
+from tests.support.models import SHORT_TIER, VOCAB_SIZE, tiered
 from tests.support.tier_node import TierNode, objects_in
 
 FAMILY = "granitemoehybrid"
@@ -178,7 +178,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 FAST = ("payload",)
 
 
-@pytest.mark.parametrize("kind", [ObjectKind.EXTENT, ObjectKind.TAIL, ObjectKind.STATE])
+@pytest.mark.parametrize(
+    "kind", tiered((ObjectKind.EXTENT, ObjectKind.TAIL, ObjectKind.STATE), (ObjectKind.TAIL, ObjectKind.STATE))
+)
 @pytest.mark.parametrize(
     "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.full) for each in DAMAGES]
 )
@@ -371,7 +373,7 @@ def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
     run(main())
 
 
-@pytest.mark.parametrize("reason", ["full", "io"])
+@pytest.mark.parametrize("reason", ["full", pytest.param("io", marks=pytest.mark.full)])
 def test_disk_when_it_takes_nothing_then_requests_go_on_and_it_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
@@ -454,6 +456,7 @@ def small_node(folder: Path, size: str = "1GiB", **flags: Any) -> TierNode:
     return node
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [6, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.full)])
 def test_conversations_when_the_pools_hold_few_then_each_turn_hits_its_history_from_the_tier(
     tmp_path: Path, count: int

@@ -243,13 +243,14 @@ SHORT_TIER = (
 """One family per kind of mixer, then attention beside the mixer, shared attention, no attention at all, a mixer with a
 forward of ours, and no state at all; latents, windows beside full attention, windows alone."""
 
-CACHE_SHAPES = ("granitemoehybrid", "jamba", "qwen3_5", "lfm2", "mamba2", "llama", "kimi_linear", "gemma3")
+CACHE_SHAPES = ("granitemoehybrid", "lfm2", "mamba2", "llama", "kimi_linear", "gemma3")
 """One for each shape of cache: what is kept, shared and moved does not depend on the rest of a model."""
 
 
-def tiered(families: Sequence[str], short: Sequence[str] = SHORT_TIER) -> list[Any]:
-    """Parameters of a test that runs for ``families``: those outside of ``short`` only in the whole matrix."""
-    return [family if family in short else pytest.param(family, marks=pytest.mark.full) for family in families]
+def tiered(values: Sequence[Any], short: Sequence[Any] = SHORT_TIER) -> list[Any]:
+    """Parameters of a test that runs for ``values``, families mostly: those outside of ``short`` only in the whole
+    matrix."""
+    return [value if value in short else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 _MODEL_TYPES = MappingProxyType(

@@ -44,6 +44,7 @@ from common.wire.manifest import Manifest
 from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
 from common.wire.routes import MANIFEST_CHECK_ROUTE, PULL_ROUTE
 from tests.support.models import checkpoint
+from tests.support.shared_models import load_node_model
 
 PATIENCE_S = 60.0
 HOST, PORT = "127.0.0.1", 1
@@ -95,7 +96,7 @@ class Side:
 
         self.name = name
         self.config = config
-        self.model = runtime.load_node_model(config)
+        self.model = load_node_model(config)
         self.core = runtime.create_core(config, self.model)
         with patch.object(runtime, "NixlBackend", new_backend):
             self.backend = runtime.create_backend(config, self.model, name)

@@ -500,6 +500,7 @@ def test_recreate_when_the_old_agent_is_held_then_refused_and_the_hung_read_has_
     assert hung.is_untouched()
 
 
+@pytest.mark.full
 def test_recreate_when_the_old_agent_is_held_and_the_holder_wakes_then_the_read_still_ends_as_it_would(
     freezable_site: Site, hung: Hung
 ) -> None:
@@ -512,6 +513,7 @@ def test_recreate_when_the_old_agent_is_held_and_the_holder_wakes_then_the_read_
     keeper.clear()
 
 
+@pytest.mark.full
 def test_recreate_when_only_garbage_holds_the_old_agent_then_it_is_collected(freezable_site: Site, hung: Hung) -> None:
     name = hung.agent_name
     circle: list[object] = [freezable_site.agent(name)]

@@ -172,7 +172,13 @@ def failing(memory: EndpointMemory, monkeypatch: pytest.MonkeyPatch) -> Iterator
     site.close()
 
 
-@pytest.mark.parametrize("error", ["nixlBackendError", "nixlCancelledError", "nixlUnknownError", "MemoryError", 99])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *("nixlBackendError", 99),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("nixlCancelledError", "nixlUnknownError", "MemoryError")),
+    ],
+)
 def test_poll_when_a_read_failed_and_its_connection_did_not_then_it_goes_on_until_the_agent_is_gone(
     failing: tuple[NixlBackend, Handle], error: str | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,11 @@ from tests.support.transfer_recording import RecordingBackend
 from tests.support.transfer_rigs import EPOCH, LONG_S, SHORT_S, Rig, Rigs, expected
 from tests.support.transfer_sites import PATIENCE_S, Holder, Site, wait_for
 
+# What a puller does is the same on every backend, and each backend keeps its own promises (test_backend_contract.py).
+pytestmark = pytest.mark.parametrize(
+    "site", ["inprocess", "faulty", pytest.param("nixl", marks=pytest.mark.full)], indirect=True
+)
+
 
 def test_pull_when_everything_holds_then_ok_and_the_bytes_are_the_holders(
     holder: Holder, rig: Rig, memory: EndpointMemory

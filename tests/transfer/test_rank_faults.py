@@ -56,7 +56,7 @@ def scene(freezable_site: Site, freezable_rigs: Rigs, memory: EndpointMemory) ->
     return Scene(freezable_site, freezable_rigs(freezable_site.backend(memory)), memory)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_pull_when_one_rank_is_frozen_then_not_terminal_until_it_woke(scene: Scene, frozen: int) -> None:
     peer = scene.start()
     assert scene.pull(peer, 1).status is PullStatus.OK
@@ -73,6 +73,7 @@ def test_pull_when_one_rank_is_frozen_then_not_terminal_until_it_woke(scene: Sce
     assert scene.pull(peer, 3).status is PullStatus.OK
 
 
+@pytest.mark.full
 def test_pull_when_one_rank_is_frozen_and_the_next_dead_then_not_terminal_until_the_frozen_one_woke(
     scene: Scene,
 ) -> None:

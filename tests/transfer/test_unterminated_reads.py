@@ -156,6 +156,7 @@ def test_recreate_when_reads_of_a_frozen_holder_are_in_flight_then_all_end_and_o
     assert rig.terminals.empty()
 
 
+@pytest.mark.full  # an old agent that is held: test_backend_contract.py
 def test_recreate_when_the_old_agent_lives_on_then_no_read_has_ended_until_a_later_try(
     frozen: tuple[Holder, Rig, Peer], freezable_site: Site, memory: EndpointMemory
 ) -> None:

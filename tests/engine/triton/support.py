@@ -149,7 +149,11 @@ MIXES = {
         )
     ),
 }
-mixes = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+_QUICK_MIXES = ("padded_decode_rows", "row_with_two_saves", "spans_and_decode_rows", "verify_spans")
+mixes = pytest.mark.parametrize(
+    "mix",
+    [pytest.param(mix, id=name, marks=() if name in _QUICK_MIXES else pytest.mark.full) for name, mix in MIXES.items()],
+)
 
 
 Damage = Callable[[Segment], Segment]
@@ -160,7 +164,7 @@ DAMAGES: dict[str, Damage] = {
     "stale_source": lambda s: replace(s, src_slot=23),
     "wrong_destination": lambda s: replace(s, dst_slot=20),
 }
-_IN_SHORT_TIER = ("save_one_token_late", "stale_source", "wrong_destination")
+_IN_SHORT_TIER = ("save_one_token_late",)
 damages = pytest.mark.parametrize(
     "damage",
     [

@@ -17,6 +17,7 @@ from tests.engine.triton.support import (
     damaged,
     damages,
     dtypes,
+    full_beside,
     mixes,
     rand,
     segment,
@@ -83,7 +84,7 @@ def test_conv1d_when_mixed_then_equals_torch(mix: Mix, dtype: torch.dtype, guard
 
 
 @pytest.mark.parametrize("mix", [MIXES["spans_and_decode_rows"]], ids=["spans_and_decode_rows"])
-@pytest.mark.parametrize("kernel", [2, 3, 4])
+@pytest.mark.parametrize("kernel", full_beside(3, others=(2, 4)))
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -79,12 +79,12 @@ def test_delta_when_mixed_then_equals_torch(mix: Mix, dtype: torch.dtype, per_ch
 
 
 @dtypes
-@rules
+@pytest.mark.parametrize("per_channel", [False, pytest.param(True, marks=_FULL)], ids=["gated", "kimi"])
 @pytest.mark.parametrize(
     ("key_heads", "heads", "key_dim", "value_dim"),
     [
         (1, 1, 20, 40),
-        (1, 1, 72, 72),  # several slices of keys and values in any dtype
+        pytest.param(1, 1, 72, 72, marks=_FULL),  # several slices of keys and values in any dtype
         pytest.param(2, 4, 16, 16, marks=_FULL),
         pytest.param(2, 2, 32, 8, marks=_FULL),
     ],
@@ -96,7 +96,7 @@ def test_delta_when_spans_are_long_then_equals_torch(
     check(LONG_SPANS, guard, dtype, per_channel=per_channel, **shape)
 
 
-@rules
+@pytest.mark.parametrize("per_channel", [pytest.param(False, marks=_FULL), True], ids=["gated", "kimi"])
 @pytest.mark.parametrize("strength", [pytest.param(0.0, marks=_FULL), 3.0])
 def test_delta_when_decays_are_extreme_then_equals_torch(strength: float, per_channel: bool, guard: Guards) -> None:
     """Within a chunk they sum up to a hundred and more: an exponential of the sum alone would be infinite."""

@@ -98,7 +98,7 @@ def test_mamba1_when_mixed_then_equals_torch(mix: Mix, dtype: torch.dtype, guard
 @dtypes
 @pytest.mark.parametrize(
     ("channels", "size", "is_raw"),
-    [(6, 5, False), *(pytest.param(*n, marks=_FULL) for n in [(70, 16, True), (130, 16, False)])],
+    [pytest.param(*shape, marks=_FULL) for shape in [(6, 5, False), (70, 16, True), (130, 16, False)]],
 )
 def test_mamba1_when_spans_are_long_then_equals_torch(
     channels: int, size: int, is_raw: bool, dtype: torch.dtype, guard: Guards
@@ -107,7 +107,7 @@ def test_mamba1_when_spans_are_long_then_equals_torch(
 
 
 @damages
-@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=_FULL)])
+@pytest.mark.parametrize("is_long", [pytest.param(False, marks=_FULL), True])
 def test_mamba1_when_the_step_is_wrong_then_the_comparison_fails(
     damage: Damage, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,12 @@ def test_command_when_missing_or_unknown_then_usage_and_status_2(argv: tuple[str
 
 
 @pytest.mark.parametrize(
-    "argv", [("proxy", "--help"), ("common.cli", "simulate", "--help"), ("common.cli", "up", "-h")]
+    "argv",
+    [
+        ("proxy", "--help"),
+        pytest.param(("common.cli", "simulate", "--help"), marks=pytest.mark.full),
+        pytest.param(("common.cli", "up", "-h"), marks=pytest.mark.full),
+    ],
 )
 def test_command_when_torch_is_not_installed_then_it_still_starts(argv: tuple[str, ...]) -> None:
     done = run(*argv, without_node_packages=True)
@@ -55,6 +60,7 @@ def test_proxy_when_a_value_is_bad_then_one_line_and_status_1() -> None:
     assert done.stderr == "tandem proxy: error: --port -1 is below its minimum of 0\n"
 
 
+@pytest.mark.full  # its words are those of test_config.py
 def test_proxy_when_key_file_is_missing_then_one_line_and_status_1(tmp_path: Path) -> None:
     missing = tmp_path / "keys"
     done = run("proxy", "--decode", "http://127.0.0.1:1", "--port", "0", "--api-key-file", str(missing))

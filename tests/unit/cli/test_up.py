@@ -123,6 +123,7 @@ def start_up(tmp_path: Path) -> Iterator[StartUp]:
             up.wait_exit()
 
 
+@pytest.mark.full  # with real nodes in tests/e2e/test_deploy.py
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGHUP))]
 )
@@ -134,6 +135,7 @@ def test_up_when_signalled_then_status_0_and_no_child_left(start_up: StartUp, nu
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.full  # with real nodes in tests/e2e/test_deploy.py
 def test_up_when_ready_then_says_who_where_and_how_to_call(start_up: StartUp) -> None:
     up = start_up().wait_ready()
     for name, port in ((f"prefill-{up.port + 100}", up.port + 100), ("proxy", up.port)):
@@ -163,7 +165,7 @@ def test_up_when_a_node_dies_at_start_then_says_which_and_why(start_up: StartUp)
     assert not is_alive(up.node("prefill")["pid"])
 
 
-@pytest.mark.parametrize("offset", [0, 100, 200])
+@pytest.mark.parametrize("offset", [0, *(pytest.param(each, marks=pytest.mark.full) for each in (100, 200))])
 def test_up_when_a_port_is_in_use_then_says_so_and_starts_nothing(start_up: StartUp, offset: int) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -194,6 +196,7 @@ def test_up_when_the_proxy_dies_then_everything_ends_with_status_1(start_up: Sta
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.full  # as the supervisor of test_supervisor.py
 def test_up_when_a_child_is_deaf_to_sigterm_then_a_second_signal_kills_it(start_up: StartUp) -> None:
     up = start_up(FAKE_DEAF="decode_node").wait_ready()
     pid = up.node("decode")["pid"]

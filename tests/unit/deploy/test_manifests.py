@@ -74,7 +74,11 @@ def check(document: Document) -> None:
 # --- schemas
 
 
-@pytest.mark.parametrize("folder", [*OVERLAYS, KUBERNETES / "monitoring"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder",
+    [OVERLAYS[0], KUBERNETES / "monitoring", *(pytest.param(each, marks=pytest.mark.full) for each in OVERLAYS[1:])],
+    ids=lambda path: path.name,
+)
 def test_manifests_when_rendered_then_have_no_field_that_kubernetes_does_not_know(folder: Path) -> None:
     checked = [each for each in documents(folder) if each["kind"] not in CUSTOM]
     for each in checked:
@@ -292,6 +296,7 @@ def ports_of(words: Iterable[str]) -> set[int]:
     return {int(word.rpartition("=")[2]) for word in words if "_port=" in word}
 
 
+@pytest.mark.full
 def test_mooncake_component_when_rendered_then_nodes_find_the_master_that_it_starts(tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     overlay = tmp_path / "kubernetes" / "overlays" / "cpu-demo"

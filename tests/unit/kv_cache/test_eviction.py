@@ -168,6 +168,7 @@ def test_same_requests_when_served_twice_then_same_evictions() -> None:
     assert sum(first) > 0
 
 
+@pytest.mark.full
 def test_records_when_prompts_never_repeat_then_ghosts_stay_bounded() -> None:
     manager = make_manager("value", num_blocks=16, num_slots=4)
     policy = manager._coordinator.policy

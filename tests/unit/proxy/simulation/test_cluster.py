@@ -299,14 +299,16 @@ GOOD = ("--cluster", "1+1", "--rates", "rates.json")
         (("--cluster", "2+x", "--rates", "rates.json"), "--cluster '2+x' is neither"),
         (("--cluster", "1+1"), "--cluster needs --rates"),
         ((*GOOD, "--ttft-target-ms", "0"), "--ttft-target-ms 0 is below"),
-        ((*GOOD, "--attainment", "1.5"), "--attainment 1.5 is not"),
-        ((*GOOD, "--arrivals", "0"), "--arrivals 0.0 is not"),
-        ((*GOOD, "--block-size", "16", "32"), "--block-size has several values"),
         ((*GOOD, "--kv-tier", "disk:/x?size=1GiB"), "--kv-tier goes with one cache"),
-        ((*GOOD, "--nodes", "2"), "--nodes goes with one cache"),
-        (
-            (*GOOD, "--tensor-parallel-size", "3"),
-            "tensor parallel size 3: attention of layer 1: 4 heads",
+        *(
+            pytest.param((*GOOD, *flags), said, marks=pytest.mark.full)
+            for flags, said in (
+                (("--attainment", "1.5"), "--attainment 1.5 is not"),
+                (("--arrivals", "0"), "--arrivals 0.0 is not"),
+                (("--block-size", "16", "32"), "--block-size has several values"),
+                (("--nodes", "2"), "--nodes goes with one cache"),
+                (("--tensor-parallel-size", "3"), "tensor parallel size 3: attention of layer 1: 4 heads"),
+            )
         ),
     ],
 )
