@@ -31,7 +31,7 @@ httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ss
 
 ONE_BY_ONE = ("tests/engine/triton/test_compile.py", "tests/engine/triton/test_models.py")
 """Files of few long tests, which a worker alone would still be at when all the others have ended."""
-E2E_HALF = "tests/e2e/test_e"
+E2E_HALF = "tests/e2e/test_faults"
 """Files of services before it take about as long as those from it on."""
 
 
