@@ -323,7 +323,9 @@ def test_read_when_it_hangs_then_the_prompt_is_computed_and_the_next_reads_are_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with TierNode(disk(tmp_path), kv_transfer_timeout_seconds=3.0) as node:
+        other = tokens(8, 50)
+        expected_other = await answer_cold("granitemoehybrid", other)
+        async with TierNode(disk(tmp_path), kv_transfer_timeout_seconds=5.0) as node:
             expected, _ = await node.generate(PROMPT)
             await node.flush()
             await node.forget_memory()
@@ -335,9 +337,9 @@ def test_read_when_it_hangs_then_the_prompt_is_computed_and_the_next_reads_are_n
                 return get(self, wanted, buffers)
 
             monkeypatch.setattr(ObjectFolder, "get", hang)
-            held, other = asyncio.create_task(node.generate(PROMPT)), tokens(8, 50)
+            held = asyncio.create_task(node.generate(PROMPT))
             # Who wants nothing of the tier does not wait for it.
-            assert await node.generate(other) == (await answer_cold("granitemoehybrid", other), 0)
+            assert await node.generate(other) == (expected_other, 0)
             assert not held.done()
             assert await held == (expected, 0)
             assert node.metric("tier_read_errors_total", reason="deadline") == 1
