@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from common.node.ranks.ranks import Ranks
 from tests.engine.harness import (
     BLOCK_SIZE,
     Harness,
+    Running,
     Work,
     engine_model,
     random_tokens,
@@ -35,6 +37,7 @@ from tests.engine.harness import (
 from tests.engine.test_identity import A, B, run_mixed_steps
 from tests.engine.test_row_independence import FAMILIES as EXACT
 from tests.support.models import FAMILIES, checkpoint, tiered
+from tests.support.shards_by_hand import unit_by_hand, units_of
 
 TIMEOUT_S = 120.0
 STILL_S = 0.5
@@ -184,6 +187,58 @@ def test_steps_when_run_by_two_ranks_then_give_the_numbers_of_the_model(ranks: R
     [alone] = harness.logits(Work("V", token))
     beside, _ = harness.logits(Work("W", token), Work("B", B[:9]))
     assert torch.equal(alone, beside) or family not in EXACT
+
+
+def carry(family: str, holder: Harness, reader: Harness, order: tuple[int, int] = (0, 1)) -> None:
+    """All units of one process to the shares of two ranks, or back, by hand. ``order``: whose share each storage is."""
+    to_ranks = hasattr(reader, "other_storages")
+    whole, divided = (holder, reader) if to_ranks else (reader, holder)
+    shares = [divided.storage, *divided.other_storages]
+    for index, tensors in enumerate(units_of(engine_model(family, "float32", "torch").geometry, BLOCK_SIZE)):
+        arena, *parts = ([*each.block_arenas, each.slot_arena][index].numpy() for each in (whole.storage, *shares))
+        places = np.flatnonzero(unit_by_hand(tensors, 0, 1) >= 0)
+        for rank, part in zip(order, parts, strict=True):
+            share = unit_by_hand(tensors, rank, 2)
+            mine = np.flatnonzero(share >= 0)
+            there = places[share[mine]]
+            if to_ranks:
+                part[:, mine] = arena[:, there]
+            else:
+                arena[:, there] = part[:, mine]
+
+
+def go_on(family: str, holder: Harness, reader: Harness, seed: int, order: tuple[int, int] = (0, 1)) -> float:
+    """How far the reader's logits are from stock's, of the rest of a prompt whose beginning the holder computed, and of
+    tokens behind it."""
+    beginning, rest = random_tokens(48, seed), random_tokens(21, seed + 1)
+    held = holder.add("handed on", 3, 128)
+    holder.prefill("handed on", beginning, chunk=19)
+    carry(family, holder, reader, order)
+    reader.sequences["handed on"] = Running(held.block_ids, held.slot, held.slot, len(beginning), len(beginning))
+    [rows] = reader.logits(Work("handed on", rest))
+    first = int(rows[-1].argmax())
+    expected, expected_rows = stock_greedy(family, beginning + rest, NUM_GREEDY)
+    [tokens], [later] = reader.greedy(["handed on"], [first], NUM_GREEDY)
+    if tokens != expected:
+        return float("inf")
+    rows, later = rows - stock_logits(family, beginning + rest)[len(beginning) :], later - expected_rows[1:]
+    return float(torch.cat([rows, later]).abs().max())
+
+
+@pytest.mark.parametrize("family", tiered(FAMILIES, ()))
+def test_states_when_handed_between_two_ranks_and_one_process_then_either_goes_on_from_them(
+    ranks: Ranks, family: str
+) -> None:
+    divided = Harness(family, "auto", ranks=ranks)
+    assert go_on(family, divided, Harness(family, "auto"), 21) < tolerance(family)
+    assert go_on(family, Harness(family, "auto"), divided, 31) < tolerance(family)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DIVIDED)
+def test_control_when_the_shares_of_two_ranks_are_swapped_then_the_logits_are_others(ranks: Ranks, family: str) -> None:
+    divided = Harness(family, "auto", ranks=ranks)
+    assert go_on(family, divided, Harness(family, "auto"), 21, order=(1, 0)) > tolerance(family)
 
 
 @pytest.fixture(scope="module")
