@@ -142,7 +142,8 @@ def test_request_when_refused_or_failed_then_says_so(start_cluster: StartCluster
     cluster.decode[0].fault = Fault.HANG
     url = str(cluster.client.base_url)
     give_up_after(url, 0.3)
-    hanging = threading.Thread(target=give_up_after, args=(url, 1.0))
+    wait_for(lambda: "abort" in [each["outcome"] for each in requests(cluster)], "the place of who gave up to be free")
+    hanging = threading.Thread(target=give_up_after, args=(url, 4.0))
     hanging.start()
     wait_for(lambda: status(cluster)["running"] == 1, "the request to be running")
     assert complete(cluster).status_code == 429
