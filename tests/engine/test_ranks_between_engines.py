@@ -16,9 +16,9 @@ from tests.support.divided_pair import DividedPair
 from tests.support.pair import Pair
 from tests.support.reference import Mismatch, random_tokens, reference
 
-FAMILIES = ("granitemoehybrid", "qwen3_next", "jamba", "lfm2", "kimi_linear")
-"""Mamba-2 with one group of B and C, gated delta, Mamba-1, short convolutions, Kimi's delta with latents; all but the
-last have two K/V heads, fewer than four ranks."""
+FAMILIES = ("granitemoehybrid", "qwen3_next", "jamba", "lfm2", "kimi_linear", "minimax")
+"""Mamba-2 with one group of B and C, gated delta, Mamba-1, short convolutions, Kimi's delta with latents, lightning
+attention; the first four have two K/V heads, fewer than four ranks."""
 SIZES = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 4))
 NUM_TOKENS = 8
 LENGTH = 61  # three full blocks and a tail
@@ -78,7 +78,13 @@ def test_answers_when_the_nodes_have_other_numbers_of_ranks_then_equal_stock(
         ("kimi_linear", 1, 2),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (("granitemoehybrid", 2, 1), ("qwen3_next", 1, 4), ("jamba", 2, 4), ("lfm2", 4, 1))
+            for case in (
+                ("granitemoehybrid", 2, 1),
+                ("qwen3_next", 1, 4),
+                ("jamba", 2, 4),
+                ("lfm2", 4, 1),
+                ("minimax", 2, 1),
+            )
         ),
     ],
 )
