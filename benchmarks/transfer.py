@@ -34,6 +34,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import AttentionLayerSpec, KVCacheConfig, ModelGeometry
 from common.node.device import thread_entry
 from common.node.digests import VERIFY_ALL, find_mismatch, make_digests
+from common.server.serve import end_process
 from common.transfer.announcement import PeerMetadata
 from common.transfer.generation_check import GENERATION_BYTES
 from common.transfer.jobs import ExpectedGeneration, PullJob, PullOutcome, PullStatus
@@ -288,3 +289,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)  # a library that NIXL brings along crashes in its own clean-up
