@@ -1,8 +1,8 @@
 // Attention of one token: few rows meet a key, which is not worth packing for a whole tile.
 //
 // Keys and values come from memory in the order in which they lie: a block's heads one after the other. A head's rows are
-// too few for a processor to fetch them ahead by itself; a byte of each line is read while the head before is computed,
-// because asking for the lines (prefetch) did less on a Zen 3.
+// too few for a processor to fetch them ahead by itself; a byte of each line is read before they are packed, because
+// asking for the lines (prefetch) did less on a Zen 3.
 #include "attention.h"
 
 namespace tandem {
