@@ -7,12 +7,16 @@ import faulthandler
 import os
 import signal
 
+from tests.support.triton_interpreter import TRITON_DEVICE  # first: it decides how kernels are made
+
+# isort: split
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.engine.triton.guards import Guards
 from tests.engine.triton.support import MIXES, assert_close, assert_same_pools, rand
-from tests.support.triton_interpreter import TRITON_DEVICE
 
 
 @pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="plain memory on a GPU")
@@ -67,3 +71,25 @@ def test_guarded_step_when_cut_then_equals_the_step(mix, guard: Guards) -> None:
     assert torch.equal(guarded.decode_dst, step.decode_dst)
     assert torch.equal(guarded.chunks(16).store_slot, step.chunks(16).store_slot)
     assert (guarded.num_rows, guarded.num_spans) == (mix.num_rows or mix.num_tokens, step.num_spans)
+
+
+@triton.jit
+def _apply_kernel(x, y, SUBTRACT: tl.constexpr, MULTIPLY: tl.constexpr):
+    left, right = tl.load(x), tl.load(y)
+    tl.store(x, left - right if SUBTRACT else left * right if MULTIPLY else left + right)
+
+
+@pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="compiled code wraps around")
+@pytest.mark.parametrize(
+    ("operation", "x", "y", "last"),
+    [("add", 2**31 - 5, 4, 5), ("subtract", -(2**31) + 4, 4, 5), ("multiply", 2**16, 2**15 - 1, 2**15)],
+)
+def test_interpreter_when_an_integer_overflows_then_raises(operation: str, x: int, y: int, last: int) -> None:
+    apply = _apply_kernel[(1,)]
+    kind = operation == "subtract", operation == "multiply"
+    value = torch.tensor([x], dtype=torch.int32)
+    apply(value, torch.tensor([y], dtype=torch.int32), *kind)
+    assert value.item() == {"add": x + y, "subtract": x - y, "multiply": x * y}[operation]
+    value = torch.tensor([x], dtype=torch.int32)
+    with pytest.raises(Exception, match="overflow of int32"):
+        apply(value, torch.tensor([last], dtype=torch.int32), *kind)
