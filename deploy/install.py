@@ -59,18 +59,18 @@ def has_driver() -> bool:
 class Pip:
     """Of this interpreter, into the environment of ``python``."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, *, is_compiling: bool) -> None:
         self._python = python
-        self._command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+        self._install = [*pip, "install", "--quiet", *([] if is_compiling else ["--no-compile"])]
 
     def install(self, *words: str) -> None:
-        if subprocess.run([*self._command, "install", "--quiet", *words], check=False).returncode:
+        if subprocess.run([*self._install, *words], check=False).returncode:
             raise SystemExit(f"error: pip install {' '.join(words)} failed, see above")
 
     def try_install(self, requirement: str, *words: str) -> bool:
         """False when nothing on offer meets ``requirement``."""
-        command = [*self._command, "install", "--quiet", *words, requirement]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run([*self._install, *words, requirement], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode == 0:
             return True
         if "No matching distribution found" in done.stderr:
@@ -118,7 +118,9 @@ def main() -> int:
     parser.add_argument("--dependencies-only", action="store_true", help="leave this checkout itself out")
     given = parser.parse_args()
     device = given.device if given.device != "auto" else "cuda" if has_driver() else "cpu"
-    pip = Pip(given.python)
+    # Half of an installation's time is byte code, most of it of modules that are never imported. Python makes it when
+    # they are, and keeps it: not in an image, which is not written to when it runs, nor where that is switched off.
+    pip = Pip(given.python, is_compiling=given.dependencies_only or sys.dont_write_bytecode)
     wanted = requirements([extra for extra in given.extras.split(",") if extra])
     for torch in (each for each in wanted if each.startswith("torch==")):
         install_torch(pip, torch, device)

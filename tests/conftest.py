@@ -7,6 +7,7 @@ on one worker; of the others each file is a group, or each test where one takes 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 from typing import Any
 
@@ -28,6 +29,9 @@ hypothesis.settings.load_profile("tandem")
 # A client of httpx reads the certificates of all the world's authorities when it is made, for a thirtieth of a second,
 # and every `httpx.get` makes one; tests call their own processes, thousands of times. They are read once.
 httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
+# Until the tests begin: what libraries and tests define on being imported stays.
+gc.disable()
 
 ONE_BY_ONE = ("tests/engine/triton/test_compile.py", "tests/engine/triton/test_models.py")
 """Files of few long tests, which a worker alone would still be at when all the others have ended."""
@@ -56,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := _why_no_cuda()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there before the first test, a million objects of libraries and tests, is walked by no collection."""
+    gc.freeze()
+    gc.enable()
 
 
 def _why_no_cuda() -> str | None:

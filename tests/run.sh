@@ -14,14 +14,15 @@ if [ "${1:-}" = "--all" ]; then
     shift
 fi
 
+# The workers, and the processes that tests start, import the same files: each is compiled once.
+unset PYTHONDONTWRITEBYTECODE
 ensure_venv node,test
 
 # One thread per process: the tests start several. Nothing is fetched from a model hub.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # A developer's own settings would change what is tested.
 for variable in ${!TANDEM_@}; do unset "$variable"; done
-# The workers, and the processes that tests start, import the same files: each is compiled once.
-unset PYTHONDONTWRITEBYTECODE
+is_new=$([ -d tests/__pycache__ ] || echo yes)
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
@@ -31,8 +32,10 @@ types_log=$(mktemp)
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
-# Three workers, for tests wait often: two have the tests that start services, and all else is for who is free (tests/conftest.py).
-.venv/bin/python -m pytest -m "$markers" --numprocesses 3 "$@" || status=$?
+# In a new checkout one process makes the byte code of the tests and of what they import, and not every worker.
+[ -z "$is_new" ] || .venv/bin/python -m pytest --collect-only -q >/dev/null || true
+# Four workers, for tests wait often: two have the tests that start services, and all else is for who is free (tests/conftest.py).
+.venv/bin/python -m pytest -m "$markers" --numprocesses 4 "$@" || status=$?
 if [ -z "$markers" ] && [ $# -eq 0 ]; then
     # Again on devices whose memory is late (tests/support/late_device.py).
     LATE_DEVICE=1 .venv/bin/python -m pytest -m "not full" tests/e2e/test_{identity,pipelining,two_turns}.py tests/e2e/test_fa{ilures_matrix,ults_*}.py || status=$?

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 # The first that is installed counts. NIXL's wheels are of one version; which is there depends on torch's CUDA.
@@ -26,6 +27,7 @@ def build_labels() -> dict[str, str]:
     return {"version": versions.pop("tandem") or "", **{name: version or "" for name, version in versions.items()}}
 
 
+@functools.cache  # reads a file
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

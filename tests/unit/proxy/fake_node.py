@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from common.wire.headers import REPORT_HEADER
 from common.wire.routes import (
@@ -104,29 +106,23 @@ class FakeNode:
     def bodies(self) -> list[Any]:
         return [each.body for each in self.received]
 
-    def app(self) -> FastAPI:
-        app = FastAPI()
-
-        @app.get(READY_ROUTE)
-        async def ready() -> Response:
+    def app(self) -> Starlette:
+        async def ready(request: Request) -> Response:
             while self.is_silent:
                 await asyncio.sleep(0.02)
             if self.is_draining:
                 return JSONResponse({"status": "draining", "reason": "draining"}, 503)
             return JSONResponse({"reasons": ["loading"]} if not self.is_ready else {}, 200 if self.is_ready else 503)
 
-        @app.get(HEALTH_ROUTE)
-        async def health() -> dict[str, str]:
+        async def health(request: Request) -> Response:
             if self.is_frozen:
                 await asyncio.sleep(30)
-            return {}
+            return JSONResponse({})
 
-        @app.get(METRICS_ROUTE)
-        async def metrics() -> Response:
+        async def metrics(request: Request) -> Response:
             return Response(self.metrics)
 
-        @app.get(INFO_ROUTE)
-        async def info(request: Request) -> dict[str, Any]:
+        async def info(request: Request) -> Response:
             body = {
                 "node_name": self.name,
                 "served_model_name": self.model,
@@ -141,35 +137,42 @@ class FakeNode:
                 body["role"] = self.role
             if self.pull:
                 body |= {"pull": True, "host": "127.0.0.1", "port": self.port, "epoch": self.epoch}
-            return body
+            return JSONResponse(body)
 
-        @app.get("/internal/v1/{path:path}")
-        async def document(path: str) -> Response:
-            known = path in self.documents
-            return JSONResponse(self.documents.get(path), 200 if known else 404)
+        async def document(request: Request) -> Response:
+            path = request.path_params["path"]
+            return JSONResponse(self.documents.get(path), 200 if path in self.documents else 404)
 
-        @app.post(LEASE_RELEASE_ROUTE)
-        async def release(request: Request) -> dict[str, Any]:
+        async def release(request: Request) -> Response:
             self.released += (await request.json())["lease_ids"]
-            return {}
+            return JSONResponse({})
 
-        @app.post(COMPLETIONS_ROUTE)
-        async def completions(request: Request) -> Response:
-            return await self._generate(request)
+        async def models(request: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [{"id": self.model, "max_model_len": 128}]})
 
-        @app.post(CHAT_ROUTE)
-        async def chat(request: Request) -> Response:
-            return await self._generate(request)
+        async def tokenize(request: Request) -> Response:
+            return JSONResponse({"node": self.name, "got": await request.json()})
 
-        @app.get(MODELS_ROUTE)
-        async def models() -> dict[str, Any]:
-            return {"object": "list", "data": [{"id": self.model, "max_model_len": 128}]}
-
-        @app.post(TOKENIZE_ROUTE)
-        async def tokenize(request: Request) -> dict[str, Any]:
-            return {"node": self.name, "got": await request.json()}
-
-        return app
+        read = {
+            READY_ROUTE: ready,
+            HEALTH_ROUTE: health,
+            METRICS_ROUTE: metrics,
+            MODELS_ROUTE: models,
+            INFO_ROUTE: info,
+            "/internal/v1/{path:path}": document,  # behind the routes that are known
+        }
+        posted = {
+            LEASE_RELEASE_ROUTE: release,
+            COMPLETIONS_ROUTE: self._generate,
+            CHAT_ROUTE: self._generate,
+            TOKENIZE_ROUTE: tokenize,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, handler, methods=["GET"]) for path, handler in read.items()),
+                *(Route(path, handler, methods=["POST"]) for path, handler in posted.items()),
+            ]
+        )
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
