@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
@@ -29,9 +30,6 @@ hypothesis.settings.load_profile("tandem")
 # A client of httpx reads the certificates of all the world's authorities when it is made, for a thirtieth of a second,
 # and every `httpx.get` makes one; tests call their own processes, thousands of times. They are read once.
 httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
-
-# Until the tests begin: what libraries and tests define on being imported stays.
-gc.disable()
 
 ONE_BY_ONE = ("tests/engine/triton/test_compile.py", "tests/engine/triton/test_models.py")
 """Files of few long tests, which a worker alone would still be at when all the others have ended."""
@@ -62,10 +60,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there before the first test, a million objects of libraries and tests, is walked by no collection."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """A million objects of libraries and tests come to stay: nothing looks for garbage among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _why_no_cuda() -> str | None:
