@@ -32,8 +32,8 @@ types_log=$(mktemp)
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
-# In a new checkout one process makes the byte code of the tests and of what they import, and not every worker.
-[ -z "$is_new" ] || .venv/bin/python -m pytest --collect-only -q >/dev/null || true
+# In a new checkout one process makes the byte code of these tests and of what they import, and not every worker.
+[ -z "$is_new" ] || .venv/bin/python -m pytest --collect-only -q "$@" >/dev/null || true
 # Four workers, for tests wait often: two have the tests that start services, and all else is for who is free (tests/conftest.py).
 .venv/bin/python -m pytest -m "$markers" --numprocesses 4 "$@" || status=$?
 if [ -z "$markers" ] && [ $# -eq 0 ]; then
