@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.util
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -53,7 +54,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return TwoWorkersForServices(config, log)
 
 
+KINDS = ("e2e", "unit", "transfer", "engine")
+"""Folders in the order in which their tests are given out: those of services, which wait most, beside which those of
+units wait too; at last those that compute all the time, so that no core is idle at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: KINDS.index(item.path.relative_to(tests).parts[0]))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and (reason := _why_no_cuda()):
         for item in marked:

@@ -35,7 +35,7 @@ status=0
 # In a new checkout one process makes the byte code of these tests and of what they import, and not every worker.
 [ -z "$is_new" ] || .venv/bin/python -m pytest --collect-only -q "$@" >/dev/null || true
 # Four workers, for tests wait often: two have the tests that start services, and all else is for who is free (tests/conftest.py).
-.venv/bin/python -m pytest -m "$markers" --numprocesses 4 "$@" || status=$?
+.venv/bin/python -m tests.support.forked_workers 4 -m "$markers" "$@" || status=$?
 if [ -z "$markers" ] && [ $# -eq 0 ]; then
     # Again on devices whose memory is late (tests/support/late_device.py).
     LATE_DEVICE=1 .venv/bin/python -m pytest -m "not full" tests/e2e/test_{identity,pipelining,two_turns}.py tests/e2e/test_fa{ilures_matrix,ults_*}.py || status=$?

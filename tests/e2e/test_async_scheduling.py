@@ -19,6 +19,8 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens, reference
 from tests.support.service import LATE_DEVICE_VARIABLE, Service
 
+pytestmark = pytest.mark.full  # as in tests/engine/test_async_scheduling.py
+
 NUM_TOKENS = 40
 PROMPTS = [random_tokens(length, seed=length + 900) for length in (1, 40, 100, 300)]
 
@@ -43,10 +45,7 @@ def ask(service: Service, prompt: list[int], **fields: object) -> Answer:
     return complete(service.url, prompt, NUM_TOKENS, **{"logprobs": None, **fields})
 
 
-@pytest.mark.full  # as in tests/engine/test_async_scheduling.py
-@pytest.mark.parametrize(
-    "sampling", [pytest.param({}, marks=pytest.mark.full), {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"]
-)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 def test_answers_when_steps_are_launched_ahead_equal_those_in_the_ordinary_order(
     ahead: Service, sampling: dict[str, float]
 ) -> None:

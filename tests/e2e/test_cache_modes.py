@@ -15,6 +15,8 @@ from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Service
 
+pytestmark = pytest.mark.full  # as in tests/engine/test_cache_modes.py
+
 NUM_TOKENS = 40
 
 
@@ -31,10 +33,10 @@ def assert_equals_stock(reference: Reference, prompt: list[int], answer: Answer)
     scope="module",
     params=[
         "align",
-        pytest.param("all-64", marks=pytest.mark.full),
-        pytest.param("all", marks=pytest.mark.full),
-        pytest.param("align-64", marks=pytest.mark.full),
-        pytest.param("auto-64", marks=pytest.mark.full),
+        "all-64",
+        "all",
+        "align-64",
+        "auto-64",
     ],
 )
 def by_block(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:
@@ -46,7 +48,6 @@ def by_block(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:
         yield request.param, running
 
 
-@pytest.mark.full  # as in tests/engine/test_cache_modes.py
 def test_answers_when_cold_repeated_and_continued_in_each_mode_then_equal_stock(
     by_block: tuple[str, Service], reference: Reference
 ) -> None:

@@ -18,6 +18,8 @@ from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Service
 
+pytestmark = pytest.mark.full  # as in tests/engine/test_containment.py
+
 ROUTE = "/v1/completions"
 NUM_OTHERS = 50
 NUM_TOKENS = 12
@@ -66,13 +68,13 @@ def check_untouched(service: Service, pids: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("place", "after", "error"),
     [
-        pytest.param("lookup", 0, IN_ENGINE, marks=pytest.mark.full),
-        pytest.param("admission", 0, IN_ENGINE, marks=pytest.mark.full),
-        pytest.param("forward", 0, IN_ENGINE, marks=pytest.mark.full),
+        ("lookup", 0, IN_ENGINE),
+        ("admission", 0, IN_ENGINE),
+        ("forward", 0, IN_ENGINE),
         ("forward", 310, IN_ENGINE),
-        pytest.param("sampling", 0, IN_ENGINE, marks=pytest.mark.full),
-        pytest.param("sampling", 310, IN_ENGINE, marks=pytest.mark.full),
-        pytest.param("detokenise", 0, INTERNAL, marks=pytest.mark.full),
+        ("sampling", 0, IN_ENGINE),
+        ("sampling", 310, IN_ENGINE),
+        ("detokenise", 0, INTERNAL),
         ("detokenise", 10, INTERNAL),
     ],
 )
@@ -92,9 +94,7 @@ def test_request_when_a_place_raises_for_it_then_it_fails_alone(
     check_untouched(service, pids)
 
 
-@pytest.mark.parametrize(
-    "place", [*(pytest.param(place, marks=pytest.mark.full) for place in ("lookup", "admission")), "forward"]
-)
+@pytest.mark.parametrize("place", ["lookup", "admission", "forward"])
 def test_prefill_leg_when_a_place_raises_for_it_then_only_its_prompt_is_computed_elsewhere(
     service: Service, reference: Reference, place: str
 ) -> None:

@@ -17,6 +17,8 @@ from tests.support.restart import start_again
 from tests.support.service import Service
 from tests.support.streams import Stream, bodies, run_all, run_and_strike
 
+pytestmark = pytest.mark.full  # each role does the other's work in test_demo_model.py and test_faults_leases.py
+
 NUM_PROMPTS = 12
 PROMPT_TOKENS = 900
 """So long that a queue of some is worth more than the 50 ms for which nobody leaves its role."""
@@ -75,7 +77,6 @@ def test_answers_when_both_roles_do_the_others_work_then_are_right_and_their_pro
     wait_settled(*service.prefill, *service.decode)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=["killed", "frozen", "drained"]
 )

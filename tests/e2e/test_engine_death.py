@@ -98,6 +98,7 @@ def check_serves(service: Service, reference: Reference, seed: int) -> None:
     wait_settled(*service.prefill, *service.decode)
 
 
+@pytest.mark.full  # in the short tier: that of a dead rank, in test_ranks.py
 def test_streams_when_the_engine_under_them_dies_then_are_told_and_the_node_that_replaces_it_serves(
     service: Service, reference: Reference
 ) -> None:

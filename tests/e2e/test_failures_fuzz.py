@@ -24,6 +24,8 @@ from tests.support.mutate import JUNK, mutated
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Node, Service
 
+pytestmark = pytest.mark.full  # each kind of damage as in test_api_handoff.py
+
 ROUTE = "/v1/completions"
 PROMPT = random_tokens(70, seed=230)
 NUM_TOKENS = 2
@@ -33,7 +35,7 @@ LOST_PREFIX = ("transfer_failed", "peer_restarted", "peer_unreachable")
 REFUSED = frozenset({400, 401, 404, 405, 409, 413, 415, 422, 429})
 SCALES = (
     pytest.param(0.06, id="60 inputs"),
-    pytest.param(5.0, id="5000 inputs", marks=pytest.mark.full),
+    pytest.param(5.0, id="5000 inputs"),
 )
 
 

@@ -18,6 +18,8 @@ from tests.support.models import checkpoint
 from tests.support.reference import Greedy, Reference, random_tokens
 from tests.support.service import Service
 
+pytestmark = pytest.mark.full  # as in tests/transfer; one promise that is over in test_faults_leases.py
+
 NUM_BLOCKS = 24
 LEASE_S = 0.05
 NUM_TOKENS = 8
@@ -31,9 +33,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(
-    scope="module", params=["default", *(pytest.param(each, marks=pytest.mark.full) for each in ("tcp", "ranks"))]
-)
+@pytest.fixture(scope="module", params=["default", "tcp", "ranks"])
 def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
     """A prefill node with 24 blocks whose promises hold for 50 ms, also one of two ranks, and a decode node with
     room."""
@@ -52,7 +52,7 @@ def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
 
 @pytest.mark.parametrize(
     ("num_requests", "delay_s"),
-    [pytest.param(32, 0.3, id="32 requests"), pytest.param(240, 2.0, id="240 requests", marks=pytest.mark.full)],
+    [pytest.param(32, 0.3, id="32 requests"), pytest.param(240, 2.0, id="240 requests")],
 )
 @pytest.mark.timeout(600)
 def test_reads_when_their_lease_is_over_and_memory_is_reused_then_none_is_committed(

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image, ImageOps
 
-from tests.e2e.test_images import FAMILY, Site, user
+from tests.e2e.test_images import Site, user
 from tests.support import images
 from tests.support.client import metric, wait_settled
 from tests.support.images import picture
 from tests.support.service import Service
+
+pytestmark = pytest.mark.full  # as in tests/engine/test_images.py
 
 ENCODER_BYTES = 4096
 """Room for the vectors of one image of 64 x 48 pixels."""
@@ -33,9 +35,7 @@ A = picture(61)
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(family, marks=() if family == FAMILY else pytest.mark.full) for family in sorted(images.FAMILIES)
-    ],
+    params=sorted(images.FAMILIES),
 )
 def small(request: pytest.FixtureRequest) -> Iterator[Site]:
     prefill_flags = [*FLAGS, "--mm-encoder-cache-memory", str(ENCODER_BYTES)]
@@ -50,7 +50,6 @@ def drive_out(site: Site) -> None:
         site.ask(user(filling, picture(70 + seed)), max_tokens=2)
 
 
-@pytest.mark.full
 def test_image_when_it_was_driven_out_between_two_turns_then_encoded_again_and_answered_as_transformers(
     small: Site,
 ) -> None:

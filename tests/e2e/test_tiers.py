@@ -25,11 +25,13 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens, reference
 from tests.support.service import Node, Service
 
+pytestmark = pytest.mark.full  # as in tests/engine/test_tiers.py
+
 OTHERS = ("qwen3_5", "lfm2", "jamba", "kimi_linear", "llama")
 CASES = [
     (FAMILY, signal.SIGTERM),
-    pytest.param(FAMILY, signal.SIGKILL, marks=pytest.mark.full),
-    *(pytest.param(family, signal.SIGTERM, marks=pytest.mark.full) for family in OTHERS),
+    (FAMILY, signal.SIGKILL),
+    *((family, signal.SIGTERM) for family in OTHERS),
 ]
 """A family of each kind of mixer; which files are there after a kill does not depend on that."""
 NUM_TOKENS = 12
@@ -166,7 +168,6 @@ def two_pairs(tmp_path: Path, size: str = "1GiB", *flags: str) -> Iterator[Pairs
         yield Pairs(folder, first, second)
 
 
-@pytest.mark.full
 def test_pairs_when_one_has_computed_a_prefix_then_the_other_promotes_it_and_lives_on_alone(tmp_path: Path) -> None:
     with two_pairs(tmp_path) as pairs:
         prompt = random_tokens(3000, 81)
@@ -203,7 +204,6 @@ def test_pairs_when_one_has_computed_a_prefix_then_the_other_promotes_it_and_liv
         pairs.wait_settled(pairs.second)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("kind", [ObjectKind.EXTENT, ObjectKind.STATE])
 def test_pairs_when_a_part_of_a_prefix_is_gone_then_the_other_computes_what_it_lacks(
@@ -230,7 +230,6 @@ def test_pairs_when_a_part_of_a_prefix_is_gone_then_the_other_computes_what_it_l
         pairs.wait_settled(pairs.first, pairs.second)
 
 
-@pytest.mark.full
 def test_pairs_when_one_evicts_what_the_other_reads_then_answers_are_right_and_the_folder_keeps_its_size(
     tmp_path: Path,
 ) -> None:

@@ -29,7 +29,7 @@ MAX_SILENCE_S = 10.0
 SETTLE_S = 0.1
 """Until what an answer leaves behind is given up, and the loop has been looked at again."""
 
-FEW = ("lists of nothing", "numbers within the count", "escapes", "arguments of lists")
+FEW = ("numbers within the count", "escapes")
 
 
 @contextlib.contextmanager

@@ -141,7 +141,8 @@ def test_answers_when_steps_are_launched_ahead_are_the_same_and_next_turns_find_
     assert {name: answer for (name, _), answer in collect(fresh).items()} == played.second
 
 
-@pytest.mark.parametrize("mode", ["all", *(pytest.param(each, marks=pytest.mark.full) for each in ("align", "none"))])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["all", "align", "none"])
 def test_states_at_boundaries_when_steps_are_launched_ahead_are_kept_as_in_the_ordinary_order(mode: str) -> None:
     flags = {"mamba_cache_mode": mode, "block_size": 4}
     turns, expected = ordinary("granitemoehybrid", 0.0, **flags)
@@ -288,8 +289,9 @@ def test_request_id_when_its_last_row_is_still_in_flight_can_be_used_again() -> 
     assert not core.has_work()
 
 
-@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "late"])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
+@pytest.mark.full  # ends that are chosen: above
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_ends_when_memory_is_short_leave_the_others_right_and_free_everything(
     seed: int, is_late: bool, alone: dict[int, list[int]]
 ) -> None:

@@ -123,9 +123,7 @@ PLACES: dict[str, Callable[[EngineCore, NodeModel], Injected]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "place", tiered(tuple(PLACES), ("admit", "complete_step while generating", "launch", "sampling"))
-)
+@pytest.mark.parametrize("place", tiered(tuple(PLACES), ("complete_step while generating", "launch")))
 def test_request_when_something_raises_on_its_behalf_then_fails_alone(place: str, alone: dict[int, list[int]]) -> None:
     core, model = engine(max_num_seqs=8, kv_cache_memory=8 << 20)
     outputs: dict[str, list[int]] = {}

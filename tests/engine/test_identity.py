@@ -12,7 +12,7 @@ import torch
 
 from common.engine.plan import Rows
 from tests.engine.harness import BLOCK_SIZE, Harness, Work, random_tokens, stock_greedy, stock_logits, tolerance
-from tests.support.models import CACHE_SHAPES, FAMILIES, RECURRENT_FAMILIES, SHORT_TIER
+from tests.support.models import CACHE_SHAPES, FAMILIES, RECURRENT_FAMILIES, tiered
 from tests.support.ops import OPS_BACKENDS
 
 A, B = random_tokens(77, 1), random_tokens(53, 2)
@@ -23,9 +23,10 @@ ON_TORCH = ("granitemoehybrid",)
 """Families that run on the torch ops in the short tier too; ``test_ops`` holds those ops against the compiled ones."""
 
 FEW = ("granitemoehybrid", "mamba2", "gemma3")
+SOME = (*FEW, "kimi_linear")
 
 
-def on_each(families: Sequence[str], short: Sequence[str] = CACHE_SHAPES) -> pytest.MarkDecorator:
+def on_each(families: Sequence[str], short: Sequence[str] = SOME) -> pytest.MarkDecorator:
     """Runs a test for ``families`` on both backends; outside of ``short``, and on torch of ``ON_TORCH``, only in the
     whole matrix."""
     cells = []
@@ -46,7 +47,7 @@ def run_mixed_steps(harness: Harness) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([a1, a2, a3]), torch.cat([b1, b2, b3])
 
 
-@on_each(FAMILIES, SHORT_TIER)
+@on_each(FAMILIES, CACHE_SHAPES)
 def test_logits_when_prompts_are_chunked_and_mixed_then_equal_stock(backend: str, family: str) -> None:
     found = run_mixed_steps(Harness(family, backend))
     for rows, prompt in zip(found, (A, B), strict=True):
@@ -244,7 +245,7 @@ WITH_EXPERTS = (
 ONE_PER_SCAN = ("granitemoehybrid", "qwen3_5", "lfm2")
 
 
-@pytest.mark.parametrize("backend", OPS_BACKENDS)
+@pytest.mark.parametrize("backend", tiered(OPS_BACKENDS, ("cpp",)))
 @pytest.mark.parametrize(
     ("family", "num_prompts", "length"),
     [

@@ -288,9 +288,7 @@ def controls() -> Iterator[Any]:
             if damage != "rope" or sees_images.has_axes:
                 is_short = (family, damage) in {
                     ("qwen3_5", "rope"),
-                    ("qwen3_5", "nothing"),
                     ("gemma3", "first image"),
-                    ("gemma3", "tails"),
                 }
                 marks = () if is_short else pytest.mark.full
                 yield pytest.param(family, damage, marks=marks, id=f"{family}-{damage.replace(' ', '-')}")

@@ -43,10 +43,10 @@ TIMEOUT_S = 120.0
 STILL_S = 0.5
 """A step of one process takes a hundredth of it."""
 NUM_GREEDY = 16
+QUICK = (("qwen3_5", 2), ("zamba2", 2), ("kimi_linear", 2), ("granitemoehybrid", 4))
+"""A delta rule, adapters, latents; fewer groups of a mixer than ranks."""
 DIVIDED = ("granitemoehybrid", "qwen3_5", "jamba", "zamba2", "kimi_linear", "gemma3")
-"""Of the quick tests: parts of every kind (a delta rule's, Mamba's, latents), norms over ranks, gates, adapters."""
-REPEATING = ("granitemoehybrid", "qwen3_next")
-"""With fewer K/V heads, key heads or groups than four ranks."""
+"""Parts of every kind (a delta rule's, Mamba's, latents), norms over ranks, gates, adapters."""
 
 
 class Together:
@@ -99,7 +99,7 @@ def num_parameters(model: LoadedModel) -> int:
     [
         pytest.param(family, size, marks=() if is_quick else pytest.mark.full)
         for family, size in itertools.product(FAMILIES, (2, 4))
-        for is_quick in [family in (DIVIDED if size == 2 else REPEATING)]
+        for is_quick in [(family, size) in QUICK]
         if (family, size) != ("zamba", 4)  # two heads of its mixer
     ],
 )
@@ -251,6 +251,7 @@ def two_ranks() -> Iterator[tuple[Harness, Ranks]]:
         started.close()
 
 
+@pytest.mark.full
 def test_step_when_a_rank_has_not_ended_it_then_neither_has_it(two_ranks: tuple[Harness, Ranks]) -> None:
     """One without a sum, so that nothing else keeps this process waiting for the other."""
     harness, ranks = two_ranks
@@ -273,6 +274,7 @@ def test_step_when_a_rank_has_not_ended_it_then_neither_has_it(two_ranks: tuple[
     assert (theirs.block_arenas[0][2] == 7).all()  # and what others read is what the rank has written
 
 
+@pytest.mark.full  # in the short tier: tests/e2e/test_ranks.py
 def test_step_when_a_rank_was_killed_then_the_engine_is_told_that_it_cannot_go_on(
     two_ranks: tuple[Harness, Ranks],
 ) -> None:

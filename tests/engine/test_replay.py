@@ -56,7 +56,7 @@ def decode(family: str, dtype: str, *, is_replayed: bool) -> tuple[list[Tensor],
     return found, harness.runner
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", tiered(("float32", "bfloat16"), ("bfloat16",)))
 @pytest.mark.parametrize("family", tiered(REPLAYED, ("granitemoehybrid", "qwen3_5")))
 def test_decode_steps_when_replayed_then_have_the_bits_of_the_forward(family: str, dtype: str) -> None:
     expected, _ = decode(family, dtype, is_replayed=False)

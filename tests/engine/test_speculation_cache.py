@@ -147,7 +147,8 @@ def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_from_i
     assert second == expected
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3))])
+@pytest.mark.full  # without drafts: test_core.py
+@pytest.mark.parametrize("seed", range(4))
 def test_random_aborts_and_preemptions_when_drafts_are_run_leave_the_others_right_and_free_everything(
     seed: int,
 ) -> None:

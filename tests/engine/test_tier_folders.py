@@ -157,7 +157,8 @@ def test_folder_when_it_is_small_then_it_stays_within_its_size(tmp_path: Path) -
     run(main())
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(64, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [12, 64])
 def test_requests_when_many_come_at_once_and_some_leave_then_answers_are_right_and_nothing_stays(
     tmp_path: Path, count: int
 ) -> None:

@@ -146,7 +146,7 @@ def start_proxy(
     prefill: Sequence[Node], decode: Sequence[Node], folder: Path, *flags: str, program: str = "proxy"
 ) -> Node:
     port = free_port()
-    argv = ["--port", str(port), "--health-interval-seconds", "0.2"]
+    argv = ["--port", str(port), "--health-interval-seconds", "0.5"]
     # Most tests are about the handoff: without other flags every prompt takes it.
     argv += ["--policy", "round_robin"]
     if prefill:

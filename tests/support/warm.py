@@ -54,14 +54,11 @@ class WarmPopen:
 class WarmServer:
     """The client of one warm server, which ends when this process does. Safe from several threads."""
 
-    def __init__(self, root: Path, environment: dict[str, str]) -> None:
+    def __init__(self, root: Path, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        """``process``: of the server, kept as long as this."""
         self._root = root
-        self._connection, theirs = socket.socketpair()
-        argv = [sys.executable, "-m", "tests.support.warm_server"]
-        self._popen = subprocess.Popen(
-            argv, cwd=root, stdin=theirs, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        theirs.close()
+        self._connection = connection
+        self._process = process
         self._lock = threading.Lock()
         self._started: queue.Queue[WarmPopen | None] = queue.Queue()
         threading.Thread(target=self._read, name="warm-server", daemon=True).start()
@@ -78,7 +75,7 @@ class WarmServer:
         with self._lock:
             self._connection.sendall(json.dumps(request).encode() + b"\n")
             popen = self._started.get(timeout=START_TIMEOUT_S)
-        assert popen is not None, f"the warm server ended with {self._popen.wait(5)}"
+        assert popen is not None, "the warm server has ended"
         return popen
 
     def _read(self) -> None:
@@ -96,9 +93,21 @@ class WarmServer:
         self._started.put(None)
 
 
+inherited: list[socket.socket] = []
+"""The connection of a warm server that is there already (``tests.support.forked_workers``)."""
+
+
 @functools.cache
 def warm_server(root: Path) -> WarmServer:
     """One for the whole test run, made at the first use."""
+    if inherited:
+        return WarmServer(root, inherited.pop())
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return WarmServer(root, environment)
+    argv = [sys.executable, "-m", "tests.support.warm_server"]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            argv, cwd=root, stdin=theirs, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    return WarmServer(root, ours, process)

@@ -25,6 +25,8 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from tests.support.warm import die_with_parent
+
 PRELOADED = ("common.node.app", "proxy.app")
 
 
@@ -72,14 +74,10 @@ def _run(request: dict[str, Any], *sockets: socket.socket) -> NoReturn:
     """The child: becomes what ``python -m module argv`` is after its imports."""
     status = 1
     try:
-        from tests.support.warm import die_with_parent
-
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        # Python before 3.13 keeps the parent's number of it, by which a loop's lag looks up what its thread ran.
-        threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
-        die_with_parent()
+        be_forked()
         for each in sockets:
             os.close(each.detach())
         log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
@@ -103,8 +101,18 @@ def _run(request: dict[str, Any], *sockets: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def prepare_docs() -> None:
-    """What each process makes once of its API; children have it then."""
+def be_forked() -> None:
+    """What a process has to do first when it is a fork."""
+    # Python before 3.13 keeps the parent's number of it, by which a loop's lag looks up what its thread ran.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    die_with_parent()
+
+
+def prepare() -> None:
+    """What each process imports, and makes once of its API; children have it then."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
     from common.openai.openapi import ENDPOINTS
     from common.server.docs_routes import make_docs
     from proxy.app import DIALECT_ENDPOINTS
@@ -112,16 +120,14 @@ def prepare_docs() -> None:
     make_docs("Tandem prefill node", ENDPOINTS)
     make_docs("Tandem decode node", ENDPOINTS)
     make_docs("Tandem proxy", (*ENDPOINTS, *DIALECT_ENDPOINTS))
-
-
-def main() -> None:
-    for name in PRELOADED:
-        importlib.import_module(name)
-    prepare_docs()
     # A fork copies one thread only: a second one could hold a lock for ever in the child.
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
+
+
+def main() -> None:
+    prepare()
     serve(socket.socket(fileno=sys.stdin.fileno()))
 
 

@@ -127,6 +127,7 @@ def test_holder_when_frozen_in_mid_read_then_not_one_byte_of_reused_memory_is_to
         scene.check(outcome, holder)
 
 
+@pytest.mark.full  # the next one kills it too
 @over("tcp", "default")
 def test_holder_when_killed_in_mid_read_then_terminal_and_reused_memory_stays(scene: Scene) -> None:
     holder, other = scene.holder(seed=2), scene.holder(engine_id="other", seed=3)

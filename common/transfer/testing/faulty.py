@@ -94,6 +94,12 @@ class FaultyBackend(TransferBackend):
                 handle.due_s = 0.0
 
     @property
+    def num_held_back(self) -> int:
+        """Reads that a delay or a hang keeps from starting."""
+        with self._lock:
+            return len(self._held_back)
+
+    @property
     def regions(self) -> Mapping[str, Region]:
         return self._inner.regions
 

@@ -211,12 +211,14 @@ def test_attention_when_values_are_columns_of_keys_then_equals_the_torch_ops(
     case.check(case.run(guard))
 
 
+@pytest.mark.full
 def test_attention_when_latents_are_as_wide_as_models_have_them_then_equals_the_torch_ops(guard: Guards) -> None:
     case = make_case((Part(1, 35), Part(3, 30)), torch.bfloat16, Heads(16, 1, 576, 512, True))
     case.check(case.run(guard))
 
 
-@pytest.mark.parametrize("window", full_beside(7, others=(0, 40)))
+@pytest.mark.full
+@pytest.mark.parametrize("window", [0, 7, 40])
 @dtypes
 def test_attention_when_tokens_of_images_see_each_other_then_equals_the_torch_ops(
     window: int, dtype: torch.dtype, guard: Guards
@@ -228,7 +230,8 @@ def test_attention_when_tokens_of_images_see_each_other_then_equals_the_torch_op
         case.check(case.run(guard, lambda step: dataclasses.replace(step, seen=None)))
 
 
-@pytest.mark.parametrize("block_size", full_beside(1, others=(4, 24, 64, 1024)))
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", [1, 4, 24, 64, 1024])
 def test_attention_when_blocks_are_of_any_size_then_equals_the_torch_ops(block_size: int, guard: Guards) -> None:
     for window in (0, 9):
         case = make_case(MIXES["chunks_and_decode_rows"], torch.bfloat16, block_size=block_size, window=window)

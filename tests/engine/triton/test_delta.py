@@ -96,8 +96,9 @@ def test_delta_when_spans_are_long_then_equals_torch(
     check(LONG_SPANS, guard, dtype, per_channel=per_channel, **shape)
 
 
-@pytest.mark.parametrize("per_channel", [pytest.param(False, marks=_FULL), True], ids=["gated", "kimi"])
-@pytest.mark.parametrize("strength", [pytest.param(0.0, marks=_FULL), 3.0])
+@_FULL
+@rules
+@pytest.mark.parametrize("strength", [0.0, 3.0])
 def test_delta_when_decays_are_extreme_then_equals_torch(strength: float, per_channel: bool, guard: Guards) -> None:
     """Within a chunk they sum up to a hundred and more: an exponential of the sum alone would be infinite."""
     check(LONG_SPANS, guard, torch.float32, per_channel=per_channel, strength=strength)

@@ -82,7 +82,7 @@ def test_read_when_that_of_one_rank_does_not_end_then_new_agents_of_all_end_it(s
     assert isinstance(hanging, FaultyBackend)
     hanging.inject(Fault("hang"))
     scene.submit(peer)
-    assert wait_for(lambda: scene.agents.num_in_flight == 1)
+    assert wait_for(lambda: hanging.num_held_back == 1)
     assert scene.agents.pulls.abandon("pull")
     outcome = scene.outcome()
     assert (outcome.status, outcome.reason, outcome.terminal) == (PullStatus.TIMED_OUT, PullReason.PEER_LOST, False)
