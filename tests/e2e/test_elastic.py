@@ -17,7 +17,7 @@ from tests.support.restart import start_again
 from tests.support.service import Service
 from tests.support.streams import Stream, bodies, run_all, run_and_strike
 
-pytestmark = pytest.mark.full  # each role does the other's work in test_demo_model.py and test_faults_leases.py
+pytestmark = pytest.mark.full  # who takes which work: tests/unit/proxy/placement/test_elastic.py
 
 NUM_PROMPTS = 12
 PROMPT_TOKENS = 900
