@@ -96,7 +96,10 @@ def test_recall_when_asked_in_five_phrasings_of_which_two_were_never_trained_the
 ) -> None:
     text = request.getfixturevalue("some_text" if num_items == 1 else "text")
     items = [item for question in QUESTIONS for item in phrased_items(encoder, text, num_items, question)]
-    answers = together([lambda item=item: ask(demo, item.messages, "phrased") for item in items])
+    # Few at once: a prompt that waits for too long in a queue is rightly computed elsewhere.
+    answers = []
+    for few in (items[start : start + 20] for start in range(0, len(items), 20)):
+        answers += together([lambda item=item: ask(demo, item.messages, "phrased") for item in few])
     assert all(trace["placement"] == "remote" for _, trace in answers)
     # The word is what must be recalled; a thing called by another of its names is a smaller fault.
     recalled = sum(item.word in answer for item, (answer, _) in zip(items, answers, strict=True))
