@@ -273,7 +273,7 @@ MIXES = st.fixed_dictionaries(
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in sorted(KINDS)]
 )
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), pressure=PRESSURE)
 def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread(
     kind: str, seed: int, pressure: dict[str, Any]
@@ -281,7 +281,7 @@ def test_random_operations_when_memory_is_tight_then_nothing_leaks_or_is_misread
     play(seed, 80, **pressure, **KINDS[kind])
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**32), pressure=PRESSURE, mix=MIXES)
 def test_random_operations_when_groups_are_mixed_at_random_then_nothing_leaks_or_is_misread(
     seed: int, pressure: dict[str, Any], mix: dict[str, Any]
