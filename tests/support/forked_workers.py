@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
@@ -76,8 +77,11 @@ def _be_worker(stdin: int, stdout: int) -> NoReturn:
         theirs.close()
         warm.inherited.append(ours)
         sys.argv = ["-c"]
-        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+        if line := sys.stdin.readline():  # empty: pytest did not come so far as to want workers
+            exec(eval(line), {"__name__": "__main__"})
         status = 0
+    except Exception:  # noqa: BLE001 - whatever it dies of is to be read
+        traceback.print_exc()
     finally:
         os._exit(status)
 
