@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
-from common.kv_cache.eviction.base import Outlook
+from common.kv_cache.eviction.base import EVICTION_POLICIES, Outlook
 from common.kv_cache.eviction.reuse import NUM_BINS, ReuseStatistics, within_horizon
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.tiers.break_even import BreakEven
@@ -176,7 +176,7 @@ def test_stack_when_a_prefix_is_larger_than_the_first_tier_then_the_next_one_is_
     assert (stack.above(tiers[1]), stack.above(tiers[0])) == (tiers[0], None)
 
 
-@pytest.mark.parametrize("policy", ["value", "lru"])
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_next_prefixes_when_memory_is_wanted_then_they_are_those_that_are_evicted(policy: str) -> None:
     rng = random.Random(11)
     manager = KVCacheManager(make_config(num_blocks=120, num_slots=24, policy=policy))
