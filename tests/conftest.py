@@ -59,9 +59,16 @@ KINDS = ("e2e", "unit", "transfer", "engine")
 units wait too; at last those that compute all the time, so that no core is idle at the end."""
 
 
+FULL_TIMEOUT_S = 1200
+"""Of a test marked `full` that names none: in place of 300 s, for thousands of requests beside three other workers."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     items.sort(key=lambda item: KINDS.index(item.path.relative_to(tests).parts[0]))
+    for item in items:
+        if item.get_closest_marker("full") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(FULL_TIMEOUT_S))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and (reason := _why_no_cuda()):
         for item in marked:

@@ -212,7 +212,6 @@ REQUESTS |= st.tuples(
     "count",
     [pytest.param(150, id="150 requests"), pytest.param(2000, id="2000 requests", marks=pytest.mark.full)],
 )
-@pytest.mark.timeout(900)
 def test_requests_when_random_then_each_is_answered_or_refused_by_name_and_nothing_is_left(
     service: Service, count: int
 ) -> None:

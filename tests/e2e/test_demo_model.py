@@ -89,7 +89,6 @@ def test_recall_of_held_out_words_when_asked_through_the_service_then_reaches_th
     assert right >= BARS[distance] * NUM_ITEMS, [answer for answer, _ in answers]
 
 
-@pytest.mark.timeout(1200)  # two hundred prompts of 600 tokens: minutes of a core
 @pytest.mark.parametrize("num_items", [1, *(pytest.param(each, marks=pytest.mark.full) for each in (4, 40))])
 def test_recall_when_asked_in_five_phrasings_of_which_two_were_never_trained_then_reaches_the_bar(
     demo: Service, encoder: Encoder, num_items: int, request: pytest.FixtureRequest

@@ -31,7 +31,7 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import ROOT, Node, Process, Service, free_port
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.full
 
 RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
 SHORTER = {"[5m]": "[8s]", "[10m]": "[16s]", "[1h]": "[16s]", "[6h]": "[90s]"}

@@ -54,7 +54,6 @@ def racing(request: pytest.FixtureRequest) -> Iterator[Service]:
     ("num_requests", "delay_s"),
     [pytest.param(32, 0.3, id="32 requests"), pytest.param(240, 2.0, id="240 requests")],
 )
-@pytest.mark.timeout(600)
 def test_reads_when_their_lease_is_over_and_memory_is_reused_then_none_is_committed(
     racing: Service, reference: Reference, num_requests: int, delay_s: float
 ) -> None:

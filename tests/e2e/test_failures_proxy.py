@@ -41,7 +41,6 @@ def service() -> Iterator[Service]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("freeze_s", [0.0, FREEZE_S], ids=["killed", "frozen"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_service_when_a_node_is_hit_under_load_then_every_answer_is_right(

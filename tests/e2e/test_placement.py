@@ -70,7 +70,6 @@ def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_sessions_when_they_interleave_over_two_pairs_then_each_turn_is_answered_and_mostly_cached(
     model: ChosenModel, share: float | None
@@ -83,7 +82,6 @@ def test_sessions_when_they_interleave_over_two_pairs_then_each_turn_is_answered
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_ways_when_measured_then_every_request_went_the_way_that_it_was_told(placed: Service) -> None:
     suffix = asyncio.run(measure_suffix(placed.url, rounds=2, vocab_size=VOCAB_SIZE))
     cold = asyncio.run(measure_cold(placed.url, prompt=1500, stream_tokens=6_000, rounds=1, vocab_size=VOCAB_SIZE))

@@ -150,7 +150,6 @@ def test_load_library_when_levels_were_prebuilt_then_takes_the_best_that_this_cp
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)  # three builds: minutes of a core
 def test_prebuild_when_it_has_run_for_every_level_then_this_cpu_has_one_and_needs_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

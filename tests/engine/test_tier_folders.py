@@ -215,7 +215,6 @@ for line in sys.stdin:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [50])
 def test_node_when_it_is_killed_while_it_writes_then_its_folder_is_sound(tmp_path: Path, count: int) -> None:
     rng, num_torn = random.Random(3), 0
