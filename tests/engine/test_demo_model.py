@@ -134,7 +134,7 @@ def test_held_out_recall_in_stock_transformers_when_500_tokens_back_then_is_righ
 
 def train(out: Path, *flags: str) -> str:
     """The output of the training script with batches small enough for a test."""
-    argv = ["benchmarks.demo_model.train", "--out", str(out), "--batch-tokens", "512", "--report-steps", "10", *flags]
+    argv = ["benchmarks.demo_model.train", "--out", str(out), "--batch-tokens", "512", "--report-steps", "3", *flags]
     result = subprocess.run(
         [sys.executable, "-m", *argv], cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=1200
     )
@@ -143,16 +143,16 @@ def train(out: Path, *flags: str) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2500)  # of two trainings, of which each has its own
-def test_training_when_run_for_50_steps_and_resumed_then_lowers_the_loss_and_writes_a_loadable_checkpoint(
+@pytest.mark.timeout(2500)  # two trainings, each with its own limit; slow on a CPU without bf16
+def test_training_when_run_for_15_steps_and_resumed_then_lowers_the_loss_and_writes_a_loadable_checkpoint(
     tmp_path: Path,
 ) -> None:
-    report = train(tmp_path, "--steps", "50")
+    report = train(tmp_path, "--steps", "15")
     losses = [float(value) for value in re.findall(r"text_loss=([\d.]+)", report)]
     assert len(losses) == 5
-    assert losses[-1] < losses[0] - 1.0
+    assert losses[-1] < losses[0] - 0.8
     loaded = load_model(str(tmp_path / "checkpoint"))
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(FOLDER).get_vocab()
-    resumed = train(tmp_path, "--steps", "60", "--resume")
-    assert re.findall(r"step=(\d+)", resumed) == ["60"]
+    resumed = train(tmp_path, "--steps", "18", "--resume")
+    assert re.findall(r"step=(\d+)", resumed) == ["18"]
