@@ -22,6 +22,7 @@ class FakePeers:
     """Takes posts: one peer answers, one does not within its timeout, one cannot be reached."""
 
     def __init__(self) -> None:
+        self.made_s = time.monotonic()
         self.renewals: list[tuple[str, float, tuple[str, ...]]] = []
         self.releases: list[tuple[str, tuple[str, ...], bool]] = []
 
@@ -74,7 +75,9 @@ async def test_leases_at_one_holder_when_due_together_then_are_one_call() -> Non
 @pytest.mark.asyncio
 async def test_lease_when_it_claims_to_last_for_nothing_then_is_not_renewed_without_a_pause() -> None:
     peers = await renewals_until(lambda peers: len(peers.renewals) >= 20, ("a", GOOD, 1e-12))
-    assert min(after - before for before, after in itertools.pairwise(peers.times(GOOD))) > MIN_RENEWAL_INTERVAL_S / 2
+    # Of all until then: one that a busy machine has held up may be close to the next.
+    for number, time_s in enumerate(peers.times(GOOD)):
+        assert time_s - peers.made_s > 0.9 * number * MIN_RENEWAL_INTERVAL_S
 
 
 @pytest.mark.asyncio
