@@ -14,10 +14,12 @@ and its answer's reader that of ``common.server.stall``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from common.errors import (
@@ -42,6 +44,8 @@ HEAD_TIMEOUT_S = 20.0
 last one is answered, from that answer."""
 LINGER_S = 5.0
 """Seconds that a client has, when its connection is closed here, to read what was written to it."""
+END_S = 1.0
+"""Seconds in which connections that are aborted at the end of a server are gone."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -172,6 +176,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+async def end_connections(server: uvicorn.Server) -> None:
+    """The last act of a server's shutdown. A connection that is accepted just then is told nothing by uvicorn, and
+    whoever keeps it alive keeps it open; what came on it while the loop closes would fail the whole process."""
+    connections = server.server_state.connections
+    for connection in list(connections):
+        connection.transport.abort()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            while connections:  # noqa: ASYNC110 the set is uvicorn's
+                await asyncio.sleep(0.001)
 
 
 def _too_large() -> HeadTooLargeError:

@@ -32,7 +32,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import ConfigError, TandemError
-from common.server.connection import BoundedProtocol
+from common.server.connection import BoundedProtocol, end_connections
 from common.server.drain import Drain
 from common.telemetry.logs import is_logging_json
 
@@ -70,6 +70,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self._drain is not None:
             self._watching = asyncio.create_task(self._end_when_failed(self._drain), name="end-when-failed")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await end_connections(self)
 
     async def _end_when_failed(self, drain: Drain) -> None:
         await drain.failed.wait()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 
-from common.server.connection import BoundedProtocol
+from common.server.connection import BoundedProtocol, end_connections
 
 WAIT_S = 20.0
 T = TypeVar("T")
@@ -32,6 +32,10 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         await self.on_tick(0)
         await self._stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await end_connections(self)
 
     def ask_to_stop(self) -> None:
         self.should_exit = True

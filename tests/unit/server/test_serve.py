@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -11,17 +12,24 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 
 from common.errors import ConfigError
+from common.server import serve
+from common.server.connection import BoundedProtocol
 from common.server.serve import FAILED_STATUS, Tls, bind_socket, raise_file_limit, run_app
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, Process, child_environment, free_port
+
+START_S = 120.0
+"""In which a process of the service listens, on a machine that is busy with everything else."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,7 @@ def test_proxy_when_given_a_certificate_then_serves_https_and_nothing_else(tmp_p
                 except httpx.ConnectError:
                     return False
 
-            wait_for(answers, "the proxy")
+            wait_for(answers, "the proxy", START_S)
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
     finally:
@@ -136,6 +144,34 @@ def test_app_when_it_fails_then_the_process_ends_with_a_status_of_its_own_even_i
     assert result.stdout.splitlines() == ["cut off: the engine stopped", "closing"]
 
 
+def test_server_when_a_connection_was_accepted_as_it_stopped_then_ends_it_before_its_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bytes that come on one while the loop closes fail the whole process."""
+    # uvicorn tells all connections that there are to end, once; this one came just after.
+    monkeypatch.setattr(BoundedProtocol, "shutdown", lambda self: None)
+    sock = bind_socket("127.0.0.1", 0)
+    config = uvicorn.Config(
+        Starlette(), http=BoundedProtocol, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1
+    )
+    server = serve._Server(config, None)
+
+    def connect() -> bytes:
+        wait_for(lambda: server.started, "the server")
+        with socket.create_connection(sock.getsockname(), timeout=20) as client:
+            wait_for(lambda: server.server_state.connections, "the connection")
+            server.should_exit = True
+            with contextlib.suppress(ConnectionResetError):
+                return client.recv(1)
+        return b""
+
+    with sock, ThreadPoolExecutor(1) as threads:
+        received = threads.submit(connect)
+        server.run(sockets=[sock])
+        assert not server.server_state.connections
+        assert received.result(20) == b""
+
+
 def test_file_limit_when_the_system_allows_more_then_is_raised(file_limit: int) -> None:
     assert raise_file_limit(300, flag="--x") == 300
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
@@ -169,7 +205,7 @@ def test_connections_when_at_the_limit_then_further_ones_are_refused_and_earlier
         return True
 
     try:
-        wait_for(listens, "the proxy")
+        wait_for(listens, "the proxy", START_S)
         while len(open_sockets) < 300:
             connect()
         wait_for(lambda: select.select(open_sockets, [], [], 0)[0], "a refusal")
