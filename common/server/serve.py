@@ -2,11 +2,11 @@
 
 Life cycle: 1 ``bind_socket`` takes the port before anything slow happens, so a port in use is a ``ConfigError`` and not
 a surprise after the model was loaded, 2 ``run_app`` serves until SIGTERM or SIGINT, 3 the app drains
-(``common.server.drain``, which bounds the time), 4 connections get ``GRACE_S`` to end, 5 the app's lifespan closes, 6
-the process ends without the interpreter's own clean-up. A second signal ends it at once, from wherever it is. An app
-whose drain says that it failed leaves by 4 as well, with ``FAILED_STATUS``, and within ``FAILED_END_S``. Handlers are
-installed explicitly: a process that a script started in the background inherits SIGINT as ignored and must stop all
-the same.
+(``common.server.drain``, which bounds the time), 4 connections get ``GRACE_S`` to end, 5 the app's lifespan closes, and
+connections that are left are broken off, 6 the process ends without the interpreter's own clean-up. A second signal
+ends it at once, from wherever it is. An app whose drain says that it failed leaves by 4 as well, with
+``FAILED_STATUS``, and within ``FAILED_END_S``. Handlers are installed explicitly: a process that a script started in
+the background inherits SIGINT as ignored and must stop all the same.
 """
 
 from __future__ import annotations

@@ -159,8 +159,10 @@ def test_server_when_a_connection_was_accepted_as_it_stopped_then_ends_it_before
     def connect() -> bytes:
         wait_for(lambda: server.started, "the server")
         with socket.create_connection(sock.getsockname(), timeout=20) as client:
-            wait_for(lambda: server.server_state.connections, "the connection")
-            server.should_exit = True
+            try:
+                wait_for(lambda: server.server_state.connections, "the connection")
+            finally:
+                server.should_exit = True
             with contextlib.suppress(ConnectionResetError):
                 return client.recv(1)
         return b""
