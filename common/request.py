@@ -85,6 +85,7 @@ class Request:
         wants_progress: report the finished blocks of a prompt without sampling while the rest is computed.
         skip_prefix_lookup: compute the whole prompt although parts may be cached (echo with logprobs needs every row).
         arrival_s: monotonic seconds.
+        ttft_target_s: seconds from arrival in which the first token is to come; None: as soon as it can.
         itl_target_s: how long a token may take to come after the one before it; None: as it comes.
         semantic_boundaries: positions inside the prompt at which later prompts are likely to part from it, the most
             reusable first; states are best kept there.
@@ -106,6 +107,7 @@ class Request:
     num_resumed_tokens: int = 0
     wants_progress: bool = False
     arrival_s: float = 0.0
+    ttft_target_s: float | None = None
     itl_target_s: float | None = None
     semantic_boundaries: tuple[int, ...] = ()
     images: tuple[ImageSpan, ...] = ()

@@ -3,10 +3,10 @@ tensors.
 
 Continuous batching with chunked prefill: first a decode row of each sequence that generates, then the next chunks of
 running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get what
-fits into the time between two tokens that those rows' requests ask for, or a part of ``max_num_batched_tokens`` where
-none is asked for, so that no stream stands still for a long prompt. When memory runs out, the last
-running sequence in order is preempted: its state is donated to the cache, and it is later resumed from whatever of it
-is still there.
+fits into the time between two tokens that those rows' requests ask for, and more where they would miss their own target
+by that; or a part of ``max_num_batched_tokens`` where none is asked for, so that no stream stands still for a long
+prompt. When memory runs out, the last running sequence in order is preempted: its state is donated to the cache, and it
+is later resumed from whatever of it is still there.
 
 What raises for one sequence is that sequence's fault (``Schedule.failed``). Those that were in a forward that raised
 are suspects: each runs alone until it has caught up, so that the one whose fault it is fails alone.
@@ -42,7 +42,17 @@ longer."""
 
 PROMPT_FLOOR = 16
 """Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
-however many generate, and whatever targets they have."""
+however many generate."""
+
+SLOWEST_SHARE = 0.25
+"""Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
+
+PACING_RESERVE = 1.25
+"""Times its length, what a prompt is taken to need where it is asked whether it comes in time at a slower pace: another
+stream may begin meanwhile."""
+
+USUAL_ANSWER_TOKENS = 256
+"""Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
 
 TARGET_SHARE = 0.9
 """Of the time that a request asks for between two tokens, what a step with prompts is planned to take: between two
@@ -226,20 +236,49 @@ class Scheduler:
         return budget
 
     def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
-        """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time,
-        and the floor in any case."""
+        """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time;
+        but what they are without targets where a prompt would miss its own, and a part of its speed in any case."""
         limit = self._config.max_num_batched_tokens
-        share, floor = max(1, limit // PROMPT_SHARE), max(1, limit // PROMPT_FLOOR)
+        share = max(1, limit // PROMPT_SHARE)
         targets = [each.request.itl_target_s for each in schedule.sequences]
         known = [target for target in targets if target is not None]
-        if not known or not (prompts or self.waiting):
+        queue = [*prompts, *self.waiting[:MAX_COMPARED]]
+        if not known or not queue:
             return share
-        first = prompts[0] if prompts else self.waiting[0]
+        model, start = self.step_model, queue[0].num_computed_tokens
         rows = shape_of(schedule) or StepShape()
-        fits = self.step_model.max_prompt_tokens(rows, first.num_computed_tokens, limit, TARGET_SHARE * min(known))
-        if fits is None:
+        fits = model.max_prompt_tokens(rows, start, limit, TARGET_SHARE * min(known))
+        full_rate = model.prompt_rate(StepShape(), start, limit)
+        if fits is None or full_rate is None:
             return share
-        return max(floor, fits if len(known) == len(targets) else min(fits, share))
+        if len(known) < len(targets):
+            fits = min(fits, share)
+        if fits >= limit:
+            return limit
+        fits = max(1, fits, model.least_prompt_tokens(rows, start, limit, SLOWEST_SHARE * full_rate))
+        return fits if self._is_soon_enough(schedule, queue, rows, fits, full_rate) else max(fits, share)
+
+    def _is_soon_enough(
+        self, schedule: Schedule, queue: list[Sequence], rows: StepShape, num_tokens: int, full_rate: float
+    ) -> bool:
+        """Whether those in ``queue`` that have a target, and can keep it, do so at ``num_tokens`` a step until the
+        streams end, and at ``full_rate`` from then on. A prompt that has to be computed beside them takes as much of
+        their time in small chunks as in large ones."""
+        now, ahead = self._clock(), 0
+        rate = self.step_model.prompt_rate(rows, queue[0].num_computed_tokens, num_tokens)
+        if rate is None:
+            return True
+        beside_s = max(map(_num_left, schedule.sequences)) * num_tokens / rate
+        for sequence in queue:
+            ahead += max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+            if sequence.request.ttft_target_s is None:
+                continue
+            left_s = sequence.request.arrival_s + sequence.request.ttft_target_s - now
+            slow_s = min(beside_s, left_s)
+            in_time = rate * slow_s + full_rate * (left_s - slow_s)
+            if left_s > 0.0 and in_time < PACING_RESERVE * ahead:
+                return False
+        return True
 
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
@@ -555,6 +594,13 @@ class Scheduler:
         if sequence.sampling is not None:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Tokens that it is taken to generate yet."""
+    if sequence.sampling is None:
+        return 0
+    return max(1, min(sequence.sampling.max_tokens - sequence.num_output_tokens, USUAL_ANSWER_TOKENS))
 
 
 def shape_of(schedule: Schedule) -> StepShape | None:

@@ -21,7 +21,7 @@ SESSION_HEADER = "X-Session-Id"
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 """Milliseconds from arrival after which the client has no use for an answer."""
 TTFT_TARGET_HEADER = "X-Tandem-Ttft-Target-Ms"
-"""Milliseconds from arrival in which the first token is to come."""
+"""Milliseconds from arrival in which the first token is to come; on legs: from the leg's arrival at its node."""
 ITL_TARGET_HEADER = "X-Tandem-Itl-Target-Ms"
 """Milliseconds in which each further token is to come, on average; on the decode leg too."""
 

@@ -2,8 +2,9 @@
 reading with computing, and the proxy's placement asks for it.
 
 Two fits, because a step that only generates is replayed and one with prompt tokens is not: seconds = fixed + per row
-that generates + per prompt token + per attended position. The number of rows does not change a step's time evenly (a
-kernel takes rows by groups), so what the fit misses of each number is remembered beside it.
+that generates + per prompt token + per attended position. Neither the number of rows nor that of prompt tokens changes
+a step's time evenly (a kernel takes rows by groups, and few tokens take as long as reading the weights), so what the
+fit misses of each number of rows, and of each power of two of prompt tokens, is remembered beside it.
 
 Life of an observation: 1 ``observe``, compared with what was predicted (``on_error``), 2 believed, or put aside when it
 took several times as long (a recording, a machine that stood still), unless that goes on, 3 fades, with every later one
@@ -37,7 +38,7 @@ MAX_ROW_KINDS = 256
 # How strongly each coefficient is held (``FadingRegression``). The per-token ones are free to explain the first
 # observations, the fixed ones and those of attended positions come in when observations tell them apart.
 _DECODE_HOLDS = (0.02, 0.05, 0.2)
-_PROMPT_HOLDS = (0.2, 0.2, 0.02, 0.5)
+_PROMPT_HOLDS = (1.0, 0.2, 0.02, 0.5)
 
 
 class StepShape(NamedTuple):
@@ -63,7 +64,7 @@ class StepModel:
         self._clock = clock
         self._decode = _Fit(_DECODE_HOLDS)
         self._prompt = _Fit(_PROMPT_HOLDS)
-        self._corrections: dict[int, float] = {}
+        self._corrections: dict[tuple[int, int], float] = {}
         self._mean_context = 0.0  # of a row
         self._mean_attended = 0.0  # of a prompt token
         self.on_error: Callable[[str, float], None] = lambda _kind, _share: None
@@ -85,7 +86,7 @@ class StepModel:
             self._mean_attended = _mixed(self._mean_attended, shape.num_prompt_attended / shape.num_prompt_tokens)
         if shape.num_rows:
             self._mean_context = _mixed(self._mean_context, shape.num_row_attended / shape.num_rows)
-        if not shape.num_prompt_tokens and fit.is_known:
+        if fit.is_known:
             self._correct(shape, seconds)
 
     def predict(self, shape: StepShape) -> float | None:
@@ -93,9 +94,7 @@ class StepModel:
         fit = self._fit(shape)
         if not fit.is_known:
             return None
-        seconds = fit.predict(_features(shape))
-        if not shape.num_prompt_tokens:
-            seconds *= self._corrections.get(min(shape.num_rows, MAX_ROW_KINDS), 1.0)
+        seconds = fit.predict(_features(shape)) * self._corrections.get(_size_of(shape), 1.0)
         return seconds if seconds > 0.0 else None
 
     def max_prompt_tokens(self, rows: StepShape, start: int, limit: int, seconds: float) -> int | None:
@@ -104,13 +103,29 @@ class StepModel:
         if not self._prompt.is_known:
             return None
         low, high = 0, limit
-        while low < high:  # the time grows with the tokens
+        while low < high:  # the time grows with the tokens, but for what corrections bring
             middle = (low + high + 1) // 2
-            shape = rows._replace(num_prompt_tokens=middle, num_prompt_attended=chunk_attended(start, middle))
-            if self._prompt.predict(_features(shape)) <= seconds:
+            if self._with_prompt_s(rows, start, middle) <= seconds:
                 low = middle
             else:
                 high = middle - 1
+        return low
+
+    def prompt_rate(self, rows: StepShape, start: int, num_tokens: int) -> float | None:
+        """Prompt tokens a second, in steps of ``num_tokens`` of a prompt beside ``rows``. None: not known yet."""
+        seconds = self._with_prompt_s(rows, start, num_tokens) if self._prompt.is_known else 0.0
+        return num_tokens / seconds if seconds > 0.0 else None
+
+    def least_prompt_tokens(self, rows: StepShape, start: int, limit: int, rate: float) -> int:
+        """The fewest tokens a step beside ``rows`` of which a prompt gets ``rate`` tokens a second; at most
+        ``limit``."""
+        low, high = 1, limit
+        while low < high:  # the rate grows with the tokens
+            middle = (low + high) // 2
+            if rate * self._with_prompt_s(rows, start, middle) <= middle:
+                high = middle
+            else:
+                low = middle + 1
         return low
 
     # --- for those who ask for lines
@@ -145,17 +160,21 @@ class StepModel:
 
     # --- inside
 
+    def _with_prompt_s(self, rows: StepShape, start: int, num_tokens: int) -> float:
+        shape = rows._replace(num_prompt_tokens=num_tokens, num_prompt_attended=chunk_attended(start, num_tokens))
+        return self._prompt.predict(_features(shape)) * self._corrections.get(_size_of(shape), 1.0)
+
     def _fit(self, shape: StepShape) -> _Fit:
         return self._prompt if shape.num_prompt_tokens else self._decode
 
     def _correct(self, shape: StepShape, seconds: float) -> None:
-        fitted = self._decode.predict(_features(shape))
+        fitted = self._fit(shape).predict(_features(shape))
         if fitted <= 0.0:
             return
-        rows = min(shape.num_rows, MAX_ROW_KINDS)
+        size = _size_of(shape)
         missed = min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, seconds / fitted))
-        last = self._corrections.get(rows, 1.0)
-        self._corrections[rows] = last + _CORRECTION_SHARE * (missed - last)
+        last = self._corrections.get(size, 1.0)
+        self._corrections[size] = last + _CORRECTION_SHARE * (missed - last)
 
 
 class _Fit:
@@ -192,6 +211,13 @@ class _Fit:
 
     def predict(self, features: tuple[float, ...]) -> float:
         return self._regression.predict(features)
+
+
+def _size_of(shape: StepShape) -> tuple[int, int]:
+    """What steps have in common whose times are missed by about as much: rows, or prompt tokens to a power of two."""
+    if shape.num_prompt_tokens:
+        return 0, shape.num_prompt_tokens.bit_length()
+    return min(shape.num_rows, MAX_ROW_KINDS), 0
 
 
 def _features(shape: StepShape) -> tuple[float, ...]:

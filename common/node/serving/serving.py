@@ -52,7 +52,7 @@ from common.server.pacer import Pacer
 from common.telemetry.tracing import Tracer
 from common.wire.fields import seconds_of_header
 from common.wire.handoff import TransferMode, rendezvous_id_of
-from common.wire.headers import ITL_TARGET_HEADER, PROXY_SECONDS_HEADER
+from common.wire.headers import ITL_TARGET_HEADER, PROXY_SECONDS_HEADER, TTFT_TARGET_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +132,11 @@ class Serving:
             self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
+            ttft_target_s = seconds_of_header(http.headers, TTFT_TARGET_HEADER)
             itl_target_s = seconds_of_header(http.headers, ITL_TARGET_HEADER)
             jobs = await self._prompts.jobs(http, request)
             for job in jobs:
-                job.itl_target_s = itl_target_s
+                job.ttft_target_s, job.itl_target_s = ttft_target_s, itl_target_s
             await self._prepare_grammars(request, jobs)
             # The proxy shows every request on its status page, so it wants the trace even if the client does not.
             is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
@@ -175,6 +176,7 @@ class Serving:
             )
         [prompt] = prompts
         token_ids = prompt.token_ids
+        ttft_target_s = seconds_of_header(http.headers, TTFT_TARGET_HEADER)
         self._prompts.sampling(request, token_ids)
 
         async def prepare() -> None:
@@ -191,6 +193,7 @@ class Serving:
                 remote=remote,
                 is_remote_optional=True,
                 arrival_s=time.monotonic(),
+                ttft_target_s=ttft_target_s,
                 semantic_boundaries=prompt.semantic_boundaries,
                 wants_progress=rendezvous_id is not None,
                 images=prompt.images,
@@ -252,6 +255,7 @@ class Serving:
                 is_remote_optional=job.handoff is None,
                 lost_remote=job.handoff_result.is_lost,
                 arrival_s=time.monotonic(),
+                ttft_target_s=job.ttft_target_s,
                 itl_target_s=job.itl_target_s,
                 semantic_boundaries=job.semantic_boundaries,
                 num_resumed_tokens=job.num_resumed,

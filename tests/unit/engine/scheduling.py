@@ -41,6 +41,7 @@ class Rig:
         sampled: bool = True,
         prompt_logprobs: int | None = None,
         remote: Any = None,
+        ttft_target_s: float | None = None,
         itl_target_s: float | None = None,
     ) -> Sequence:
         """Arrivals are one second apart unless the test says when."""
@@ -51,6 +52,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs) if sampled else None,
             priority=priority,
             remote=remote,
+            ttft_target_s=ttft_target_s,
             itl_target_s=itl_target_s,
             arrival_s=float(self._num_added) if arrival_s is None else arrival_s,
         )

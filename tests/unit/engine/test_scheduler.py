@@ -93,7 +93,7 @@ def _learn(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("target_s", "is_known", "num_tokens"),
-    [(0.030, True, 22), (0.050, True, 40), (0.001, True, 4), (10.0, True, 63), (0.030, False, 16), (None, True, 16)],
+    [(0.030, True, 22), (0.050, True, 40), (0.001, True, 2), (10.0, True, 63), (0.030, False, 16), (None, True, 16)],
 )
 def test_budget_when_a_stream_has_a_target_then_prompts_get_what_fits_into_it(
     target_s: float | None, is_known: bool, num_tokens: int
@@ -117,6 +117,33 @@ def test_budget_when_another_stream_has_no_target_then_its_gap_is_no_longer_than
     rig.step()
     rig.add("prompt", words(2, 200), max_tokens=1)
     assert planned(rig.step())[2] == ("prompt", 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("ttft_target_s", "max_tokens", "num_tokens"),
+    [(None, 100, 4), (10.0, 100, 4), (0.5, 100, 16), (0.5, 20, 4), (0.2, 100, 16), (-1.0, 100, 4)],
+    ids=["none", "far", "soon", "soon, behind a short answer", "too soon", "missed"],
+)
+def test_budget_when_a_prompt_would_be_late_beside_streams_then_it_gets_more_than_they_leave(
+    ttft_target_s: float | None, max_tokens: int, num_tokens: int
+) -> None:
+    """200 tokens take 0.2 s by themselves, and half a second in steps of 10 ms with 4 each."""
+    rig = Rig()
+    _learn(rig)
+    rig.add("stream", words(1, 4), itl_target_s=0.010, max_tokens=max_tokens)
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1, arrival_s=0.0, ttft_target_s=ttft_target_s)
+    assert planned(rig.step())[1][2] == pytest.approx(num_tokens, abs=1)
+
+
+def test_budget_when_a_prompt_behind_another_would_be_late_then_both_get_more() -> None:
+    rig = Rig()
+    _learn(rig)
+    rig.add("stream", words(1, 4), itl_target_s=0.010, max_tokens=100)
+    rig.step()
+    rig.add("first", words(2, 200), max_tokens=1, arrival_s=0.0)
+    rig.add("second", words(3, 100), max_tokens=1, arrival_s=0.0, ttft_target_s=0.6)
+    assert planned(rig.step())[1][2] == 16
 
 
 def test_budget_when_nobody_generates_then_a_prompt_gets_all_of_it() -> None:

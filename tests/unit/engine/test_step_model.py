@@ -185,3 +185,45 @@ def test_regression_when_a_coefficient_would_be_negative_then_is_zero_and_the_re
     fixed, slope = regression.coefficients
     assert fixed == 0.0
     assert slope == pytest.approx(0.09, abs=0.015)
+
+
+def roofline_s(shape: StepShape) -> float:
+    """As of a step that reads all weights however few tokens it has."""
+    return max(0.017, 0.008 + 0.00115 * shape.num_prompt_tokens) + 0.001 * shape.num_rows
+
+
+def test_prediction_when_few_tokens_take_as_long_as_some_then_sizes_that_were_seen_are_right() -> None:
+    model, draw = StepModel(Clock()), random.Random(4)
+    for _ in range(300):
+        num_tokens = draw.choice((2, 3, 4, 6, 12, 64, 512))
+        shape = StepShape(2, 0, num_tokens, 0)
+        model.observe(shape, roofline_s(shape))
+    for num_tokens in (2, 3, 6, 12, 64, 512):
+        shape = StepShape(2, 0, num_tokens, 0)
+        assert model.predict(shape) == pytest.approx(roofline_s(shape), rel=0.1)
+    fits = model.max_prompt_tokens(StepShape(2, 0), 0, 512, 0.0205)
+    assert fits is not None
+    assert roofline_s(StepShape(2, 0, fits, 0)) < 0.021
+
+
+def test_line_when_all_prompts_were_as_long_then_little_of_it_is_taken_for_fixed() -> None:
+    model = StepModel(Clock())
+    for _ in range(20):
+        model.observe(StepShape(0, 0, 512, chunk_attended(0, 512)), 0.6)
+    assert model.prompt_line is not None
+    assert model.prompt_line.fixed_s < 0.02
+    assert model.predict(StepShape(0, 0, 512, chunk_attended(0, 512))) == pytest.approx(0.6, rel=0.01)
+
+
+def test_least_tokens_when_asked_for_a_rate_then_so_many_have_it_and_fewer_do_not() -> None:
+    model = trained()
+    rows = StepShape(4, 400)
+    for share in (0.1, 0.25, 0.5):
+        full = model.prompt_rate(StepShape(), 0, 512)
+        assert full is not None
+        least = model.least_prompt_tokens(rows, 0, 512, share * full)
+        fast, slow = model.prompt_rate(rows, 0, least), model.prompt_rate(rows, 0, least - 1)
+        assert fast is not None
+        assert slow is not None
+        assert slow < share * full <= fast
+    assert model.least_prompt_tokens(rows, 0, 512, 1e9) == 512
