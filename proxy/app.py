@@ -59,6 +59,7 @@ from proxy.http.forward import forward
 from proxy.http.front import Front, ProxyApp
 from proxy.http.generate import GenerateService, forwarded_headers
 from proxy.http.image_fetcher import ImageFetcher
+from proxy.http.targets import TargetRules
 from proxy.http.tokenizer import PromptTokenizer
 from proxy.legs.leases import LeaseReleaser
 from proxy.legs.orchestrator import Orchestrator
@@ -71,7 +72,6 @@ from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
 from proxy.pages.routes import PAGE_PATHS, add_page_routes
-from proxy.placement.estimate import Targets
 from proxy.placement.placer import Placer
 from proxy.placement.replicas import ReplicaAdvice
 from proxy.prefix_index.event_feed import EventFeeds
@@ -147,8 +147,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             on_drop=metrics.count_drop,
         )
         grammars = GrammarChecker(limits, metrics.grammar_checked)
-        targets = Targets(_seconds(config.ttft_target_ms), _seconds(config.itl_target_ms))
-        replicas = ReplicaAdvice(pool, RateTable(), targets.itl_s)
+        targets = TargetRules.of(config)
+        replicas = ReplicaAdvice(pool, RateTable(), targets.usual.itl_s)
         metrics.set_source(lambda: read_gauges(pool, index, admission, grammars, replicas))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
@@ -289,10 +289,6 @@ def _add_operator_routes(app: FastAPI) -> None:
     @app.get(VERSION_ROUTE)
     async def version() -> dict[str, Any]:
         return installed_versions()
-
-
-def _seconds(milliseconds: int | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
 
 
 def _not_ready(status: str, reasons: Sequence[str]) -> Response:

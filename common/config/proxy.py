@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from common.config.flag import (
@@ -15,7 +16,7 @@ from common.config.flag import (
     urls_flag,
 )
 from common.config.process import ProcessConfig
-from common.config.values import parse_node_url
+from common.config.values import MAX_TARGET_MS, PriorityTargets, parse_node_url, parse_priority_targets
 from common.errors import ConfigError
 
 PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
@@ -42,11 +43,11 @@ class ProxyConfig(ProcessConfig):
         0.5, "cost: what a second of waiting of each running stream counts beside one of the first token", 0.0, 100.0
     )
     elastic: bool = bool_flag(
-        False,
-        "cost: a decode node may compute prompts that are new to it, and a prefill node generate, where that is sooner",
+        True,
+        "cost: a decode node may compute prompts that are new to it, and a prefill node generate, where that is better",
     )
     ttft_target_ms: int | None = int_flag(
-        None, "milliseconds in which a request's first token is to come (default: as soon as it can)", 1, 86_400_000
+        None, "milliseconds in which a request's first token is to come (default: as soon as it can)", 1, MAX_TARGET_MS
     )
     shed_late: bool = bool_flag(
         True,
@@ -57,7 +58,15 @@ class ProxyConfig(ProcessConfig):
         "milliseconds in which each further token is to come: prompts beside it are computed in chunks that leave it "
         "so much time (default: in chunks of a quarter of a step's tokens)",
         1,
-        86_400_000,
+        MAX_TARGET_MS,
+    )
+    priority_targets: tuple[PriorityTargets, ...] = flag(
+        (),
+        "targets of requests with a priority, in milliseconds, TTFT:ITL@PRIORITY, such as 500:40@-1 or :100@5 "
+        "(default: those of all requests)",
+        parse=parse_priority_targets,
+        many=True,
+        metavar="TARGETS",
     )
     prefix_sources: bool = bool_flag(
         True, "tell nodes which others have part of a prompt, so that they pull it instead of computing it"
@@ -131,3 +140,8 @@ class ProxyConfig(ProcessConfig):
         super().__post_init__()
         if not self.decode:
             raise ConfigError("--decode is required: at least one decode node's URL", param="--decode")
+        twice = [each for each, count in Counter(rule.priority for rule in self.priority_targets).items() if count > 1]
+        if twice:
+            raise ConfigError(
+                f"--priority-targets has more than one rule for priority {twice[0]}", param="--priority-targets"
+            )

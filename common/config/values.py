@@ -6,8 +6,11 @@ import ipaddress
 import math
 import re
 import urllib.parse
+from dataclasses import dataclass
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MAX_TARGET_MS = 86_400_000
+"""Of a target for the first token, or for the time between two: a day."""
 DNS_PREFIX = "dns+"
 """Before a node's URL: the name stands for all its addresses."""
 
@@ -103,6 +106,32 @@ def parse_node_url(text: str) -> str:
         # Certificates are for names, and here addresses are called.
         raise ValueError(f"not a name to resolve such as {DNS_PREFIX}http://tandem-decode:8200")
     return DNS_PREFIX + url
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityTargets:
+    """Targets of requests with one ``priority``, in milliseconds. None: what all requests have."""
+
+    priority: int
+    ttft_ms: int | None = None
+    itl_ms: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ttft_ms or ''}:{self.itl_ms or ''}@{self.priority}"
+
+
+def parse_priority_targets(text: str) -> PriorityTargets:
+    """``TTFT:ITL@PRIORITY``, either target left out: ``500:40@-1``, ``:100@5``. Raises ValueError."""
+    match = re.fullmatch(r"(\d{0,8}):(\d{0,8})@([+-]?\d{1,10})", text.strip())
+    if match is None or not (match[1] or match[2]):
+        raise ValueError("not TTFT:ITL@PRIORITY in milliseconds, such as 500:40@-1 or :100@5")
+    ttft_ms, itl_ms = (int(word) if word else None for word in match.groups()[:2])
+    for value in (ttft_ms, itl_ms):
+        if value is not None and not 1 <= value <= MAX_TARGET_MS:
+            raise ValueError(f"out of bounds: a target is from 1 to {MAX_TARGET_MS} milliseconds, got {value}")
+    if not -(2**31) <= int(match[3]) < 2**31:
+        raise ValueError(f"out of bounds: a priority is from {-(2**31)} to {2**31 - 1}, got {match[3]}")
+    return PriorityTargets(int(match[3]), ttft_ms, itl_ms)
 
 
 def is_loopback_host(host: str) -> bool:

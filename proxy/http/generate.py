@@ -34,15 +34,12 @@ from common.server.gate import request_id_of, take_request_id
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
 from common.text.answers.grammar import CallRules
-from common.wire.fields import seconds_of_header
 from common.wire.headers import (
     API_KEY_HEADER,
-    ITL_TARGET_HEADER,
     PLACEMENT_HEADER,
     REQUEST_ID_HEADER,
     SESSION_HEADER,
     TRACE_HEADER,
-    TTFT_TARGET_HEADER,
 )
 from common.wire.json_text import LONG_BYTES
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
@@ -55,6 +52,7 @@ from proxy.admission.request import AdmissionRequest
 from proxy.admission.request_cost import RequestCost, read_admission_request
 from proxy.dialects.conversion import Conversion
 from proxy.dialects.dialect import Convert, convert_messages, convert_responses
+from proxy.http.targets import TargetRules
 from proxy.http.time_limits import TimeLimits
 from proxy.http.tokenizer import PromptTokenizer, Tokenised
 from proxy.legs.client_stream import ClientStream, RelayResponse
@@ -64,7 +62,7 @@ from proxy.legs.orchestrator import DROPPED_LATE, Orchestrator
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.metrics.recent_requests import RecentRequests, RequestAbout
 from proxy.nodes.pool import NodePool
-from proxy.placement.estimate import NO_TARGETS, Targets
+from proxy.placement.estimate import NO_TARGETS
 from proxy.placement.request import PlacementHeader, session_from_header
 
 logger = logging.getLogger(__name__)
@@ -97,11 +95,11 @@ class GenerateService:
         tracer: Tracer,
         recent: RecentRequests,
         grammars: GrammarChecker,
-        targets: Targets = NO_TARGETS,
+        targets: TargetRules | None = None,
     ) -> None:
         """``targets``: of requests that name none."""
         self._pool = pool
-        self._targets = targets
+        self._targets = targets or TargetRules()
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._orchestrator = orchestrator
@@ -162,7 +160,7 @@ class GenerateService:
                 check_model(parsed.model, models)
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
-            targets = self._read_targets(request)
+            targets = self._targets.targets(request.headers, parsed.priority)
             if parsed.constraint is not None:
                 await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
             if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
@@ -174,7 +172,7 @@ class GenerateService:
         job = Job(
             route=route,
             body=read.body,
-            headers={**forwarded_headers(request), **_target_header(targets), **span.headers()},
+            headers={**forwarded_headers(request), **span.headers()},
             request_id=request_id,
             prompts=_prompts(read.body) if route == COMPLETIONS_ROUTE else [None],
             is_local=parsed.num_prompt_logprobs is not None,
@@ -188,14 +186,6 @@ class GenerateService:
         )
         asked = _Asked(request, label, job, admission_request, parsed, read.conversion)
         return RelayResponse(lambda client: self._run(asked, client))
-
-    def _read_targets(self, request: Request) -> Targets:
-        """Raises InvalidRequestError naming the header."""
-        ttft_s = seconds_of_header(request.headers, TTFT_TARGET_HEADER)
-        itl_s = seconds_of_header(request.headers, ITL_TARGET_HEADER)
-        return Targets(
-            self._targets.ttft_s if ttft_s is None else ttft_s, self._targets.itl_s if itl_s is None else itl_s
-        )
 
     async def _run(self, asked: _Asked, client: ClientStream) -> None:
         job, label, admission = asked.job, asked.label, asked.admission
@@ -348,11 +338,6 @@ def forwarded_headers(request: Request) -> dict[str, str]:
         if (value := request.headers.get(name)) is not None:
             headers[name] = value
     return headers
-
-
-def _target_header(targets: Targets) -> dict[str, str]:
-    """What nodes are told: they pace prompts by it."""
-    return {} if targets.itl_s is None else {ITL_TARGET_HEADER: str(round(1000 * targets.itl_s))}
 
 
 def _prompts(body: Mapping[str, Any]) -> list[Any]:
