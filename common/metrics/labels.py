@@ -274,7 +274,11 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
     LabelValues(
         ("proxy_migrations_total",),
         "outcome",
-        {"resumed": "went on at another decode node", "gave_up": "ended with an error event"},
+        {
+            "resumed": "its node broke, and it went on at another one",
+            "gave_up": "its node broke, and it ended with an error event",
+            "handed_over": "a prefill node had begun it, and a decode node goes on",
+        },
     ),
     LabelValues(
         ("requests_dropped_total",),

@@ -245,7 +245,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("proxy_retries_refused_total", "Legs not sent again: the retry budget was spent.", roles=PROXY),
     _counter(
         "proxy_migrations_total",
-        "Streams that broke after the first byte, by what became of them.",
+        "Streams that did not end where they began, by what became of them.",
         "outcome",
         roles=PROXY,
     ),

@@ -15,7 +15,7 @@ from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.wire.fields import is_int
 from common.wire.headers import PREFILL_NODE_HEADER
 from proxy.legs.client_stream import ClientStream
-from proxy.legs.errors import LegFailedError, RelayedAnswer, TransferFailedError
+from proxy.legs.errors import LegFailedError, RelayedAnswer, StreamLeavesError, TransferFailedError
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.protocol import DecodeLeg, check_draining, judge, status_reason
@@ -61,6 +61,7 @@ class DecodeLegs:
             RelayedAnswer: a refusal that is the client's to hear.
             TransferFailedError: the node says 502 before the first byte.
             NodeDrainingError: it drains; before the first byte.
+            StreamLeavesError: what is left is for another node; after the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
         """
         client.entry.leg_sent(node.name, headers.get(PREFILL_NODE_HEADER))
@@ -146,6 +147,9 @@ class DecodeLegs:
                 if not answer.is_read:
                     await _read_end(chunks)
                 return
+            if client.is_started and progress.is_leaving:
+                leg.succeed()
+                raise StreamLeavesError(node)
         end = "early" if client.is_started else "without a byte"
         raise LegFailedError(f"decode node {node.name} ended its stream {end}")
 

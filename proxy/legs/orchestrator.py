@@ -6,9 +6,10 @@ legs at once, if all of them can follow a prompt while it is computed (``proxy.l
 other: the prefill legs together, then the decode leg with what they returned, or without when no prefill node could do
 it (the decode node then computes the prompt itself), 3 bytes pass through to the client. Until the first byte a pair
 whose decode node broke, or could not get the prompt, is replaced by another one, as far as the retry budget goes; after
-it the stream goes on elsewhere if ``--migration-limit`` allows (``proxy.legs.stream_progress``), else there is no way
-back. Leaving early, by whatever exception, closes the legs' connections (nodes abort on that) and releases leases that
-no decode node took over.
+it the stream goes on elsewhere if ``--migration-limit`` allows (``proxy.legs.stream_progress``), or because a prefill
+node generates it and is wanted for other work (``proxy.placement.guests``); else there is no way back. Leaving early,
+by whatever exception, closes the legs' connections (nodes abort on that) and releases leases that no decode node took
+over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 
 from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError, RequestDroppedError
-from common.wire.headers import PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER, TTFT_TARGET_HEADER
+from common.wire.headers import ITL_TARGET_HEADER, PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER, TTFT_TARGET_HEADER
 from common.wire.resume import RESUME_KEY
 from common.wire.routes import CHAT_ROUTE
 from proxy.admission.queue import MAX_RETRY_AFTER_S
@@ -38,6 +39,7 @@ from proxy.legs.errors import (
     NodeDrainingError,
     PrefillBusyError,
     RelayedAnswer,
+    StreamLeavesError,
     TransferFailedError,
 )
 from proxy.legs.job import Job
@@ -62,7 +64,8 @@ DROPPED_LATE = "rejected-late"
 class Run:
     """One request in progress: what was ``given``, and the ``job`` that is left of it. ``waits_s``: until it was
     admitted, and then until it was tokenised. ``resumable``: None when its stream is not to go on elsewhere.
-    ``handoff``: what the decode leg is given, until its answer begins."""
+    ``handoff``: what the decode leg is given, until its answer begins. ``left``: who generated it, and handed it
+    over."""
 
     given: Job
     job: Job
@@ -71,13 +74,7 @@ class Run:
     resumable: ResumableProgress | None
     avoided: Avoided = field(default_factory=Avoided)
     handoff: Handoff = LOCAL
-
-    def progress_on(self, node: Node) -> StreamProgress:
-        """``resumable``, if ``node`` reports what it needs; its leg begins."""
-        if self.resumable is None or not node.info.resume:
-            return StreamProgress()
-        self.resumable.begin(node)
-        return self.resumable
+    left: Node | None = None
 
 
 class Orchestrator:
@@ -116,7 +113,7 @@ class Orchestrator:
     async def run(self, job: Job, client: ClientStream) -> None:
         """Answer ``job`` on ``client``. Raises RelayedAnswer and TandemError for what the caller has to say instead."""
         self._budget.add_request()
-        progress = ResumableProgress() if self._may_migrate(job) else None
+        progress = ResumableProgress() if self._migration_limit > 0 and _may_go_on(job) else None
         admitted_s = max(job.admitted_s, job.arrival_s)
         run = Run(job, job, client, (admitted_s - job.arrival_s, time.monotonic() - admitted_s), progress)
         num_migrations = 0
@@ -124,13 +121,19 @@ class Orchestrator:
             try:
                 await self._run_legs(run)
                 return
+            except StreamLeavesError as exc:
+                run.left = exc.node
+                if not await self._move(run):
+                    raise LegFailedError(f"{exc}, and nobody is left to go on with it") from exc
+                logger.info("stream is handed over request_id=%s: %s", job.request_id, exc)
+                self._metrics.inc("proxy_migrations_total", outcome="handed_over")
             except (LegFailedError, DeadlineExceededError) as exc:
                 if not client.is_started:
                     self._give_up(exc)
                 # What is the client's own fault any other node would say too.
                 if progress is None or exc.status < 500:
                     raise
-                if num_migrations == self._migration_limit or not await self._move(run, progress):
+                if num_migrations == self._migration_limit or not await self._move(run):
                     self._metrics.inc("proxy_migrations_total", outcome="gave_up")
                     raise
                 num_migrations += 1
@@ -147,7 +150,12 @@ class Orchestrator:
 
     async def _run_legs(self, run: Run) -> None:
         job = run.job
-        placement = self._placer.place(job, run.avoided)
+        try:
+            placement = self._placer.place(job, run.avoided)
+        except NodeUnavailableError:
+            if run.left is None or not self._go_back(run):
+                raise
+            placement = self._placer.place(job, run.avoided)
         if placement.crosses:
             work = "prompt" if placement.decode.role is NodeRole.DECODE else "answer"
             self._metrics.inc("proxy_elastic_placements_total", work=work)
@@ -183,21 +191,30 @@ class Orchestrator:
 
     # --- after the first byte
 
-    def _may_migrate(self, job: Job) -> bool:
-        is_one = len(job.prompts) == 1 and job.body.get("n") in (None, 1)
-        return self._migration_limit > 0 and job.is_stream and is_one and not job.is_local
+    def _progress_on(self, run: Run, node: Node) -> StreamProgress:
+        """Of a leg to ``node`` that begins: one that may go on elsewhere, if it is wanted and the node reports what
+        that needs. A prefill node hands its stream over, once."""
+        is_guest = node.role is NodeRole.PREFILL and run.left is None
+        if run.resumable is None and is_guest and _may_go_on(run.given):
+            run.resumable = ResumableProgress()
+        if run.resumable is None or not node.info.resume:
+            return StreamProgress()
+        run.resumable.begin(node)
+        if is_guest:
+            run.resumable.leaves = functools.partial(
+                self._placer.leaves, run.job, lambda other: _may_follow(run, node, other)
+            )
+        return run.resumable
 
-    async def _move(self, run: Run, progress: ResumableProgress) -> bool:
+    async def _move(self, run: Run) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
+        progress, given = run.resumable, run.given
+        assert progress is not None
         usable = self._placer.generators()
-        last = progress.node
-        run.avoided.decode += [node for node in usable if not node.info.resume or node is last]
-        if last is not None and run.given.route == CHAT_ROUTE:
-            run.avoided.decode += [node for node in usable if node.info.answers != last.info.answers]
+        run.avoided.decode += [node for node in usable if not _may_follow(run, progress.node, node)]
         resume = progress.resume
-        if resume is None or all(node in run.avoided.decode for node in usable):
+        if resume is None or (all(node in run.avoided.decode for node in usable) and not self._go_back(run)):
             return False
-        given = run.given
         body = {**given.body, RESUME_KEY: resume.to_json()}
         known = resume.output_token_ids
         prompt_keys = [
@@ -205,6 +222,13 @@ class Orchestrator:
             for source in given.key_sources
         ]
         run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys, encoder=BodyEncoder())
+        return True
+
+    def _go_back(self, run: Run) -> bool:
+        """Whether nobody but who handed the stream over can go on with it, and does: it is not avoided any more."""
+        if run.left is None or run.left not in self._placer.generators() or run.left not in run.avoided.decode:
+            return False
+        run.avoided.decode = [node for node in run.avoided.decode if node is not run.left]
         return True
 
     # --- both legs at once
@@ -227,7 +251,7 @@ class Orchestrator:
             num_tries += 1
             node = placement.decode
             decode_headers = self._decode_headers(run, node, placement.prefill_names)
-            progress = run.progress_on(node)
+            progress = self._progress_on(run, node)
             try:
                 await self._concurrent_legs.run(
                     job, placement, self._headers(job, node), decode_headers, client, progress
@@ -287,7 +311,7 @@ class Orchestrator:
                 run.handoff = LOCAL
                 self._releaser.release(leases)
             sources = placement.sources if run.handoff.params is None and placement.is_local and node.info.pull else ()
-            progress = run.progress_on(node)
+            progress = self._progress_on(run, node)
             content = functools.partial(_decode_content, run, sources, reports_state=progress.may_go_on)
             headers = self._decode_headers(run, node, run.handoff.prefill_node)
             try:
@@ -316,8 +340,15 @@ class Orchestrator:
         raise failure or self._placer.no_decode_node()
 
     def _headers(self, job: Job, node: Node) -> dict[str, str]:
-        """Our own keys are not for servers of another make."""
-        return dict(job.headers) if node.is_vllm else {**job.headers, **self._node_headers}
+        """Our own keys are not for servers of another make. Nodes pace prompts by the targets."""
+        if node.is_vllm:
+            return dict(job.headers)
+        headers = {**job.headers, **self._node_headers}
+        if (ttft_s := job.targets.ttft_s) is not None:
+            headers[TTFT_TARGET_HEADER] = _milliseconds(ttft_s - (time.monotonic() - job.arrival_s))
+        if (itl_s := job.targets.itl_s) is not None:
+            headers[ITL_TARGET_HEADER] = _milliseconds(itl_s)
+        return headers
 
     def _decode_headers(self, run: Run, node: Node, prefill_node: str | None) -> dict[str, str]:
         elapsed_s = time.monotonic() - run.job.arrival_s
@@ -339,6 +370,23 @@ def _too_late(placement: Placement, targets: Targets) -> RequestDroppedError:
         code="target_unreachable",
         retry_after_s=min(max(1, math.ceil(placement.late_s)), MAX_RETRY_AFTER_S),
     )
+
+
+def _may_go_on(job: Job) -> bool:
+    """Whether its stream can at all."""
+    return job.is_stream and len(job.prompts) == 1 and job.body.get("n") in (None, 1) and not job.is_local
+
+
+def _may_follow(run: Run, last: Node | None, node: Node) -> bool:
+    """Whether a stream that ``last`` generated can go on at ``node``."""
+    if node is last or not node.info.resume or node in run.avoided.decode:
+        return False
+    return last is None or run.given.route != CHAT_ROUTE or node.info.answers == last.info.answers
+
+
+def _milliseconds(seconds: float) -> str:
+    """For a header; at least 1."""
+    return str(max(1, round(1000 * seconds)))
 
 
 def _decode_content(run: Run, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:

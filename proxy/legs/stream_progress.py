@@ -13,6 +13,7 @@ the next one has to go on from.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from common.errors import TandemError
 from common.metrics.outcomes import Outcome, outcome_of_answer
@@ -41,6 +42,10 @@ class StreamProgress:
         self.is_complete = False
         self._rest = b""
         self._has_length = False
+
+    @property
+    def is_leaving(self) -> bool:
+        return False
 
     @property
     def outcome(self) -> Outcome:
@@ -78,13 +83,15 @@ class StreamProgress:
 
 
 class ResumableProgress(StreamProgress):
-    """One request's, over all its legs. ``node``: who had the last one."""
+    """One request's, over all its legs. ``node``: who had the last one. ``leaves``: asked, with the number of tokens so
+    far, whether this leg's node is to be left."""
 
     may_go_on = True
 
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
+        self.leaves: Callable[[int], bool] | None = None
         self._token_ids: list[int] = []
         self._created: int | None = None
         self._num_cached_tokens: int | None = None
@@ -92,8 +99,13 @@ class ResumableProgress(StreamProgress):
 
     def begin(self, node: Node) -> None:
         """Another leg: what was not passed on of the one before is forgotten."""
-        self.node, self.failure = node, None
+        self.node, self.failure, self.leaves = node, None, None
         self._rest, self._held = b"", None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is to go on elsewhere now; nothing of its end is held."""
+        return self.leaves is not None and self._held is None and self.leaves(len(self._token_ids))
 
     @property
     def resume(self) -> Resume | None:

@@ -195,10 +195,14 @@ class NodeLoad:
         self._fade_busy(now)
         return self._busy_s
 
-    def prompt_share(self, now: float, during_s: float) -> float:
+    def prompt_share(self, now: float, during_s: float, without: tuple[Charge, float] | None = None) -> float:
         """Of the next ``during_s`` seconds, what share prompts will take: those that wait, or as many as have come
-        lately."""
-        coming = self.busy_s(now) / BUSY_S
+        lately. ``without``: a charge that does not count, and when it came."""
+        busy_s = self.busy_s(now)
+        if without is not None:
+            charge, came_s = without
+            busy_s = max(0.0, busy_s - charge.compute_s * math.exp(-max(0.0, now - came_s) / BUSY_S))
+        coming = busy_s / BUSY_S
         waiting = self.queue_s(now) / during_s if during_s > 0 else 0.0
         return min(1.0, max(coming, waiting))
 

@@ -237,8 +237,8 @@ def _local(decode: Node, prompts: Sequence[Prompt], scale: float, estimator: Est
     num_computed = int(scale * num_computed)
     wait_s = estimator.queue_s(decode) + decode.load.room_s()
     ttft_s = wait_s + scale * seconds
-    cost_s = ttft_s + base_s + scale * waste_s + estimator.delay_price_s(decode, num_computed)
-    cost_s += estimator.late_price_s(ttft_s)
+    cost_s = estimator.ttft_price_s(ttft_s) + base_s + scale * waste_s
+    cost_s += estimator.delay_price_s(decode, num_computed, wait_s)
     return _Way(decode, ttft_s, cost_s, num_computed, fills, wait_s=wait_s)
 
 
@@ -257,7 +257,7 @@ def _remote(
         if blocks_s <= first.hidden_s:  # the usual case: the cheapest one hides the blocks' way
             fill, room_s = first.fill, decode.load.room_s()
             ttft_s, wait_s = room_s + first.ready_s + rest_s, room_s + estimator.queue_s(first.node)
-            cost_s = ttft_s + base_s + fill.waste_s + estimator.late_price_s(ttft_s)
+            cost_s = estimator.ttft_price_s(ttft_s) + base_s + fill.waste_s
             return _Way(decode, ttft_s, cost_s, fill.num_computed, bids=(first,), wait_s=wait_s)
     last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
@@ -279,7 +279,7 @@ def _remote(
         num_computed += best.fill.num_computed
         chosen.append(best)
     ttft_s = decode.load.room_s() + scale * last_s
-    cost_s = ttft_s + base_s + scale * waste_s + estimator.late_price_s(ttft_s)
+    cost_s = estimator.ttft_price_s(ttft_s) + base_s + scale * waste_s
     wait_s = decode.load.room_s() + max(estimator.queue_s(bid.node) for bid in chosen)
     return _Way(decode, ttft_s, cost_s, int(scale * num_computed), bids=chosen, wait_s=wait_s)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from proxy.nodes.load import Charge
 from proxy.nodes.node import Node
 from proxy.nodes.rates import Rates
 from proxy.placement.in_progress import NOTHING_EXPECTED
@@ -35,15 +36,19 @@ COPY_PRICE = 0.25
 """Price of a copy, as a share of the time of computing what is copied: a copy takes memory from other blocks."""
 STREAM_CHUNK_SHARE = 4
 """Beside streams without a target a node's prompts get one of so many parts of its chunk, as its scheduler does."""
-FLOOR_SHARE = 16
-"""Beside streams with a target, at least one of so many."""
+SLOWEST_SHARE = 0.25
+"""Of its speed without streams, what a prompt keeps beside streams with a target."""
+PACING_RESERVE = 1.25
+"""Times its length, what a prompt is taken to need where nodes ask whether it comes in time at a slower pace."""
 TARGET_SHARE = 0.9
 """Of the target for the time between two tokens, what nodes plan a step with prompts to take."""
 IN_TARGET_PRICE = 0.25
-"""Price of delaying streams by prompts whose chunks keep within the streams' target, as a share of the usual one."""
+"""Price of time that a target leaves, of a first token's or of a stream's, as a share of the usual one."""
 LATE_PRICE = 4.0
 """Price of a second beyond a target, beside the second itself."""
-CROSS_S, CROSS_SHARE = 0.05, 0.1
+SAFE_SHARE = 0.9
+"""Of what a target leaves, how much is counted on: estimates miss, and others come."""
+CROSS_S, CROSS_SHARE = 0.1, 0.1
 """What a node must save to take the other role's work: seconds, and a share of the time of computing the prompt. So
 roles stay as they are where that is about as good, and each kind of work keeps its own caches."""
 USUAL_ANSWER_TOKENS = 256
@@ -163,7 +168,7 @@ class Estimator:
         """The cheapest of computing all that ``node`` has no state for, reading a deeper one from its tier, and pulling
         one first."""
         rates = self._rates[node.url]
-        chunk, step_s = self._chunk(node, node.load.num_rows)
+        chunk, step_s = self._chunk(node, node.load.num_rows, prompt.num_tokens - prompt.on(node).state_tokens)
         attention_tokens, state_tokens, tier_tokens, tier = prompt.coverage.get(node.url, NO_COVERAGE)
         num_tokens, holders = prompt.num_tokens, prompt.holders
         num_left = num_tokens - state_tokens
@@ -222,47 +227,83 @@ class Estimator:
         """Of one more stream: each of those that run makes its steps longer, and it theirs."""
         return self._weight * self._rates[decode.url].decode_step_s * decode.load.num_running
 
-    def delay_price_s(self, decode: Node, num_computed: int) -> float:
-        """Of prompt tokens between a decode node's steps: each running stream waits for them, and so would the next one
-        to come."""
-        added_s = num_computed * self._rates[decode.url].token_s
-        price = 1.0 if self._targets.itl_s is None else IN_TARGET_PRICE
-        return price * self._weight * added_s * (decode.load.num_running + 1)
+    def delay_price_s(self, decode: Node, num_computed: int, wait_s: float) -> float:
+        """Of prompt tokens between a decode node's steps, after ``wait_s``: each running stream waits for them, and so
+        would the next one to come. Streams with a target wait for less, as long as what they have left of it is enough
+        or the prompt can wait for their ends."""
+        added_s, num_running = num_computed * self._rates[decode.url].token_s, decode.load.num_running
+        delay_s = self._weight * added_s * (num_running + 1)
+        if self._targets.itl_s is None:
+            return delay_s
+        over_s = max(0.0, added_s - SAFE_SHARE * self._slack_s(decode)) if num_running else 0.0
+        if over_s and self._can_wait_for_streams(decode, added_s + wait_s):
+            over_s = 0.0
+        return IN_TARGET_PRICE * delay_s + LATE_PRICE * over_s * num_running
 
-    def late_price_s(self, ttft_s: float) -> float:
-        """Of a first token beyond its target."""
+    def _slack_s(self, node: Node) -> float:
+        """What a stream on ``node`` can lose from its first token to its last and keep the target, beside the prompts
+        that wait there or have come lately."""
+        assert self._targets.itl_s is not None
+        rates, num_rows, num_tokens = self._rates[node.url], node.load.num_running, self._num_answer_tokens
+        share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows))
+        return num_tokens * max(0.0, self._targets.itl_s - self._pace(node, num_rows, share)[0])
+
+    def _can_wait_for_streams(self, node: Node, ttft_s: float) -> bool:
+        """Whether a prompt that would be computed within ``ttft_s`` is in time although the streams on ``node`` end
+        before it goes on, one after the other."""
+        if self._targets.ttft_s is None:
+            return True
+        streams_s = node.load.num_running * self._num_answer_tokens * self._rates[node.url].decode_s(1)
+        return ttft_s + streams_s <= SAFE_SHARE * self._targets.ttft_s
+
+    def ttft_price_s(self, ttft_s: float) -> float:
+        """Of a first token that comes after so long: within its target less than the time, beyond it more."""
         target_s = self._targets.ttft_s
-        return LATE_PRICE * max(0.0, ttft_s - target_s) if target_s is not None else 0.0
+        if target_s is None:
+            return ttft_s
+        late_s = max(0.0, ttft_s - SAFE_SHARE * target_s)
+        return IN_TARGET_PRICE * (ttft_s - late_s) + (1.0 + LATE_PRICE) * late_s
 
-    def stream_cost_s(self, node: Node) -> float:
+    def stream_cost_s(self, node: Node, own: tuple[Charge, float] | None = None) -> float:
         """Of one more stream from its first token to its last: its own time, by which it makes others longer, and by
-        which prompts that wait there, or will come, take longer beside it."""
-        rates, num_rows, num_tokens = self._rates[node.url], node.load.num_rows, self._num_answer_tokens
-        share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows + 1))
+        which prompts that wait there, or will come, take longer beside it. ``own``: it is one of those that run, and so
+        much work was placed for it, at that time."""
+        rates, num_tokens = self._rates[node.url], self._num_answer_tokens
+        num_rows = node.load.num_rows if own is None else max(0, node.load.num_rows - 1)
+        share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows + 1), own)
         before_s, before_rate = self._pace(node, num_rows, share)
         after_s, after_rate = self._pace(node, num_rows + 1, share)
         lasts_s = num_tokens * after_s
         others_s = num_rows * num_tokens * max(0.0, after_s - before_s)
         prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
-        target_s = self._targets.itl_s
-        late_s = num_tokens * max(0.0, after_s - target_s) * (num_rows + 1) if target_s is not None else 0.0
-        return self._weight * (lasts_s + others_s + prompts_s) + LATE_PRICE * late_s
+        cost_s, target_s = self._weight * (lasts_s + others_s + prompts_s), self._targets.itl_s
+        if target_s is None:
+            return cost_s
+        late_s = num_tokens * max(0.0, after_s - target_s) * (num_rows + 1)
+        return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
     def cross_price_s(self, fill: Fill) -> float:
         """What it must save to take the other role's work."""
         return CROSS_S + CROSS_SHARE * fill.compute_s
 
-    def _chunk(self, node: Node, num_rows: int) -> tuple[int, float]:
-        """Prompt tokens of one step beside ``num_rows``, and the seconds of that step without them."""
+    def _chunk(self, node: Node, num_rows: int, num_tokens: int = 0) -> tuple[int, float]:
+        """Of ``num_tokens`` of a prompt, those of one step beside ``num_rows``, and the seconds of that step without
+        them: as nodes' schedulers have it."""
         rates, chunk = self._rates[node.url], node.load.report.chunk
         if num_rows == 0:
             return chunk, rates.step_s
-        step_s = rates.step_s + rates.row_s * num_rows
-        target_s = self._targets.itl_s
-        if target_s is None:
-            return max(1, chunk // STREAM_CHUNK_SHARE), step_s
-        fits = (TARGET_SHARE * target_s - step_s) / rates.token_s if rates.token_s > 0 else chunk
-        return int(min(chunk, max(fits, chunk // FLOOR_SHARE, 1))), step_s
+        step_s, token_s = rates.step_s + rates.row_s * num_rows, rates.token_s
+        itl_s, ttft_s = self._targets.itl_s, self._targets.ttft_s
+        share = max(1, chunk // STREAM_CHUNK_SHARE)
+        if itl_s is None:
+            return share, step_s
+        if token_s <= 0:
+            return chunk, step_s
+        rate = SLOWEST_SHARE * chunk / (rates.step_s + chunk * token_s)
+        fits = max((TARGET_SHARE * itl_s - step_s) / token_s, rate * step_s / (1.0 - rate * token_s), 1.0)
+        if ttft_s is not None and fits * ttft_s < PACING_RESERVE * num_tokens * (step_s + fits * token_s):
+            fits = max(fits, share)
+        return int(min(chunk, fits)), step_s
 
     def _pace(self, node: Node, num_rows: int, share: float) -> tuple[float, float]:
         """Seconds between two tokens of ``num_rows`` streams while prompts take ``share`` of the time, and how many

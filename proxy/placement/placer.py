@@ -24,6 +24,7 @@ from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
 from proxy.placement.cost import Choice, CostChooser, Options
 from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt, Targets
+from proxy.placement.guests import LOOK_S, MIN_LEFT_TOKENS, Guests
 from proxy.placement.in_progress import Claim, PromptsInProgress
 from proxy.placement.policies import Cost, PlacementPolicy, create_policy, pick
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
@@ -49,7 +50,9 @@ class _Open:
     charges: Sequence[tuple[Node, Charge]]
     claims: Sequence[Claim]
     placed_s: float
+    num_prompt_tokens: int
     is_started: bool = False
+    looked_s: float = 0.0
 
 
 class Placer:
@@ -80,6 +83,7 @@ class Placer:
         self._history = TextHistory(clock=clock)
         self._in_progress = PromptsInProgress(clock=clock)
         self._sessions = SessionNodes()
+        self._guests = Guests()
         self._open: dict[int, _Open] = {}
 
     @property
@@ -120,14 +124,7 @@ class Placer:
         now = self._clock()
         session_url = self._sessions.get(request.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
-        estimator = Estimator(
-            nodes,
-            self._rates.rates(self._pool.nodes, now),
-            now,
-            self._config.stream_delay_weight,
-            request.targets,
-            request.max_answer_tokens,
-        )
+        estimator = self._estimator(nodes, request, request.max_answer_tokens, now)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
         late_s = _late_s(choice, request.targets)
@@ -136,7 +133,8 @@ class Placer:
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
-        self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now, num_tokens)
         self._sessions.put(request.session_id, choice.decode.url)
         return placement
 
@@ -171,6 +169,23 @@ class Placer:
         for node, charge in entry.charges:
             node.load.end_stream(charge, now - entry.placed_s)
 
+    def leaves(self, request: PlacementRequest, may_follow: Callable[[Node], bool], num_output_tokens: int) -> bool:
+        """Whether a stream that a prefill node generates, ``num_output_tokens`` so far, is to go on at one of the
+        decode nodes that ``may_follow``."""
+        entry, now = self._open.get(id(request)), self._clock()
+        if entry is None or not entry.is_started or now - entry.looked_s < LOOK_S or not self._guests.may_leave(now):
+            return False
+        entry.looked_s = now
+        node = entry.placement.decode
+        decode = [each for each in self._pool.usable(NodeRole.DECODE) if each.info.pull and may_follow(each)]
+        num_left = None if request.max_answer_tokens is None else request.max_answer_tokens - num_output_tokens
+        if node.role is not NodeRole.PREFILL or not decode or (num_left is not None and num_left < MIN_LEFT_TOKENS):
+            return False
+        estimator = self._estimator([node, *decode], request, num_left, now)
+        num_tokens = entry.num_prompt_tokens + num_output_tokens
+        [own] = [charge for charged, charge in entry.charges if charged is node]
+        return self._guests.leaves(node, (own, entry.placed_s), num_tokens, decode, estimator, now)
+
     def generators(self) -> list[Node]:
         """Who may be asked to generate now: decode nodes, then prefill nodes where roles are elastic."""
         nodes = list(self._pool.usable(NodeRole.DECODE))
@@ -191,6 +206,18 @@ class Placer:
 
     def no_decode_node(self) -> NodeUnavailableError:
         return NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
+
+    def _estimator(
+        self, nodes: Sequence[Node], request: PlacementRequest, max_answer_tokens: int | None, now: float
+    ) -> Estimator:
+        return Estimator(
+            nodes,
+            self._rates.rates(self._pool.nodes, now),
+            now,
+            self._config.stream_delay_weight,
+            request.targets,
+            max_answer_tokens,
+        )
 
     # --- what may be chosen
 

@@ -145,8 +145,9 @@ class Cluster:
         targets: Targets = NO_TARGETS,
         boundaries: tuple[int, ...] = (),
         on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Now. ``boundaries``: positions in the prompt that are worth a state."""
+    ) -> Served:
+        """Now. ``boundaries``: positions in the prompt that are worth a state. ``on_end``: at its last token; a request
+        that is turned away has none."""
         self._num_open += 1
         self._num_requests += 1
         self._tell_index()
@@ -176,14 +177,14 @@ class Cluster:
             served.way, served.is_shed = "shed", True
             self.served.append(served)
             self._num_open -= 1
-            self.at(self.now, on_end)
-            return
+            return served
         name = f"request {self._num_requests}"
         job = _Job(request, placement, served, keys, prompt, answer, boundaries, name, on_end)
         if placement.is_local:
             self._generate(job, self._source(job, self.nodes[placement.decode.url]))
         else:
             self._compute(job)
+        return served
 
     @property
     def _pool_block_size(self) -> int:
@@ -207,6 +208,7 @@ class Cluster:
         node.generate(request, job.keys.fork(), job.answer, lambda: self._first(job), lambda: self._last(job))
 
     def _request(self, job: _Job, sampling: SamplingParams | None, held: HeldPrefix | None) -> Request:
+        targets, waited_s = job.served.targets, self.now - job.served.came_s
         return Request(
             job.name,
             job.prompt,
@@ -214,7 +216,8 @@ class Cluster:
             remote=held,
             is_remote_optional=True,
             arrival_s=self.now,
-            itl_target_s=job.served.targets.itl_s,
+            ttft_target_s=None if targets.ttft_s is None else targets.ttft_s - waited_s,
+            itl_target_s=targets.itl_s,
             semantic_boundaries=job.boundaries,
         )
 

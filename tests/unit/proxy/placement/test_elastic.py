@@ -9,7 +9,8 @@ import pytest
 
 from common.errors import NodeUnavailableError
 from proxy.nodes.node import NodeRole
-from proxy.placement.estimate import LATE_PRICE, Estimator, Targets
+from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, Estimator, Targets
+from proxy.placement.guests import LOOK_S
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from tests.unit.proxy.placement.world import World, make_request
 
@@ -117,12 +118,13 @@ def estimator(rig: Rig, targets: Targets) -> Estimator:
     return Estimator(nodes, rig.world.placer._rates.rates(nodes, 0.0), 0.0, 0.5, targets)
 
 
-def test_late_price_when_the_first_token_misses_its_target_then_grows_with_what_is_missed() -> None:
+def test_ttft_price_when_there_is_a_target_then_is_less_within_it_and_more_beyond() -> None:
     rig = Rig()
-    late = estimator(rig, Targets(ttft_s=0.5))
-    assert late.late_price_s(0.4) == 0.0
-    assert late.late_price_s(0.7) == pytest.approx(0.2 * LATE_PRICE)
-    assert estimator(rig, Targets()).late_price_s(100.0) == 0.0
+    price = estimator(rig, Targets(ttft_s=1.0)).ttft_price_s
+    assert price(0.5) == pytest.approx(0.5 * IN_TARGET_PRICE)
+    safe = SAFE_SHARE * IN_TARGET_PRICE
+    assert price(1.5) == pytest.approx(safe + (1.5 - SAFE_SHARE) * (1 + LATE_PRICE))
+    assert estimator(rig, Targets()).ttft_price_s(100.0) == 100.0
 
 
 def test_stream_cost_when_the_nodes_steps_are_longer_than_the_target_then_is_higher() -> None:
@@ -130,7 +132,64 @@ def test_stream_cost_when_the_nodes_steps_are_longer_than_the_target_then_is_hig
     node = rig.world.pool.nodes[0]
     rig.generate(4, node.url)
     costs = [estimator(rig, Targets(itl_s=target)).stream_cost_s(node) for target in (None, 10.0, 0.001)]
-    assert costs[0] == costs[1] < costs[2]
+    assert costs[1] == pytest.approx(IN_TARGET_PRICE * costs[0])
+    assert costs[2] > costs[0]
+
+
+def test_delay_price_when_streams_have_time_left_then_is_little() -> None:
+    rig = Rig()
+    [node] = [node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE]
+    rig.generate(2, node.url)
+
+    def price(itl_s: float | None, ttft_s: float | None, num_tokens: int = 500) -> float:
+        return estimator(rig, Targets(ttft_s, itl_s)).delay_price_s(node, num_tokens, 0.0)
+
+    usual = price(None, None)
+    assert price(10.0, 0.2) == pytest.approx(IN_TARGET_PRICE * usual)
+    # No time between two tokens is left: it costs what they lose, unless the prompt can wait until they have ended.
+    assert price(0.001, 0.2) > 4 * usual
+    assert price(0.001, 3600.0) == price(0.001, None) == pytest.approx(IN_TARGET_PRICE * usual)
+
+
+def generating_on(rig: Rig, role: NodeRole, **fields: Any) -> PlacementRequest:
+    """A stream that a node of ``role`` generates."""
+    [other] = [node for node in rig.world.pool.nodes if node.role is not role]
+    rig.generate(200, other.url)
+    request = make_request(tokens(500, 77), **fields)
+    placement = rig.world.placer.place(request, Avoided(decode=[other]))
+    assert placement.decode.role is role
+    rig.world.placer.started(request, is_answer=True)
+    rig.generate(-200, other.url)
+    rig.world.now += 1.0
+    return request
+
+
+def test_guest_when_prompts_come_to_its_node_then_leaves_for_a_decode_node() -> None:
+    rig = Rig()
+    request = generating_on(rig, NodeRole.PREFILL)
+    assert not rig.world.placer.leaves(request, lambda node: True, 10)
+    for _ in range(6):
+        rig.place(2000, placement_header=PlacementHeader.REMOTE)
+    assert not rig.world.placer.leaves(request, lambda node: True, 10), "it was looked at a moment ago"
+    rig.world.now += LOOK_S
+    assert rig.world.placer.leaves(request, lambda node: True, 10)
+
+
+@pytest.mark.parametrize("why", ["nobody may", "full", "nearly done", "on a decode node", "another just left"])
+def test_guest_when_it_is_no_better_off_elsewhere_then_stays(why: str) -> None:
+    rig = Rig()
+    role = NodeRole.DECODE if why == "on a decode node" else NodeRole.PREFILL
+    request = generating_on(rig, role, max_answer_tokens=100)
+    other = generating_on(rig, role, max_answer_tokens=100)
+    for _ in range(6):
+        rig.place(2000, placement_header=PlacementHeader.REMOTE)
+    if why == "full":
+        [decode] = [node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE]
+        rig.generate(1000, decode.url)
+    if why == "another just left":
+        assert rig.world.placer.leaves(other, lambda node: True, 10)
+    num_output = 99 if why == "nearly done" else 10
+    assert not rig.world.placer.leaves(request, lambda node: why != "nobody may", num_output)
 
 
 def test_charges_when_requests_start_and_end_then_rows_are_counted_back_to_zero() -> None:

@@ -32,7 +32,7 @@ class Rig:
         self.index = PrefixIndex(100_000)
         self.started: list[tuple[str, float, float]] = []
         self.placer = Placer(
-            ProxyConfig(decode=("http://unused",), **config),
+            ProxyConfig(decode=("http://unused",), **{"elastic": False, **config}),
             self.pool,
             self.index,
             on_start=lambda *values: self.started.append(values),

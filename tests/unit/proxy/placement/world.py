@@ -129,7 +129,7 @@ class Outcome:
 
 
 class World:
-    """``submit`` requests at times, ``run`` until nothing is left."""
+    """``submit`` requests at times, ``run`` until nothing is left. Roles are kept unless ``config`` says otherwise."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class World:
         self.index = PrefixIndex(1_000_000, clock=lambda: self.now)
         self.outcome = Outcome()
         self.placer = Placer(
-            ProxyConfig(decode=("http://unused",), policy=policy, **config),
+            ProxyConfig(decode=("http://unused",), policy=policy, **{"elastic": False, **config}),
             self.pool,
             self.index,
             on_start=lambda way, expected, actual: self.outcome.ratios.append(actual / expected),
