@@ -5,7 +5,9 @@ prefill and one decode node), and two nodes that are *alike* and compute prompts
 process. Targets are multiples of what the pair with static roles takes for one request alone, of each mix; requests
 carry them as headers. The goodput of a mix is the highest rate at which 90 % of its requests keep both targets (the
 first token's time, and the mean time between tokens), found by halving. *shifting* changes between the mixes every
-30 s. *closed*: 16 requests of 512/128 at any time.
+30 s; each comes at a multiple of the best goodput that was found for it, and two such multiples are looked for: 90 % of
+all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests of 512/128 at any time, with the
+target for the time between tokens alone.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
@@ -16,10 +18,11 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +32,7 @@ import torch
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
 from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
-from benchmarks.goodput.search import SHARE, find_goodput
+from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_both
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
@@ -91,22 +94,26 @@ class Runs:
     targets: dict[Mix, Targets] = field(default_factory=dict)
     draw: int = 0
 
-    async def attainment(self, way: str, mixes: Sequence[Mix], rate: float) -> float:
+    async def attainment(self, way: str, rates: Mapping[Mix, float], factor: float) -> Attainment:
+        """At ``factor`` times ``rates``."""
         self.draw += 1
-        vocab = SIZES[self.args.size]["vocab"]
-        arrivals = draw_arrivals(mixes, rate, self.args.seconds, vocab, self.draw)
-        async with self._clients(way) as clients:
+        scaled = {mix: factor * rate for mix, rate in rates.items()}
+        arrivals = draw_arrivals(scaled, self.args.seconds, self.vocab, self.draw)
+        async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
         share = outcome.attainment(self.targets)
-        show(way, f"{rate:6.3f} requests/s, {100 * share:5.1f} % in time", outcome)
+        rate = sum(scaled.values()) / len(scaled)
+        worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(rates) > 1 else ""
+        show(way, f"{rate:6.3f} requests/s, {100 * share.of_all:5.1f} % in time{worst}", outcome)
         await asyncio.sleep(SETTLE_S)
         return share
 
     async def closed(self, way: str) -> Outcome:
         self.draw += 1
-        vocab, mix = SIZES[self.args.size]["vocab"], MIXES[CLOSED_MIX]
-        arrivals = draw_arrivals([mix], float(self.args.closed), 10.0, vocab, self.draw)[: self.args.closed]
-        async with self._clients(way) as clients:
+        mix = MIXES[CLOSED_MIX]
+        arrivals = draw_arrivals({mix: float(self.args.closed)}, 10.0, self.vocab, self.draw)[: self.args.closed]
+        targets = {mix: Targets(math.inf, self.targets[mix].itl_s)}
+        async with self._clients(way, targets) as clients:
             outcome = await clients.closed_loop(arrivals, self.args.concurrency)
         show(way, f"{self.args.concurrency} at a time", outcome)
         await asyncio.sleep(SETTLE_S)
@@ -115,48 +122,54 @@ class Runs:
     async def unloaded(self, mix: Mix) -> Targets:
         """One request at a time, with static roles."""
         self.draw += 1
-        vocab = SIZES[self.args.size]["vocab"]
         single = Mix(mix.num_prompt_tokens, mix.num_answer_tokens)
-        arrivals = draw_arrivals([single], float(NUM_UNLOADED + 1), 10.0, vocab, self.draw)[: NUM_UNLOADED + 1]
-        async with self._clients(STATIC) as clients:
+        arrivals = draw_arrivals({single: NUM_UNLOADED + 1.0}, 10.0, self.vocab, self.draw)[: NUM_UNLOADED + 1]
+        async with self._clients(STATIC, {}) as clients:
             answers = (await clients.closed_loop(arrivals, 1)).answers[1:]
         ttft_s = percentile([answer.ttft_s for answer in answers], 0.5)
         itl_s = percentile([answer.itl_s for answer in answers], 0.5)
         print(f"{mix}: alone {1e3 * ttft_s:.0f} ms to the first token, {1e3 * itl_s:.1f} ms between tokens", flush=True)
         return Targets(self.args.ttft * ttft_s, self.args.itl * itl_s)
 
-    def start_rate(self, mixes: Sequence[Mix]) -> float:
-        """The first that is tried."""
-        slowest_s = max(self.targets[mix].ttft_s for mix in mixes) / float(self.args.ttft)
-        return 1 / slowest_s / 2
+    def rate_of_half(self, mix: Mix) -> float:
+        """At which one node is busy half the time with prompts, of which nothing is cached."""
+        return float(self.args.ttft) / self.targets[mix].ttft_s / 2
 
-    def _clients(self, way: str) -> Clients:
-        return Clients(self.running[way].url, self.targets)
+    @property
+    def vocab(self) -> int:
+        return SIZES[self.args.size]["vocab"]
+
+    def _clients(self, way: str, targets: Mapping[Mix, Targets]) -> Clients:
+        return Clients(self.running[way].url, targets)
 
 
 async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
     runs = Runs(args, running)
     for way in args.ways:  # every kind of step was seen, and recorded, before anything counts
         async with Clients(running[way].url, {}) as clients:
-            await clients.closed_loop(draw_arrivals([MIXES[CLOSED_MIX]], 12.0, 1.0, SIZES[args.size]["vocab"], 1), 6)
+            await clients.closed_loop(draw_arrivals({MIXES[CLOSED_MIX]: 12.0}, 1.0, runs.vocab, 1), 6)
     for mix in MIXES.values():
         runs.targets[mix] = await runs.unloaded(mix)
-    table: dict[str, dict[str, float]] = {}
-    for name in args.mixes:
-        mixes = list(MIXES.values()) if name == SHIFTING else [MIXES[name]]
+    tables: dict[str, Table] = {}
+    best = {mix: runs.rate_of_half(mix) for mix in MIXES.values()}
+    for name in (*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])):
         print(f"\n{name}", flush=True)
-        start_rate = runs.start_rate(mixes)
-        table[name] = {}
+        rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
+        table = tables[name] = Table(dict(rates), {})
         for way in args.ways:
-            attainment = functools.partial(runs.attainment, way, mixes)
-            table[name][way] = await find_goodput(attainment, start_rate, args.halvings)
-    print(f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time")
-    print("  mix        " + "".join(f"{way:>10}" for way in args.ways) + "   elastic / better of the others")
-    for name, found in table.items():
-        others = max((rate for way, rate in found.items() if way != ELASTIC), default=0.0)
-        ratio = f"{found[ELASTIC] / others:10.2f}" if ELASTIC in found and others else ""
-        print(f"  {name:<11}" + "".join(f"{found[way]:>10.3f}" for way in args.ways) + ratio)
-    await predict(runs, table, model)
+            attainment = functools.partial(runs.attainment, way, table.rates)
+            table.found[way] = await find_both(attainment, 1.0, args.halvings)
+        highest = max(goodput.of_all for goodput in table.found.values())
+        if name != SHIFTING and highest:
+            best[MIXES[name]] *= highest
+    print(f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time; shifting: in times of the mixes' best")
+    print("  mix             " + "".join(f"{way:>10}" for way in args.ways) + "   elastic / better of the others")
+    for name, table in tables.items():
+        for label, found in table.rows(name):
+            others = max((rate for way, rate in found.items() if way != ELASTIC), default=0.0)
+            ratio = f"{found[ELASTIC] / others:10.2f}" if ELASTIC in found and others else ""
+            print(f"  {label:<16}" + "".join(f"{found[way]:>10.3f}" for way in args.ways) + ratio)
+    await predict(runs, tables, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
         closed = {way: await runs.closed(way) for way in args.ways}
@@ -174,32 +187,52 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
             print(f"  {way:<8} {node.role:<8}{prediction_errors(metrics)}")
 
 
-async def predict(runs: Runs, table: Mapping[str, Mapping[str, float]], model: Path) -> None:
-    """The same table from the nodes' own figures, and how far it is off."""
+@dataclass
+class Table:
+    """``found``: by way, in multiples of ``rates``."""
+
+    rates: dict[Mix, float]
+    found: dict[str, Goodput]
+
+    def rows(self, name: str) -> list[tuple[str, dict[str, float]]]:
+        """What is printed of it: requests a second of a mix, multiples of several."""
+        if name != SHIFTING:
+            [rate] = self.rates.values()
+            return [(name, {way: rate * goodput.of_all for way, goodput in self.found.items()})]
+        return [
+            (f"{name}, all", {way: goodput.of_all for way, goodput in self.found.items()}),
+            (f"{name}, every", {way: goodput.of_every for way, goodput in self.found.items()}),
+        ]
+
+
+async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
+    """The same tables from the nodes' own figures, and how far they are off."""
     args = runs.args
     print(
         "\npredicted (tandem simulate --cluster, with the speeds that the nodes report), and as a share of the measured"
     )
-    print("  mix        " + "".join(f"{way:>16}" for way in args.ways))
-    for name, found in table.items():
-        mixes = list(MIXES.values()) if name == SHIFTING else [MIXES[name]]
-        cells = []
+    for way in args.ways:
+        for role, speeds_of_role in measured_speeds(runs.running[way]).items():
+            print(f"  {way} {role.value}: {speeds_of_role}")
+    print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
+    for name, table in tables.items():
+        guess = Table(table.rates, {})
         for way in args.ways:
             speeds = measured_speeds(runs.running[way])
             max_num_seqs = max(each.max_num_seqs for each in speeds.values())
-            goodput = await predict_goodput(
+            guess.found[way] = await predict_goodput(
                 way,
-                mixes,
+                table.rates,
                 runs.targets,
                 cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
                 speeds=speeds,
                 seconds=args.seconds,
-                vocab=SIZES[args.size]["vocab"],
-                start_rate=runs.start_rate(mixes),
+                vocab=runs.vocab,
                 num_halvings=args.halvings + 2,
             )
-            cells.append(f"{goodput:9.3f} ({goodput / found[way]:.2f})" if found[way] else f"{goodput:9.3f} ( - )")
-        print(f"  {name:<11}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+        for (label, guessed), (_, found) in zip(guess.rows(name), table.rows(name), strict=True):
+            cells = [f"{guessed[way]:9.3f} ({guessed[way] / found[way] if found[way] else 0:.2f})" for way in args.ways]
+            print(f"  {label:<16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 def _mean_ttft_s(outcome: Outcome) -> float:
@@ -207,7 +240,7 @@ def _mean_ttft_s(outcome: Outcome) -> float:
 
 
 def show(way: str, what: str, outcome: Outcome) -> None:
-    failed = f", {outcome.num_refused} failed" if outcome.num_refused else ""
+    failed = f", {outcome.refused.total()} failed" if outcome.refused else ""
     print(
         f"  {way:<8} {what}; {outcome.tokens_per_s:6.1f} tokens/s; "
         f"first token median {1e3 * outcome.ttft_s(0.5):6.0f}, p90 {1e3 * outcome.ttft_s(0.9):6.0f} ms; "

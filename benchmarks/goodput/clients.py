@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.goodput.search import Attainment
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix
 from common.wire.headers import ITL_TARGET_HEADER, TRACE_HEADER, TTFT_TARGET_HEADER
 from common.wire.routes import COMPLETIONS_ROUTE
@@ -38,6 +40,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Targets:
+    """Infinite: there is none."""
+
     ttft_s: float
     itl_s: float
 
@@ -46,24 +50,21 @@ class Targets:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {
-            TTFT_TARGET_HEADER: str(max(1, int(1e3 * self.ttft_s))),
-            ITL_TARGET_HEADER: str(max(1, int(1e3 * self.itl_s))),
-        }
+        named = {TTFT_TARGET_HEADER: self.ttft_s, ITL_TARGET_HEADER: self.itl_s}
+        return {name: str(max(1, int(1e3 * seconds))) for name, seconds in named.items() if seconds < math.inf}
 
 
 @dataclass
 class Outcome:
-    """Of one run: ``num_refused`` got no answer."""
+    """Of one run: ``refused`` got no answer."""
 
     answers: list[Answer] = field(default_factory=list)
-    num_refused: int = 0
+    refused: Counter[Mix] = field(default_factory=Counter)
     seconds: float = 0.0
 
-    def attainment(self, targets: Mapping[Mix, Targets]) -> float:
-        """The part of the requests that kept both targets of their mix."""
-        total = len(self.answers) + self.num_refused
-        return sum(targets[answer.mix].are_kept(answer) for answer in self.answers) / total if total else 0.0
+    def attainment(self, targets: Mapping[Mix, Targets]) -> Attainment:
+        kept = Counter(answer.mix for answer in self.answers if targets[answer.mix].are_kept(answer))
+        return Attainment.of(kept, Counter(answer.mix for answer in self.answers) + self.refused)
 
     @property
     def tokens_per_s(self) -> float:
@@ -136,7 +137,7 @@ class Clients:
                 answer = await self._stream(so_far, arrival.mix)
             except (httpx.HTTPError, ConnectionError):
                 # The rest of a chat whose turn failed never comes: all of it missed its targets.
-                outcome.num_refused += len(arrival.prompts) - turn
+                outcome.refused[arrival.mix] += len(arrival.prompts) - turn
                 return
             outcome.answers.append(answer)
             so_far += answer.token_ids

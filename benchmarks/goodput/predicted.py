@@ -4,6 +4,7 @@ speeds that the nodes have measured by then."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 
 from benchmarks.goodput.clients import Targets
-from benchmarks.goodput.search import find_goodput
+from benchmarks.goodput.search import Attainment, Goodput, find_both
 from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
@@ -54,23 +55,22 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
 
 async def predict_goodput(
     way: str,
-    mixes: Sequence[Mix],
+    rates: Mapping[Mix, float],
     targets: Mapping[Mix, Targets],
     *,
     cache: KVCacheConfig,
     speeds: Mapping[NodeRole, Speeds],
     seconds: float,
     vocab: int,
-    start_rate: float,
     num_halvings: int,
-) -> float:
-    """As ``find_goodput`` of the service itself."""
+) -> Goodput:
+    """As ``find_both`` of the service itself."""
 
-    async def attainment(rate: float) -> float:
-        arrivals = draw_arrivals(mixes, rate, seconds, vocab, seed=1)
+    async def attainment(factor: float) -> Attainment:
+        arrivals = draw_arrivals({mix: factor * rate for mix, rate in rates.items()}, seconds, vocab, seed=1)
         return simulate(way, arrivals, targets, cache=cache, speeds=speeds)
 
-    return await find_goodput(attainment, start_rate, num_halvings)
+    return await find_both(attainment, 1.0, num_halvings)
 
 
 def simulate(
@@ -80,25 +80,31 @@ def simulate(
     *,
     cache: KVCacheConfig,
     speeds: Mapping[NodeRole, Speeds],
-) -> float:
-    """The part of the requests that keep both targets."""
+) -> Attainment:
     num_prefill, num_decode = (0, 2) if way == ALIKE else (1, 1)
     cluster = Cluster(num_prefill, num_decode, cache=cache, speeds=speeds, elastic=way == ELASTIC)
+    kept: Counter[Mix] = Counter()
+    came: Counter[Mix] = Counter()
     for arrival in arrivals:
-        cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], 0, []))
+        came[arrival.mix] += len(arrival.prompts)
+        cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], 0, [], kept))
     cluster.run()
-    total = sum(len(arrival.prompts) for arrival in arrivals)
-    return sum(served.is_in_time for served in cluster.served) / total if total else 0.0
+    return Attainment.of(kept, came)
 
 
-def _turn(cluster: Cluster, arrival: Arrival, targets: Targets, turn: int, so_far: list[int]) -> None:
+def _turn(
+    cluster: Cluster, arrival: Arrival, targets: Targets, turn: int, so_far: list[int], kept: Counter[Mix]
+) -> None:
     prompt = [*so_far, *arrival.prompts[turn]]
     # Any tokens, as long as no other answer has them.
     answer = [(hash((arrival.at_s, turn)) + number) % 1_000_003 for number in range(arrival.mix.num_answer_tokens)]
 
     def go_on() -> None:
+        kept[arrival.mix] += served.is_in_time
         if turn + 1 < len(arrival.prompts):
             longer: list[Any] = [*prompt, *answer]
-            cluster.at(cluster.now + THINK_S, functools.partial(_turn, cluster, arrival, targets, turn + 1, longer))
+            further = functools.partial(_turn, cluster, arrival, targets, turn + 1, longer, kept)
+            cluster.at(cluster.now + THINK_S, further)
 
-    cluster.submit(prompt, answer, targets=estimate.Targets(targets.ttft_s, targets.itl_s), on_end=go_on)
+    wanted = estimate.Targets(targets.ttft_s, targets.itl_s)
+    served = cluster.submit(prompt, answer, targets=wanted, on_end=go_on)

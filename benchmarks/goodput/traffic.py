@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -39,19 +40,20 @@ class Arrival:
     prompts: tuple[tuple[int, ...], ...]
 
 
-def draw_arrivals(
-    mixes: Sequence[Mix], requests_per_s: float, seconds: float, vocab_size: int, seed: int
-) -> list[Arrival]:
-    """``requests_per_s`` counts turns, not chats. Several ``mixes`` follow each other, each for ``SHIFT_S``, again and
-    again; the rate is that of all of them on average, and each has its part of the prompts' and answers' tokens."""
+def draw_arrivals(rates: Mapping[Mix, float], seconds: float, vocab_size: int, seed: int) -> list[Arrival]:
+    """``rates``: requests a second of each mix, turns and not chats. Several mixes follow each other, each for
+    ``SHIFT_S``, again and again."""
     draw = random.Random(seed)
     arrivals: list[Arrival] = []
-    at_s = 0.0
-    while True:
-        mix = mixes[int(at_s / SHIFT_S) % len(mixes)]
-        at_s += draw.expovariate(requests_per_s / mix.num_turns)
-        if at_s >= seconds:
-            return arrivals
-        sizes = [mix.num_prompt_tokens, *[mix.growth] * (mix.num_turns - 1)]
-        prompts = tuple(tuple(draw.choices(range(10, vocab_size), k=size)) for size in sizes)
-        arrivals.append(Arrival(at_s, mix, prompts))
+    mixes, begin_s = itertools.cycle(rates.items()), 0.0
+    while begin_s < seconds:
+        mix, rate = next(mixes)
+        end_s = min(seconds, begin_s + SHIFT_S) if len(rates) > 1 else seconds
+        at_s = begin_s + draw.expovariate(rate / mix.num_turns)
+        while at_s < end_s:
+            sizes = [mix.num_prompt_tokens, *[mix.growth] * (mix.num_turns - 1)]
+            prompts = tuple(tuple(draw.choices(range(10, vocab_size), k=size)) for size in sizes)
+            arrivals.append(Arrival(at_s, mix, prompts))
+            at_s += draw.expovariate(rate / mix.num_turns)
+        begin_s = end_s
+    return arrivals
