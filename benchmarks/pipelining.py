@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     args = parser.parse_args()
     vocab_size = int(json.loads((Path(args.model) / "config.json").read_text())["vocab_size"])
-    with service(args) as (proxy, decode), httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
+    with service(args) as (proxy, _, decode), httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
         times: dict[str, list[float]] = {"remote": [], "local": []}
         trace: dict[str, Any] = {}
         for round_index in range(args.rounds + 1):
@@ -77,9 +77,9 @@ def first_token(client: httpx.Client, url: str, prompt: Sequence[int]) -> tuple[
 
 
 @contextlib.contextmanager
-def service(args: argparse.Namespace, *, is_proxy_apart: bool = False) -> Iterator[tuple[str, str]]:
-    """URLs of the proxy and of the decode node; every process is ended on the way out. ``is_proxy_apart``: the proxy
-    stays off the decode node's core."""
+def service(args: argparse.Namespace, *, is_proxy_apart: bool = False) -> Iterator[tuple[str, str, str]]:
+    """URLs of the proxy, the prefill and the decode node; every process is ended on the way out. ``is_proxy_apart``:
+    the proxy stays off the decode node's core."""
     cores = sorted(os.sched_getaffinity(0))
     proxy_cores = set(cores[:1]) if is_proxy_apart else set(cores)
     node_flags = [
@@ -103,7 +103,7 @@ def service(args: argparse.Namespace, *, is_proxy_apart: bool = False) -> Iterat
                 processes.append(process)
             for url, process in zip((prefill, decode, proxy), processes, strict=True):
                 wait_ready(url, process)
-            yield proxy, decode
+            yield proxy, prefill, decode
         finally:
             for process in processes:
                 process.terminate()

@@ -6,8 +6,8 @@ process. Targets are multiples of what the pair with static roles takes for one 
 carry them as headers. The goodput of a mix is the highest rate at which 90 % of its requests keep both targets (the
 first token's time, and the mean time between tokens), found by halving. *shifting* changes between the mixes every
 30 s; each comes at a multiple of the best goodput that was found for it, and two such multiples are looked for: 90 % of
-all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests of 512/128 at any time, with the
-target for the time between tokens alone.
+all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests of 512/128 at any time, first
+with static roles and no target, then the others with a target between tokens of 1.5 times the p99 gap of that.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
@@ -34,13 +34,15 @@ from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
 from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
 from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_both
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
-from benchmarks.goodput.traffic import MIXES, SHIFTING, Mix, draw_arrivals
+from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
 from tests.support.service import Service
 
 MAX_MODEL_LEN = 4096
 CACHE_BYTES = 1 << 30
 CLOSED = "closed"
+CLOSED_ITL = 1.5
+"""Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
@@ -98,7 +100,8 @@ class Runs:
         """At ``factor`` times ``rates``."""
         self.draw += 1
         scaled = {mix: factor * rate for mix, rate in rates.items()}
-        arrivals = draw_arrivals(scaled, self.args.seconds, self.vocab, self.draw)
+        seconds = max(self.args.seconds, SHIFT_S * len(rates)) if len(rates) > 1 else self.args.seconds
+        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw)
         async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
         share = outcome.attainment(self.targets)
@@ -108,11 +111,11 @@ class Runs:
         await asyncio.sleep(SETTLE_S)
         return share
 
-    async def closed(self, way: str) -> Outcome:
+    async def closed(self, way: str, itl_s: float) -> Outcome:
         self.draw += 1
         mix = MIXES[CLOSED_MIX]
         arrivals = draw_arrivals({mix: float(self.args.closed)}, 10.0, self.vocab, self.draw)[: self.args.closed]
-        targets = {mix: Targets(math.inf, self.targets[mix].itl_s)}
+        targets = {mix: Targets(math.inf, itl_s)}
         async with self._clients(way, targets) as clients:
             outcome = await clients.closed_loop(arrivals, self.args.concurrency)
         show(way, f"{self.args.concurrency} at a time", outcome)
@@ -156,9 +159,11 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
         print(f"\n{name}", flush=True)
         rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
         table = tables[name] = Table(dict(rates), {})
+        guessed = sorted([(await guess(runs, way, table.rates, model)).of_all for way in args.ways])
+        start = guessed[len(guessed) // 2] or 1.0  # so that few rates are tried, and all ways at the same ones
         for way in args.ways:
             attainment = functools.partial(runs.attainment, way, table.rates)
-            table.found[way] = await find_both(attainment, 1.0, args.halvings)
+            table.found[way] = await find_both(attainment, start, args.halvings)
         highest = max(goodput.of_all for goodput in table.found.values())
         if name != SHIFTING and highest:
             best[MIXES[name]] *= highest
@@ -172,9 +177,12 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
     await predict(runs, tables, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
-        closed = {way: await runs.closed(way) for way in args.ways}
-        if {ELASTIC, STATIC} <= set(closed):
-            elastic, static = closed[ELASTIC], closed[STATIC]
+        static = await runs.closed(STATIC, math.inf)
+        itl_s = CLOSED_ITL * static.gap_s(0.99)
+        print(f"  target between tokens of the others: {1e3 * itl_s:.1f} ms")
+        closed = {way: await runs.closed(way, itl_s) for way in args.ways if way != STATIC}
+        if ELASTIC in closed:
+            elastic = closed[ELASTIC]
             print(
                 f"elastic / static: tokens/s {elastic.tokens_per_s / static.tokens_per_s:.2f}, mean time to the first "
                 f"token {_mean_ttft_s(elastic) / _mean_ttft_s(static):.2f}, "
@@ -205,6 +213,22 @@ class Table:
         ]
 
 
+async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -> Goodput:
+    """What ``tandem simulate --cluster`` makes of ``rates``, with the speeds that the nodes report now."""
+    args, speeds = runs.args, measured_speeds(runs.running[way])
+    max_num_seqs = max(each.max_num_seqs for each in speeds.values())
+    return await predict_goodput(
+        way,
+        rates,
+        runs.targets,
+        cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
+        speeds=speeds,
+        seconds=10 * args.seconds,
+        vocab=runs.vocab,
+        num_halvings=args.halvings + 2,
+    )
+
+
 async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     """The same tables from the nodes' own figures, and how far they are off."""
     args = runs.args
@@ -216,21 +240,8 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
             print(f"  {way} {role.value}: {speeds_of_role}")
     print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
     for name, table in tables.items():
-        guess = Table(table.rates, {})
-        for way in args.ways:
-            speeds = measured_speeds(runs.running[way])
-            max_num_seqs = max(each.max_num_seqs for each in speeds.values())
-            guess.found[way] = await predict_goodput(
-                way,
-                table.rates,
-                runs.targets,
-                cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
-                speeds=speeds,
-                seconds=args.seconds,
-                vocab=runs.vocab,
-                num_halvings=args.halvings + 2,
-            )
-        for (label, guessed), (_, found) in zip(guess.rows(name), table.rows(name), strict=True):
+        guesses = Table(table.rates, {way: await guess(runs, way, table.rates, model) for way in args.ways})
+        for (label, guessed), (_, found) in zip(guesses.rows(name), table.rows(name), strict=True):
             cells = [f"{guessed[way]:9.3f} ({guessed[way] / found[way] if found[way] else 0:.2f})" for way in args.ways]
             print(f"  {label:<16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 

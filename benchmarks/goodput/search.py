@@ -8,7 +8,7 @@ from typing import Any
 
 SHARE = 0.9
 """Of the requests, which must keep both targets."""
-_STEP = 2.0
+_STEP = 1.5
 _MAX_STEPS = 8
 
 

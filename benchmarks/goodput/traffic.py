@@ -40,20 +40,23 @@ class Arrival:
     prompts: tuple[tuple[int, ...], ...]
 
 
-def draw_arrivals(rates: Mapping[Mix, float], seconds: float, vocab_size: int, seed: int) -> list[Arrival]:
+def draw_arrivals(
+    rates: Mapping[Mix, float], seconds: float, vocab_size: int, seed: int, times_seed: int = 0
+) -> list[Arrival]:
     """``rates``: requests a second of each mix, turns and not chats. Several mixes follow each other, each for
-    ``SHIFT_S``, again and again."""
-    draw = random.Random(seed)
+    ``SHIFT_S``, again and again. ``seed``: of the prompts' tokens; ``times_seed``: of when they come, so that ways are
+    compared by the same arrivals, without a prompt that was seen before."""
+    draw, times = random.Random(seed), random.Random(times_seed)
     arrivals: list[Arrival] = []
     mixes, begin_s = itertools.cycle(rates.items()), 0.0
     while begin_s < seconds:
         mix, rate = next(mixes)
         end_s = min(seconds, begin_s + SHIFT_S) if len(rates) > 1 else seconds
-        at_s = begin_s + draw.expovariate(rate / mix.num_turns)
+        at_s = begin_s + times.expovariate(rate / mix.num_turns)
         while at_s < end_s:
             sizes = [mix.num_prompt_tokens, *[mix.growth] * (mix.num_turns - 1)]
             prompts = tuple(tuple(draw.choices(range(10, vocab_size), k=size)) for size in sizes)
             arrivals.append(Arrival(at_s, mix, prompts))
-            at_s += draw.expovariate(rate / mix.num_turns)
+            at_s += times.expovariate(rate / mix.num_turns)
         begin_s = end_s
     return arrivals

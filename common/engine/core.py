@@ -405,12 +405,12 @@ class EngineCore:
         if schedule.sequences:
             now = self._clock()
             # The device has come to a step that was ahead when the one before it was over.
-            seconds = now - max(step.started_s, self._collected_s)
+            seconds, gap_s = now - max(step.started_s, self._collected_s), now - self._collected_s
             self._collected_s = now
             only_decodes = step.shape is not None and not step.shape.num_prompt_tokens
             self.step_seconds["decode" if only_decodes else "prompt"] += seconds
             if step.shape is not None:
-                self.step_model.observe(step.shape, seconds)
+                self.step_model.observe(step.shape, seconds, gap_s)
             if self.speculation is not None:
                 num_rows = sum(segment.num_tokens for segment in schedule.plan.segments)
                 self.speculation.end_step(

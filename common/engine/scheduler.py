@@ -44,7 +44,7 @@ PROMPT_FLOOR = 16
 """Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
 however many generate."""
 
-SLOWEST_SHARE = 0.25
+SLOWEST_SHARE = 0.125
 """Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
 
 PACING_RESERVE = 1.25
@@ -53,10 +53,6 @@ stream may begin meanwhile."""
 
 USUAL_ANSWER_TOKENS = 256
 """Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
-
-TARGET_SHARE = 0.9
-"""Of the time that a request asks for between two tokens, what a step with prompts is planned to take: between two
-steps there is work too, and predictions miss by a tenth."""
 
 LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
@@ -247,7 +243,7 @@ class Scheduler:
             return share
         model, start = self.step_model, queue[0].num_computed_tokens
         rows = shape_of(schedule) or StepShape()
-        fits = model.max_prompt_tokens(rows, start, limit, TARGET_SHARE * min(known))
+        fits = model.max_prompt_tokens(rows, start, limit, min(known))
         full_rate = model.prompt_rate(StepShape(), start, limit)
         if fits is None or full_rate is None:
             return share

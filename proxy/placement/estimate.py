@@ -36,7 +36,7 @@ COPY_PRICE = 0.25
 """Price of a copy, as a share of the time of computing what is copied: a copy takes memory from other blocks."""
 STREAM_CHUNK_SHARE = 4
 """Beside streams without a target a node's prompts get one of so many parts of its chunk, as its scheduler does."""
-SLOWEST_SHARE = 0.25
+SLOWEST_SHARE = 0.125
 """Of its speed without streams, what a prompt keeps beside streams with a target."""
 PACING_RESERVE = 1.25
 """Times its length, what a prompt is taken to need where nodes ask whether it comes in time at a slower pace."""

@@ -32,6 +32,12 @@ _FADE = 0.5 ** (1 / HALF_LIFE)
 _CORRECTION_SHARE = 0.2
 """What a new step counts in what is remembered of its number of rows."""
 _MAX_CORRECTION = 2.0
+_LEAST_MARGIN = 1 / 0.9
+"""What a step is planned to be shorter than the time that it has, at least."""
+_LATE_PART = 0.01
+"""Of the steps beside rows, how many may take longer than they have."""
+_MARGIN_STEP = 0.06
+"""By how much the margin grows when one did."""
 MAX_ROW_KINDS = 256
 """Numbers of rows that are remembered by themselves; larger ones share the last place."""
 
@@ -65,12 +71,14 @@ class StepModel:
         self._decode = _Fit(_DECODE_HOLDS)
         self._prompt = _Fit(_PROMPT_HOLDS)
         self._corrections: dict[tuple[int, int], float] = {}
+        self._margin = _LEAST_MARGIN
+        self._had_rows = False
         self._mean_context = 0.0  # of a row
         self._mean_attended = 0.0  # of a prompt token
         self.on_error: Callable[[str, float], None] = lambda _kind, _share: None
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """One step that ran a forward."""
+    def observe(self, shape: StepShape, seconds: float, gap_s: float | None = None) -> None:
+        """One step that ran a forward. ``gap_s``: since the one before it ended."""
         now = self._clock()
         if not shape.num_prompt_tokens and not shape.num_rows:
             return
@@ -78,6 +86,9 @@ class StepModel:
         if predicted is not None:
             kind = "prompt" if shape.num_prompt_tokens else "decode"
             self.on_error(kind, abs(predicted - seconds) / max(seconds, 1e-9))
+            if shape.num_prompt_tokens and shape.num_rows and self._had_rows:
+                self._learn_margin(max(seconds, gap_s or 0.0) > self._margin * predicted)
+        self._had_rows = shape.num_rows > 0
         fit = self._fit(shape)
         if not fit.believes(predicted, seconds):
             return
@@ -98,11 +109,12 @@ class StepModel:
         return seconds if seconds > 0.0 else None
 
     def max_prompt_tokens(self, rows: StepShape, start: int, limit: int, seconds: float) -> int | None:
-        """How many tokens of a prompt, from ``start`` on, fit into a step of ``seconds`` beside ``rows``: 0 to
-        ``limit``. None: not known yet."""
+        """How many tokens of a prompt, from ``start`` on, fit beside ``rows`` so that these get their next tokens
+        within ``seconds``, all but a few times: 0 to ``limit``. None: not known yet."""
         if not self._prompt.is_known:
             return None
         low, high = 0, limit
+        seconds /= self._margin
         while low < high:  # the time grows with the tokens, but for what corrections bring
             middle = (low + high + 1) // 2
             if self._with_prompt_s(rows, start, middle) <= seconds:
@@ -166,6 +178,11 @@ class StepModel:
 
     def _fit(self, shape: StepShape) -> _Fit:
         return self._prompt if shape.num_prompt_tokens else self._decode
+
+    def _learn_margin(self, was_late: bool) -> None:
+        """Towards the quantile that ``_LATE_PART`` of the gaps are beyond: machines that others use too need more."""
+        step = _MARGIN_STEP * (1.0 - _LATE_PART) if was_late else -_MARGIN_STEP * _LATE_PART
+        self._margin = min(_MAX_CORRECTION, max(_LEAST_MARGIN, self._margin + step))
 
     def _correct(self, shape: StepShape, seconds: float) -> None:
         fitted = self._fit(shape).predict(_features(shape))

@@ -129,9 +129,33 @@ def test_prompt_tokens_when_a_time_is_given_then_they_fit_and_one_more_would_not
             shape = rows._replace(num_prompt_tokens=tokens, num_prompt_attended=chunk_attended(1000, tokens))
             predicted = model.predict(shape)
             assert predicted is not None
-            assert (predicted <= seconds) == fits
+            assert (predicted <= 0.9 * seconds) == fits
     assert model.max_prompt_tokens(rows, 1000, 512, 0.001) == 0
     assert model.max_prompt_tokens(rows, 1000, 512, 10.0) == 512
+
+
+def test_prompt_tokens_when_gaps_are_longer_than_predicted_then_are_fewer_until_they_are_not_any_more() -> None:
+    model, rows = trained(), StepShape(4, 4 * 500)
+
+    def fits() -> int:
+        num = model.max_prompt_tokens(rows, 0, 512, 0.05)
+        assert num is not None
+        return num
+
+    def run(num_steps: int, times: float) -> None:
+        for _ in range(num_steps):
+            shape = rows._replace(num_prompt_tokens=50, num_prompt_attended=chunk_attended(0, 50))
+            seconds = true_s(shape)
+            model.observe(shape, seconds, times * seconds)
+
+    before = fits()
+    run(5, 3.0)
+    assert fits() < before
+    run(40, 3.0)
+    few = fits()
+    assert few < before / 2
+    run(3000, 1.0)
+    assert fits() == pytest.approx(before, rel=0.1)
 
 
 def test_errors_when_steps_are_observed_then_are_told_by_kind() -> None:
