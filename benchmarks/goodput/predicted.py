@@ -3,6 +3,7 @@ speeds that the nodes have measured by then."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,23 +24,42 @@ from proxy.nodes.node import NodeRole
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.speeds import Speeds
-from tests.support.service import Service
+from tests.support.service import Node, Service
 
 BLOCK_SIZE = 16
 """As nodes have it (``--block-size``)."""
 
 
-def measured_speeds(service: Service) -> dict[NodeRole, Speeds]:
-    """Of a role without nodes, those of the other one."""
+def measured_speeds(service: Service, other: Service) -> dict[NodeRole, Speeds]:
+    """Of a role without nodes, those of the other one; of what its nodes have not done, those of ``other``'s."""
+    usual = [_report(node) for node in _nodes(other)]
     found: dict[NodeRole, Speeds] = {}
-    for node in (*service.prefill, *service.decode):
-        info = httpx.get(node.url + INFO_ROUTE, timeout=10).raise_for_status().json()
-        report = LoadReport.from_json(info["load"])
-        speeds = Speeds.of(report) if report is not None else None
+    for node in _nodes(service):
+        report = _report(node)
+        for like in usual:
+            report = dataclasses.replace(
+                report,
+                prefill=report.prefill or like.prefill,
+                decode=report.decode or like.decode,
+                pull=report.pull or like.pull,
+                row_s=report.row_s or like.row_s,
+            )
+        speeds = Speeds.of(report)
         if speeds is not None:
             found[NodeRole(node.role)] = speeds
+    if not found:
+        raise SystemExit("no node has computed, generated and pulled enough to say how fast it is")
     known = next(iter(found.values()))
     return {role: found.get(role, known) for role in NodeRole}
+
+
+def _nodes(service: Service) -> list[Node]:
+    return [*service.prefill, *service.decode]
+
+
+def _report(node: Node) -> LoadReport:
+    info = httpx.get(node.url + INFO_ROUTE, timeout=10).raise_for_status().json()
+    return LoadReport.from_json(info["load"]) or LoadReport()
 
 
 def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> KVCacheConfig:

@@ -1,7 +1,8 @@
 """Requests and nodes of a cluster in simulated time: who is placed where is decided by the proxy's own placement.
 
 Life of a request: 1 ``submit``: placed, 2 remote: its prompt is computed by a prefill node and handed out; local: by
-whoever generates; either may pull a beginning from the sources that placement names, 3 its first token, 4 its last.
+whoever generates; either may pull a beginning from the sources that placement names, 3 its first token, 4 a prefill
+node that generates it may hand it over: then what is left is placed, 5 its last token.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from common.config.proxy import ProxyConfig
 from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.spec import KVCacheConfig
 from common.request import Request, SamplingParams
-from proxy.nodes.node import NodeInfo, NodeRole
+from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.estimate import HANDOFF_S, MIN_GAIN_TOKENS, NO_TARGETS, OVERLAP, Targets
+from proxy.placement.guests import LOOK_S
 from proxy.placement.placer import Placer
 from proxy.placement.request import Avoided, Placement, PlacementRequest
 from proxy.prefix_index.index import PrefixIndex
@@ -74,12 +76,14 @@ class _Job:
     boundaries: tuple[int, ...]
     name: str
     on_end: Callable[[], None]
+    was_handed_over: bool = False
 
 
 class Cluster:
     """
     Attributes:
         served: the requests that have ended.
+        num_handed_over: streams that a decode node took over from a prefill node.
         now: simulated seconds.
     """
 
@@ -95,6 +99,7 @@ class Cluster:
         """``cache``: of each node, with events. ``config``: fields of ``ProxyConfig``."""
         self.now = 0.0
         self.served: list[Served] = []
+        self.num_handed_over = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._num_open = 0
@@ -149,6 +154,28 @@ class Cluster:
         """Now. ``boundaries``: positions in the prompt that are worth a state. ``on_end``: at its last token; a request
         that is turned away has none."""
         self._num_open += 1
+        served = Served(len(prompt), len(answer), targets, self.now)
+        job = self._place(prompt, answer, served, boundaries, on_end)
+        placement = job.placement
+        served.way = "crossing" if placement.crosses else "local" if placement.is_local else "remote"
+        if placement.late_s and self._config.shed_late:
+            self._placer.finished(job.request)
+            served.way, served.is_shed = "shed", True
+            self.served.append(served)
+            self._num_open -= 1
+        else:
+            self._start(job)
+        return served
+
+    def _place(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        served: Served,
+        boundaries: tuple[int, ...],
+        on_end: Callable[[], None],
+        avoided: Sequence[Node] = (),
+    ) -> _Job:
         self._num_requests += 1
         self._tell_index()
         keys = PrefixKeys(self._root, self._pool_block_size, prompt)
@@ -165,26 +192,18 @@ class Cluster:
             is_local=False,
             is_stream=True,
             prompt_keys=(prompt_keys,),
-            targets=targets,
+            targets=served.targets,
             max_answer_tokens=len(answer),
         )
-        placement = self._placer.place(request, Avoided())
-        served = Served(len(prompt), len(answer), targets, self.now, "local" if placement.is_local else "remote")
-        if placement.crosses:
-            served.way = "crossing"
-        if placement.late_s and self._config.shed_late:
-            self._placer.finished(request)
-            served.way, served.is_shed = "shed", True
-            self.served.append(served)
-            self._num_open -= 1
-            return served
+        placement = self._placer.place(request, Avoided(decode=list(avoided)))
         name = f"request {self._num_requests}"
-        job = _Job(request, placement, served, keys, prompt, answer, boundaries, name, on_end)
-        if placement.is_local:
-            self._generate(job, self._source(job, self.nodes[placement.decode.url]))
+        return _Job(request, placement, served, keys, prompt, answer, boundaries, name, on_end)
+
+    def _start(self, job: _Job) -> None:
+        if job.placement.is_local:
+            self._generate(job, self._source(job, self.nodes[job.placement.decode.url]))
         else:
             self._compute(job)
-        return served
 
     @property
     def _pool_block_size(self) -> int:
@@ -231,8 +250,30 @@ class Cluster:
         return None
 
     def _first(self, job: _Job) -> None:
-        job.served.first_s = self.now
+        job.served.first_s = job.served.first_s or self.now
         self._placer.started(job.request, is_answer=True)
+        if job.placement.decode.role is NodeRole.PREFILL and not job.was_handed_over:
+            self.at(self.now + LOOK_S, lambda: self._look(job))
+
+    def _look(self, job: _Job) -> None:
+        """Whether a prefill node hands its stream over now."""
+        node = self.nodes[job.placement.decode.url]
+        num_output = node.num_output_tokens(job.name)
+        if not num_output:
+            return
+
+        def go_on(num_output: int) -> None:
+            self._placer.finished(job.request)
+            prompt, answer = [*job.prompt, *job.answer[:num_output]], job.answer[num_output:]
+            rest = self._place(prompt, answer, job.served, job.boundaries, job.on_end, [job.placement.decode])
+            rest.was_handed_over = True
+            self.num_handed_over += 1
+            self._start(rest)
+
+        if self._placer.leaves(job.request, lambda other: True, num_output):
+            node.leave(job.name, go_on)
+        else:
+            self.at(self.now + LOOK_S, lambda: self._look(job))
 
     def _last(self, job: _Job) -> None:
         job.served.last_s = self.now

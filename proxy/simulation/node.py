@@ -83,6 +83,7 @@ class _Work:
     on_first: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
     on_handoff: Callable[[LeasedPrefix, float], None] | None = None
+    on_leave: Callable[[int], None] | None = None
     began_s: float | None = None
 
 
@@ -163,6 +164,17 @@ class SimulatedNode:
         on_end: Callable[[], None],
     ) -> None:
         self._add(request, keys, _Work(answer, on_first, on_end))
+
+    def num_output_tokens(self, name: str) -> int:
+        """Of the answer ``name`` so far; 0 when it is not one that runs."""
+        seq_id = f"{name}#0"
+        return self._live[seq_id].num_output_tokens if seq_id in self._works else 0
+
+    def leave(self, name: str, on_leave: Callable[[int], None]) -> None:
+        """Lets the answer ``name`` go after the step that runs; its state is kept. ``on_leave`` gets the number of its
+        tokens; it is not called when that step was its last one."""
+        self._works[f"{name}#0"].on_leave = on_leave
+        self.wake()
 
     def lease(self, keys: PrefixKeys, deeper_than: int) -> HeldPrefix | None:
         """What is here of a prompt beyond ``deeper_than`` tokens, for another node."""
@@ -352,12 +364,19 @@ class SimulatedNode:
                 self.manager.complete_step(sequence.seq_id, end)
         if not num_done and work.on_first is not None:
             work.on_first()
-        if num_done + count >= len(work.answer):
+        is_over = num_done + count >= len(work.answer)
+        if not is_over and work.on_leave is None:
+            return
+        if is_over:
             sequence.finish_reason = FinishReason.LENGTH
-            del self._works[sequence.seq_id]
-            self._live.end(sequence, donate=True)
+        del self._works[sequence.seq_id]
+        self._live.end(sequence, donate=True)
+        if is_over:
             assert work.on_end is not None
             work.on_end()
+        else:
+            assert work.on_leave is not None
+            work.on_leave(num_done + count)
 
     def _hand_out(self) -> None:
         for output in self._outputs.take():

@@ -3,14 +3,20 @@ generates, and no answer is another one for it."""
 
 from __future__ import annotations
 
+import itertools
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import httpx
 import pytest
 
+from common.wire.headers import PLACEMENT_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
-from tests.support.client import Answer, complete, metric, together, wait_settled
+from tests.support.client import Answer, complete, completion_body, metric, together, wait_settled
+from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import Reference, random_tokens
 from tests.support.restart import start_again
@@ -25,6 +31,8 @@ PROMPT_TOKENS = 900
 MAX_ROUNDS = 5
 """Of as many prompts at once, until both roles have crossed: when that pays depends on how fast the machine is just
 then."""
+URGENT = -7
+"""Priority of streams whose tokens are to come sooner than any node can: what prompts take of them counts."""
 FEW_SEQUENCES = ("--max-num-seqs", "4")
 
 
@@ -36,7 +44,7 @@ def service() -> Iterator[Service]:
         checkpoint(FAMILY),
         prefill_flags=flags,
         decode_flags=flags,
-        proxy_flags=("--policy", "cost", "--elastic", "--migration-limit", "2"),
+        proxy_flags=("--policy", "cost", "--migration-limit", "2", "--priority-targets", f":1@{URGENT}"),
     ) as running:
         yield running
 
@@ -97,4 +105,33 @@ def test_streams_when_a_node_that_generates_is_gone_then_end_as_if_it_were_not(
         stream.assert_like(like)
     victim.process.kill()
     start_again(service, victim)
+    wait_settled(*service.prefill, *service.decode)
+
+
+def test_streams_when_prompts_come_to_their_prefill_node_then_a_decode_node_ends_them_as_if_it_had_begun_them(
+    service: Service,
+) -> None:
+    """They begin on the prefill node because there is no decode node then."""
+    expected = run_all(service.url, [Stream(body) for body in bodies(7600, "whole")])
+    [decode] = service.decode
+    decode.process.kill()
+    wait_until(lambda: metric(service.proxy, "node_up") == 1, "the decode node to be gone")
+    before = metric(service.proxy, "proxy_migrations_total", outcome="handed_over")
+    streams = [Stream({**body, "priority": URGENT}) for body in bodies(7600, "handed over")]
+    clients = threading.Thread(target=run_all, args=(service.url, streams))
+    clients.start()
+    start_again(service, decode)
+    seed = itertools.count(9000)
+
+    def come() -> None:
+        body = completion_body(random_tokens(3000, next(seed)), 1)
+        headers = {PLACEMENT_HEADER: "remote"}
+        httpx.post(service.url + COMPLETIONS_ROUTE, json=body, headers=headers, timeout=60).raise_for_status()
+
+    while clients.is_alive():
+        together([come] * 4)
+    clients.join()
+    assert metric(service.proxy, "proxy_migrations_total", outcome="handed_over") > before
+    for stream, like in zip(streams, expected, strict=True):
+        stream.assert_like(like)
     wait_settled(*service.prefill, *service.decode)

@@ -19,7 +19,15 @@ from common.config.key_file import read_key_file
 from common.config.node import NodeConfig, parse_node_config
 from common.config.process import ProcessConfig
 from common.config.proxy import ProxyConfig
-from common.config.values import format_size, parse_int, parse_seconds, parse_share, parse_size
+from common.config.values import (
+    PriorityTargets,
+    format_size,
+    parse_int,
+    parse_priority_targets,
+    parse_seconds,
+    parse_share,
+    parse_size,
+)
 from common.errors import ConfigError
 from common.kv_cache.eviction.base import EVICTION_POLICIES
 from common.kv_cache.planner import MAMBA_CACHE_MODES
@@ -202,6 +210,40 @@ def test_every_flag_when_beyond_a_bound_then_error_names_it_with_value_and_bound
             assert caught.value.message.endswith(bound)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("500:40@-1", PriorityTargets(-1, 500, 40)),
+        (" :100@+5 ", PriorityTargets(5, None, 100)),
+        ("86400000:@0", PriorityTargets(0, 86_400_000, None)),
+    ],
+)
+def test_priority_targets_when_valid_then_read_and_written_the_same(text: str, expected: PriorityTargets) -> None:
+    assert parse_priority_targets(text) == expected
+    assert parse_priority_targets(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["500@1"], "--priority-targets '500@1' is not TTFT:ITL@PRIORITY"),
+        ([":@1"], "--priority-targets ':@1' is not TTFT:ITL@PRIORITY"),
+        (
+            ["0:40@1"],
+            "--priority-targets '0:40@1' is out of bounds: a target is from 1 to 86400000 milliseconds, got 0",
+        ),
+        (["1:86400001@1"], "--priority-targets '1:86400001@1' is out of bounds: a target is from 1 to 86400000"),
+        (["1:1@3000000000"], "--priority-targets '1:1@3000000000' is out of bounds: a priority is from -2147483648"),
+        (["1:1@3", "2:2@3"], "--priority-targets has more than one rule for priority 3"),
+    ],
+)
+def test_priority_targets_when_not_valid_then_error_names_flag_value_and_bound(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(ProxyConfig, ["--decode", "http://d:1", "--priority-targets", *words], {}, prog="test")
+    assert error.value.message.startswith(message)
+    assert error.value.param == "--priority-targets"
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 24, 1024])
 def test_block_size_when_within_bounds_then_any_whole_number(block_size: int) -> None:
     assert node("--block-size", str(block_size)).block_size == block_size
@@ -237,7 +279,16 @@ CHANGED_NODE = NodeConfig(
 
 
 @pytest.mark.parametrize(
-    "config", [CHANGED_NODE, NodeConfig(model="m"), ProxyConfig(decode=("http://d:1",), policy="least_loaded")]
+    "config",
+    [
+        CHANGED_NODE,
+        NodeConfig(model="m"),
+        ProxyConfig(
+            decode=("http://d:1",),
+            policy="least_loaded",
+            priority_targets=(PriorityTargets(-1, 500, 40), PriorityTargets(5, None, 100)),
+        ),
+    ],
 )
 def test_to_argv_when_parsed_again_then_equal(config: NodeConfig | ProxyConfig) -> None:
     assert parse_config(type(config), to_argv(config), {}, prog="test") == config

@@ -84,6 +84,7 @@ class FakeNode:
     load: dict[str, Any] = field(default_factory=dict)
     is_frozen: bool = False
     is_silent: bool = False
+    num_chunks: int = NUM_CHUNKS
     chunk_pause_s: float = 0.0
     endless_bytes: int = 0  # streams events of so many bytes until nobody takes them any more
     has_choices: bool = False
@@ -256,11 +257,11 @@ class FakeNode:
                 await asyncio.Event().wait()
             if self.script:
                 return
-            for index in range(len(known) // 2, NUM_CHUNKS):
+            for index in range(len(known) // 2, self.num_chunks):
                 if body.get("tandem_stream_state"):
                     state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}
                     state |= {"created": 7, "num_cached_tokens": 3} if not index else {}
-                    state |= {"end": True} if index == NUM_CHUNKS - 1 else {}
+                    state |= {"end": True} if index == self.num_chunks - 1 else {}
                     yield f": tandem {json.dumps(state)}\n"
                 data: dict[str, Any] = {"index": index, "node": self.name}
                 if self.has_choices:

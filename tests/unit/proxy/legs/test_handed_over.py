@@ -1,0 +1,153 @@
+"""Streams that a prefill node begins and a decode node ends: what the client sees, and what the nodes are told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from common.config.values import PriorityTargets
+from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
+from tests.support.http_server import wait_for
+from tests.unit.proxy.conftest import Cluster, StartCluster
+
+NUM_CHUNKS = 60
+PAUSE_S = 0.05
+STREAM: dict[str, Any] = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 2 * NUM_CHUNKS}
+FAST = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "prefill": {"seconds_per_step": 0.001, "seconds_per_token": 0.001, "observations": 1e9},
+    "decode": {"seconds_per_step": 0.05, "seconds_per_row": 0.0},
+    "pull": {"seconds_per_pull": 0.001, "seconds_per_byte": 0, "observations": 1e9},
+}
+BUSY = {**FAST, "uncomputed_prompt_tokens": 20_000}
+
+
+class Reader(threading.Thread):
+    """A client of one stream."""
+
+    def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.cluster, self.body = cluster, body
+        self.events: list[Any] = []
+        self.is_done = False
+
+    def run(self) -> None:
+        with self.cluster.client.stream("POST", "/v1/completions", json=self.body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    self.events.append(json.loads(line[6:]))
+                self.is_done |= line == "data: [DONE]"
+
+    @property
+    def nodes(self) -> list[str]:
+        return [event["node"] for event in self.events if "node" in event]
+
+
+@contextmanager
+def guest(
+    start_cluster: StartCluster, body: dict[str, Any] = STREAM, **config: Any
+) -> Iterator[tuple[Cluster, Reader]]:
+    """A stream that the prefill node generates, because there was no decode node when it came; now there is one."""
+    cluster = start_cluster(1, 1, pull=True, resume=True, policy="cost", **config)
+    [prefill], [decode] = cluster.prefill, cluster.decode
+    prefill.resume = True
+    for node in (prefill, decode):
+        node.load, node.num_chunks, node.chunk_pause_s = FAST, NUM_CHUNKS, PAUSE_S
+    decode.is_ready = False
+    url = cluster.servers[decode.name].url
+    wait_for(lambda: cluster.metric("tandem_node_up", node=url) == 0, "the decode node to be gone")
+    reader = Reader(cluster, body)
+    reader.start()
+    wait_for(lambda: reader.events, "the first event")
+    decode.is_ready = True
+    wait_for(lambda: cluster.metric("tandem_node_up", node=url) == 1, "the decode node")
+    try:
+        yield cluster, reader
+    finally:
+        reader.join()
+
+
+def handed_over(cluster: Cluster) -> float:
+    return cluster.metric("tandem_proxy_migrations_total", outcome="handed_over")
+
+
+@pytest.mark.parametrize("migration_limit", [0, 1])
+def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on_without_a_seam(
+    start_cluster: StartCluster, migration_limit: int
+) -> None:
+    with guest(start_cluster, migration_limit=migration_limit) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.load = BUSY
+    assert reader.is_done
+    assert [event["index"] for event in reader.events] == list(range(NUM_CHUNKS))
+    num = reader.nodes.count(prefill.name)
+    assert 0 < num < NUM_CHUNKS
+    assert reader.nodes == [prefill.name] * num + [decode.name] * (NUM_CHUNKS - num)
+    [body] = decode.bodies
+    assert len(body["tandem_resume"]["output_token_ids"]) == 2 * num
+    assert handed_over(cluster) == 1
+    assert cluster.metric("tandem_proxy_migrations_total", outcome="resumed") == 0
+    wait_for(lambda: prefill.num_aborted == 1, "the prefill node's leg to be closed")
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": [[1, 2], [3, 4]]}], ids=["n 2", "two prompts"])
+def test_stream_when_it_cannot_go_on_elsewhere_then_stays(start_cluster: StartCluster, fields: dict[str, Any]) -> None:
+    with guest(start_cluster, {**STREAM, **fields}) as (cluster, reader):
+        cluster.prefill[0].load = BUSY
+    assert reader.is_done
+    assert set(reader.nodes) == {cluster.prefill[0].name}
+    assert handed_over(cluster) == 0
+
+
+def test_stream_when_its_prefill_node_has_no_other_work_then_stays(start_cluster: StartCluster) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        pass
+    assert reader.is_done
+    assert set(reader.nodes) == {cluster.prefill[0].name}
+    assert handed_over(cluster) == 0
+
+
+def test_stream_when_the_node_that_it_was_handed_to_refuses_it_then_error_event_and_its_leases_are_released(
+    start_cluster: StartCluster,
+) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        cluster.decode[0].refuses_resume = True
+        cluster.prefill[0].load = BUSY
+    assert not reader.is_done
+    assert "error" in reader.events[-1]
+    assert handed_over(cluster) == 1
+
+
+def test_legs_when_a_request_has_targets_then_nodes_are_told_what_is_left_of_them(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(1, 1, pull=True, ttft_target_ms=50_000)
+    headers = {ITL_TARGET_HEADER: "70"}
+    cluster.client.post("/v1/completions", json={"prompt": "abc"}, headers=headers).raise_for_status()
+    for node in (*cluster.prefill, *cluster.decode):
+        [got] = node.received
+        assert 30_000 < int(got.headers[TTFT_TARGET_HEADER.lower()]) <= 50_000
+        assert got.headers[ITL_TARGET_HEADER.lower()] == "70"
+
+
+def test_legs_when_a_priority_has_targets_then_they_are_its_requests_unless_a_header_says_otherwise(
+    start_cluster: StartCluster,
+) -> None:
+    rules = (PriorityTargets(-1, 40_000, 20), PriorityTargets(5, None, 900))
+    cluster = start_cluster(0, 1, ttft_target_ms=50_000, itl_target_ms=100, priority_targets=rules)
+    [node] = cluster.decode
+
+    def told(priority: int, **headers: str) -> tuple[int, str]:
+        body = {"prompt": "abc", "priority": priority}
+        cluster.client.post("/v1/completions", json=body, headers=headers).raise_for_status()
+        got = node.received[-1].headers
+        return round(int(got[TTFT_TARGET_HEADER.lower()]), -4), got[ITL_TARGET_HEADER.lower()]
+
+    assert told(0) == (50_000, "100")
+    assert told(-1) == (40_000, "20")
+    assert told(5) == (50_000, "900")
+    assert told(-1, **{ITL_TARGET_HEADER: "33"}) == (40_000, "33")
