@@ -44,6 +44,8 @@ CLOSED = "closed"
 CLOSED_ITL = 1.5
 """Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
+PREDICTED = 3
+"""Times as long as measured is simulated."""
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
 NUM_UNLOADED = 5
@@ -107,7 +109,12 @@ class Runs:
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
         worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(rates) > 1 else ""
-        show(way, f"{rate:6.3f} requests/s, {100 * share.of_all:5.1f} % in time{worst}", outcome)
+        late, slow = outcome.missed(self.targets)
+        show(
+            way,
+            f"{rate:6.3f} requests/s, {100 * share.of_all:5.1f} % in time{worst}, {late} late, {slow} slow",
+            outcome,
+        )
         await asyncio.sleep(SETTLE_S)
         return share
 
@@ -155,6 +162,11 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
         runs.targets[mix] = await runs.unloaded(mix)
     tables: dict[str, Table] = {}
     best = {mix: runs.rate_of_half(mix) for mix in MIXES.values()}
+    for name, mix in MIXES.items():
+        if SHIFTING in args.mixes and name not in args.mixes:  # not measured: what is predicted
+            guesses = [await guess(runs, way, {mix: best[mix]}, model) for way in args.ways]
+            best[mix] *= max(goodput.of_all for goodput in guesses) or 1.0
+            print(f"{name} in {SHIFTING}: {best[mix]:.3f} requests/s", flush=True)
     for name in (*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])):
         print(f"\n{name}", flush=True)
         rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
@@ -223,7 +235,7 @@ async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -
         runs.targets,
         cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
         speeds=speeds,
-        seconds=10 * args.seconds,
+        seconds=PREDICTED * args.seconds,
         vocab=runs.vocab,
         num_halvings=args.halvings + 2,
     )

@@ -66,6 +66,12 @@ class Outcome:
         kept = Counter(answer.mix for answer in self.answers if targets[answer.mix].are_kept(answer))
         return Attainment.of(kept, Counter(answer.mix for answer in self.answers) + self.refused)
 
+    def missed(self, targets: Mapping[Mix, Targets]) -> tuple[int, int]:
+        """Answers whose first token was late, and those whose tokens were slow."""
+        pairs = [(answer, targets[answer.mix]) for answer in self.answers]
+        late = sum(answer.ttft_s > target.ttft_s for answer, target in pairs)
+        return late, sum(answer.itl_s > target.itl_s for answer, target in pairs)
+
     @property
     def tokens_per_s(self) -> float:
         return sum(len(answer.token_ids) for answer in self.answers) / self.seconds

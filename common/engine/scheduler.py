@@ -47,6 +47,10 @@ however many generate."""
 SLOWEST_SHARE = 0.125
 """Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
 
+WASTEFUL = 2.0
+"""Times what a prompt's token takes by itself, from which on it is not worth computing beside rows: a step with few of
+them may take as long as reading the weights once more."""
+
 PACING_RESERVE = 1.25
 """Times its length, what a prompt is taken to need where it is asked whether it comes in time at a slower pace: another
 stream may begin meanwhile."""
@@ -233,7 +237,8 @@ class Scheduler:
 
     def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
         """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time;
-        but what they are without targets where a prompt would miss its own, and a part of its speed in any case."""
+        but what they are without targets where a prompt would miss its own, and a part of its speed in any case. None
+        where so few would cost more than they do later, and all prompts can wait for that."""
         limit = self._config.max_num_batched_tokens
         share = max(1, limit // PROMPT_SHARE)
         targets = [each.request.itl_target_s for each in schedule.sequences]
@@ -252,27 +257,32 @@ class Scheduler:
         if fits >= limit:
             return limit
         fits = max(1, fits, model.least_prompt_tokens(rows, start, limit, SLOWEST_SHARE * full_rate))
-        return fits if self._is_soon_enough(schedule, queue, rows, fits, full_rate) else max(fits, share)
+        rate, alone_s = model.prompt_rate(rows, start, fits), model.predict(rows)
+        if rate is not None and not self._is_soon_enough(schedule, queue, fits, fits / rate, full_rate):
+            return max(fits, share)
+        is_wasteful = rate and alone_s and fits / rate - alone_s > WASTEFUL * fits / full_rate
+        if is_wasteful and self._is_soon_enough(schedule, queue, 0, alone_s or 0.0, full_rate):
+            return 0
+        return fits
 
     def _is_soon_enough(
-        self, schedule: Schedule, queue: list[Sequence], rows: StepShape, num_tokens: int, full_rate: float
+        self, schedule: Schedule, queue: list[Sequence], num_tokens: int, step_s: float, full_rate: float
     ) -> bool:
-        """Whether those in ``queue`` that have a target, and can keep it, do so at ``num_tokens`` a step until the
-        streams end, and at ``full_rate`` from then on. A prompt that has to be computed beside them takes as much of
-        their time in small chunks as in large ones."""
+        """Whether those in ``queue`` that have a target, and can keep it, do so with ``num_tokens`` in each step of
+        ``step_s`` until the streams end, and at ``full_rate`` from then on. A prompt that has to be computed beside
+        them takes as much of their time in small chunks as in large ones. Without tokens: all of them have to."""
         now, ahead = self._clock(), 0
-        rate = self.step_model.prompt_rate(rows, queue[0].num_computed_tokens, num_tokens)
-        if rate is None:
-            return True
-        beside_s = max(map(_num_left, schedule.sequences)) * num_tokens / rate
+        beside_s, rate = max(map(_num_left, schedule.sequences)) * step_s, num_tokens / step_s
         for sequence in queue:
             ahead += max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-            if sequence.request.ttft_target_s is None:
+            target_s = sequence.request.ttft_target_s
+            left_s = sequence.request.arrival_s + target_s - now if target_s is not None else 0.0
+            if left_s <= 0.0:
+                if not num_tokens:
+                    return False
                 continue
-            left_s = sequence.request.arrival_s + sequence.request.ttft_target_s - now
             slow_s = min(beside_s, left_s)
-            in_time = rate * slow_s + full_rate * (left_s - slow_s)
-            if left_s > 0.0 and in_time < PACING_RESERVE * ahead:
+            if rate * slow_s + full_rate * (left_s - slow_s) < PACING_RESERVE * ahead:
                 return False
         return True
 

@@ -345,7 +345,9 @@ class Orchestrator:
             return dict(job.headers)
         headers = {**job.headers, **self._node_headers}
         if (ttft_s := job.targets.ttft_s) is not None:
-            headers[TTFT_TARGET_HEADER] = _milliseconds(ttft_s - (time.monotonic() - job.arrival_s))
+            # What goes on elsewhere is as urgent as it was at first.
+            waited_s = 0.0 if RESUME_KEY in job.body else time.monotonic() - job.arrival_s
+            headers[TTFT_TARGET_HEADER] = _milliseconds(ttft_s - waited_s)
         if (itl_s := job.targets.itl_s) is not None:
             headers[ITL_TARGET_HEADER] = _milliseconds(itl_s)
         return headers

@@ -136,6 +136,32 @@ def test_budget_when_a_prompt_would_be_late_beside_streams_then_it_gets_more_tha
     assert planned(rig.step())[1][2] == pytest.approx(num_tokens, abs=1)
 
 
+def _learn_roofline(rig: Rig) -> None:
+    """As ``_learn``, but a step with prompt tokens takes 20 ms at least."""
+    draw = random.Random(1)
+    for _ in range(400):
+        rows, tokens = draw.randrange(1, 5), draw.choice((0, draw.randrange(1, 8), draw.randrange(8, 64), 64))
+        seconds = 0.004 + 0.001 * (rows + tokens)
+        rig.scheduler.step_model.observe(StepShape(rows, 0, tokens, 0), max(seconds, 0.020) if tokens else seconds)
+
+
+@pytest.mark.parametrize(
+    ("ttft_target_s", "max_tokens", "num_tokens"),
+    [(5.0, 100, 0), (None, 100, 3), (-1.0, 100, 3), (0.6, 100, 16), (0.6, 20, 0)],
+    ids=["can wait", "has no target", "missed", "cannot wait", "can wait for a short answer"],
+)
+def test_budget_when_few_tokens_would_cost_as_much_as_many_then_a_prompt_waits_if_it_can(
+    ttft_target_s: float | None, max_tokens: int, num_tokens: int
+) -> None:
+    rig = Rig()
+    _learn_roofline(rig)
+    rig.add("stream", words(1, 4), itl_target_s=0.010, max_tokens=max_tokens)
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1, arrival_s=0.0, ttft_target_s=ttft_target_s)
+    found = [count for name, _, count in planned(rig.step()) if name == "prompt"]
+    assert sum(found) == pytest.approx(num_tokens, abs=1 if num_tokens else 0)
+
+
 def test_budget_when_a_prompt_behind_another_would_be_late_then_both_get_more() -> None:
     rig = Rig()
     _learn(rig)
