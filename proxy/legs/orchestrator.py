@@ -52,7 +52,7 @@ from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.estimate import Targets
 from proxy.placement.placer import Placer
-from proxy.placement.request import Avoided, Placement
+from proxy.placement.request import Avoided, Placement, PlacementHeader
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,12 @@ class Orchestrator:
             None if source is None else await asyncio.to_thread(source.followed_by, known)
             for source in given.key_sources
         ]
-        run.job = dataclasses.replace(given, body=body, prompt_keys=prompt_keys, encoder=BodyEncoder())
+        header = given.placement_header
+        if run.left is not None and run.left is progress.node:
+            header = PlacementHeader.LOCAL  # from the state that it left behind, and not behind the prompts there
+        run.job = dataclasses.replace(
+            given, body=body, prompt_keys=prompt_keys, encoder=BodyEncoder(), placement_header=header
+        )
         return True
 
     def _go_back(self, run: Run) -> bool:

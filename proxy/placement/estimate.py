@@ -282,6 +282,15 @@ class Estimator:
         late_s = num_tokens * max(0.0, after_s - target_s) * (num_rows + 1)
         return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
+    def full_step_s(self, node: Node) -> float:
+        """Of a whole chunk of prompts: what is asked of ``node`` waits for so long at most."""
+        rates = self._rates[node.url]
+        return rates.step_s + node.load.report.chunk * rates.token_s
+
+    def pause_price_s(self, pause_s: float) -> float:
+        """Of a pause between two tokens of a stream."""
+        return pause_s if self._targets.itl_s is None else (IN_TARGET_PRICE + LATE_PRICE) * pause_s
+
     def cross_price_s(self, fill: Fill) -> float:
         """What it must save to take the other role's work."""
         return CROSS_S + CROSS_SHARE * fill.compute_s

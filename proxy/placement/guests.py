@@ -43,7 +43,8 @@ class Guests:
         prompt = Prompt(num_tokens, {})
 
         def there_s(other: Node) -> float:
-            return estimator.stream_cost_s(other) + other.load.room_s() + sum(estimator.handoff_s(other, prompt))
+            pause_s = estimator.full_step_s(node) + sum(estimator.handoff_s(other, prompt)) + other.load.room_s()
+            return estimator.stream_cost_s(other) + estimator.pause_price_s(pause_s)
 
         if estimator.stream_cost_s(node, own) - min(map(there_s, decode)) <= CROSS_S:
             return False

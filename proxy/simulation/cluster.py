@@ -23,7 +23,7 @@ from proxy.nodes.pool import NodePool
 from proxy.placement.estimate import HANDOFF_S, MIN_GAIN_TOKENS, NO_TARGETS, OVERLAP, Targets
 from proxy.placement.guests import LOOK_S
 from proxy.placement.placer import Placer
-from proxy.placement.request import Avoided, Placement, PlacementRequest
+from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -174,7 +174,7 @@ class Cluster:
         served: Served,
         boundaries: tuple[int, ...],
         on_end: Callable[[], None],
-        avoided: Sequence[Node] = (),
+        left: Node | None = None,
     ) -> _Job:
         self._num_requests += 1
         self._tell_index()
@@ -194,8 +194,9 @@ class Cluster:
             prompt_keys=(prompt_keys,),
             targets=served.targets,
             max_answer_tokens=len(answer),
+            placement_header=PlacementHeader.AUTO if left is None else PlacementHeader.LOCAL,
         )
-        placement = self._placer.place(request, Avoided(decode=list(avoided)))
+        placement = self._placer.place(request, Avoided(decode=[] if left is None else [left]))
         name = f"request {self._num_requests}"
         return _Job(request, placement, served, keys, prompt, answer, boundaries, name, on_end)
 
@@ -265,7 +266,7 @@ class Cluster:
         def go_on(num_output: int) -> None:
             self._placer.finished(job.request)
             prompt, answer = [*job.prompt, *job.answer[:num_output]], job.answer[num_output:]
-            rest = self._place(prompt, answer, job.served, job.boundaries, job.on_end, [job.placement.decode])
+            rest = self._place(prompt, answer, job.served, job.boundaries, job.on_end, left=job.placement.decode)
             rest.was_handed_over = True
             self.num_handed_over += 1
             self._start(rest)
