@@ -256,8 +256,12 @@ class Scheduler:
             fits = min(fits, share)
         if fits >= limit:
             return limit
-        fits = max(1, fits, model.least_prompt_tokens(rows, start, limit, SLOWEST_SHARE * full_rate))
-        rate, alone_s = model.prompt_rate(rows, start, fits), model.predict(rows)
+        slowest = SLOWEST_SHARE * full_rate
+        rate = model.prompt_rate(rows, start, fits) if fits else None
+        if rate is None or rate < slowest:
+            fits = max(1, fits, model.least_prompt_tokens(rows, start, limit, slowest))
+            rate = model.prompt_rate(rows, start, fits)
+        alone_s = model.predict(rows)
         if rate is not None and not self._is_soon_enough(schedule, queue, fits, fits / rate, full_rate):
             return max(fits, share)
         is_wasteful = rate and alone_s and fits / rate - alone_s > WASTEFUL * fits / full_rate
