@@ -32,8 +32,9 @@ _FADE = 0.5 ** (1 / HALF_LIFE)
 _CORRECTION_SHARE = 0.2
 """What a new step counts in what is remembered of its number of rows."""
 _MAX_CORRECTION = 2.0
-_LEAST_MARGIN = 1 / 0.9
-"""What a step is planned to be shorter than the time that it has, at least."""
+_LEAST_MARGIN, _MOST_MARGIN = 1 / 0.9, 1.3
+"""What a step is planned to be shorter than the time that it has, at least and at most: what is left unused makes
+prompts slower, and targets are kept on average."""
 _LATE_PART = 0.01
 """Of the steps beside rows, how many may take longer than they have."""
 _MARGIN_STEP = 0.06
@@ -182,7 +183,7 @@ class StepModel:
     def _learn_margin(self, was_late: bool) -> None:
         """Towards the quantile that ``_LATE_PART`` of the gaps are beyond: machines that others use too need more."""
         step = _MARGIN_STEP * (1.0 - _LATE_PART) if was_late else -_MARGIN_STEP * _LATE_PART
-        self._margin = min(_MAX_CORRECTION, max(_LEAST_MARGIN, self._margin + step))
+        self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, self._margin + step))
 
     def _correct(self, shape: StepShape, seconds: float) -> None:
         fitted = self._fit(shape).predict(_features(shape))
