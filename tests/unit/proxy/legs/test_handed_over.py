@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 
 from common.config.values import PriorityTargets
 from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
+from proxy.placement.guests import LOOK_S
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 
 NUM_CHUNKS = 60
-PAUSE_S = 0.05
+PAUSE_S = 0.2
+"""Between two chunks, until the test has seen what it waits for: a busy machine takes seconds for that."""
 STREAM: dict[str, Any] = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 2 * NUM_CHUNKS}
 FAST = {
     "max_num_seqs": 8,
@@ -70,6 +73,8 @@ def guest(
     try:
         yield cluster, reader
     finally:
+        for node in (prefill, decode):
+            node.chunk_pause_s = 0.001
         reader.join()
 
 
@@ -84,6 +89,7 @@ def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on
     with guest(start_cluster, migration_limit=migration_limit) as (cluster, reader):
         [prefill], [decode] = cluster.prefill, cluster.decode
         prefill.load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
     assert reader.is_done
     assert [event["index"] for event in reader.events] == list(range(NUM_CHUNKS))
     num = reader.nodes.count(prefill.name)
@@ -100,6 +106,7 @@ def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on
 def test_stream_when_it_cannot_go_on_elsewhere_then_stays(start_cluster: StartCluster, fields: dict[str, Any]) -> None:
     with guest(start_cluster, {**STREAM, **fields}) as (cluster, reader):
         cluster.prefill[0].load = BUSY
+        time.sleep(4 * LOOK_S)
     assert reader.is_done
     assert set(reader.nodes) == {cluster.prefill[0].name}
     assert handed_over(cluster) == 0
@@ -107,18 +114,19 @@ def test_stream_when_it_cannot_go_on_elsewhere_then_stays(start_cluster: StartCl
 
 def test_stream_when_its_prefill_node_has_no_other_work_then_stays(start_cluster: StartCluster) -> None:
     with guest(start_cluster) as (cluster, reader):
-        pass
+        time.sleep(4 * LOOK_S)
     assert reader.is_done
     assert set(reader.nodes) == {cluster.prefill[0].name}
     assert handed_over(cluster) == 0
 
 
-def test_stream_when_the_node_that_it_was_handed_to_refuses_it_then_error_event_and_its_leases_are_released(
+def test_stream_when_the_node_that_it_was_handed_to_refuses_it_then_error_event(
     start_cluster: StartCluster,
 ) -> None:
     with guest(start_cluster) as (cluster, reader):
         cluster.decode[0].refuses_resume = True
         cluster.prefill[0].load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
     assert not reader.is_done
     assert "error" in reader.events[-1]
     assert handed_over(cluster) == 1
