@@ -265,6 +265,8 @@ class Scheduler:
         if rate is not None and not self._is_soon_enough(schedule, queue, fits, fits / rate, full_rate):
             return max(fits, share)
         is_wasteful = rate and alone_s and fits / rate - alone_s > WASTEFUL * fits / full_rate
+        if any(each.remote is not None for each in queue):
+            return fits  # a pull does not wait behind a prompt that does
         if is_wasteful and self._is_soon_enough(schedule, queue, 0, alone_s or 0.0, full_rate):
             return 0
         return fits

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -160,6 +161,16 @@ def test_budget_when_few_tokens_would_cost_as_much_as_many_then_a_prompt_waits_i
     rig.add("prompt", words(2, 200), max_tokens=1, arrival_s=0.0, ttft_target_s=ttft_target_s)
     found = [count for name, _, count in planned(rig.step()) if name == "prompt"]
     assert sum(found) == pytest.approx(num_tokens, abs=1 if num_tokens else 0)
+
+
+def test_budget_when_a_pull_waits_behind_a_prompt_that_could_wait_then_the_prompt_begins() -> None:
+    rig = Rig()
+    _learn_roofline(rig)
+    rig.add("stream", words(1, 4), itl_target_s=0.010, max_tokens=20)
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1, arrival_s=0.0, ttft_target_s=5.0)
+    rig.add("pulled", words(3, 40), remote=SimpleNamespace(num_tokens=40), ttft_target_s=5.0)
+    assert "prompt" in [name for name, _, _ in planned(rig.step())]
 
 
 def test_budget_when_a_prompt_behind_another_would_be_late_then_both_get_more() -> None:
