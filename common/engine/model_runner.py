@@ -1,11 +1,11 @@
 """Runs one step plan through the model.
 
 1 copy the blocks that the plan asks for. 2 make the step's attention metadata. 3 one packed forward of the base model,
-which reads and writes blocks and slots in place; of decode rows and drafts alone, a recorded one is replayed; rows of
-an image are the vision tower's, put where the image is in its prompt. 4 hand back the wanted rows. ``launch`` may
-return before the device has done any of it: blocks, slots and rows are the device's until ``Forward.wait`` has
-returned. Owns nothing but views of the storage. Between two steps ``draft`` asks the model's own head, if it has one,
-for the tokens after the next ones.
+which reads and writes blocks and slots in place; one of few rows is recorded and replayed; rows of an image are the
+vision tower's, put where the image is in its prompt. 4 hand back the wanted rows. ``launch`` may return before the
+device has done any of it: blocks, slots and rows are the device's until ``Forward.wait`` has returned. Owns nothing but
+views of the storage. Between two steps ``draft`` asks the model's own head, if it has one, for the tokens after the
+next ones.
 """
 
 from __future__ import annotations
@@ -156,10 +156,11 @@ class ModelRunner:
             if len(plan.ids_from.rows) < len(token_ids):
                 token_ids = token_ids[upload(torch.tensor(plan.ids_from.rows), device)]
         pictured = [s for s in segments if s.images and overlapping(s.images, s.start, s.start + s.num_tokens)]
-        only_decodes = plan.only_decodes or len(token_ids) == len(segments)
-        if self._steps is not None and only_decodes and not pictured:
-            has_drafts = len(token_ids) > len(segments)
-            hidden = self._steps.forward(self._run, context, token_ids, _positions(segments), has_drafts=has_drafts)
+        has_spans = len(token_ids) > len(segments)
+        has_prompts = has_spans and not plan.only_decodes
+        steps = None if pictured else self._steps
+        if steps is not None and not (has_prompts and len(token_ids) > steps.max_rows_with_prompts):
+            hidden = steps.forward(self._run, context, token_ids, _positions(segments), has_spans=has_spans)
         else:
             ids, at = self._backend.inputs(context, token_ids)
             embeddings = (self._embeddings(ids, segments),) if pictured else ()

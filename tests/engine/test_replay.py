@@ -71,36 +71,47 @@ def test_decode_steps_when_replayed_then_have_the_bits_of_the_forward(family: st
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def run_spans(family: str, dtype: str, *, has_prompts: bool, is_replayed: bool) -> tuple[list[Tensor], ModelRunner]:
+    """Hidden rows and states of steps of 8 rows that are cut in many ways; with prompts, one begins in every step."""
+    harness = Harness(family, "cpp", dtype=dtype)
+    harness.model = dataclasses.replace(harness.model, is_replayed=is_replayed and harness.model.is_replayed)
+    harness.runner = ModelRunner(harness.model, harness.storage, harness.runner._config)
+    for slot, (name, length) in enumerate((("a", 37), ("b", 71)), start=1):
+        harness.add(name, slot, 128)
+        harness.prefill(name, random_tokens(length, slot), 70)  # the rest of b is a step of one row
+    harness.only_decodes = not has_prompts
+    found = []
+    for step, (a, b) in enumerate(((4, 4), (1, 7), (8, 0), (7, 1), (3, 5))):
+        sequence = harness.sequences["a"]
+        if has_prompts:
+            b = max(b, 2)
+            a = 8 - b
+            harness.add("b", 2, 16)
+        work = [Work("a", random_tokens(a, step), {sequence.num_computed + 1: 5})]
+        if b:
+            work.append(Work("b", random_tokens(b, 50 + step), {harness.sequences["b"].num_computed + b: 6}))
+        found += harness.hidden(*work)
+        if harness.has_state:  # the state after the first token, as after a wrong draft
+            sequence.src_slot, sequence.num_computed = 5, sequence.num_computed - a + 1
+            found += [harness.storage.slot_arena[1:7].clone()]
+    return found, harness.runner
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_prompts", [False, True], ids=["drafts", "prompts"])
 @pytest.mark.parametrize("family", tiered(REPLAYED, ("granitemoehybrid",)))
-def test_steps_with_drafts_when_cut_in_any_way_then_one_program_has_the_bits_of_each_forward(
-    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+def test_steps_of_spans_when_cut_in_any_way_then_one_program_has_the_bits_of_each_forward(
+    family: str, has_prompts: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.models.cpu.replay._DRAFTS_BEFORE_RECORDING", 1)
-    found: list[list[Tensor]] = []
-    for is_replayed in (False, True):
-        harness = Harness(family, "cpp", dtype=dtype)
-        for slot, (name, length) in enumerate((("a", 37), ("b", 21)), start=1):
-            harness.add(name, slot, 96)
-            harness.prefill(name, random_tokens(length, slot))
-        harness.only_decodes = is_replayed
-        rows = []
-        for step, (a, b) in enumerate(((4, 4), (1, 7), (8, 0), (7, 1), (3, 5))):
-            sequence = harness.sequences["a"]
-            work = [Work("a", random_tokens(a, step), {sequence.num_computed + 1: 5})]
-            if b:
-                work.append(Work("b", random_tokens(b, 50 + step), {harness.sequences["b"].num_computed + b: 6}))
-            rows += harness.hidden(*work)
-            if harness.has_state:  # the state after the first token, as after a wrong draft
-                sequence.src_slot, sequence.num_computed = 5, sequence.num_computed - a + 1
-                rows += [harness.storage.slot_arena[1:7].clone()]
-        found.append(rows)
-        assert harness.runner._steps is not None
-        programs = harness.runner._steps._programs
-        assert [(key[1], program is not None) for key, program in programs.items() if key[0] == "forward"] == (
-            [(8, True)] if is_replayed else []
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    monkeypatch.setattr("common.models.cpu.replay._SPANS_BEFORE_RECORDING", 1)
+    expected, _ = run_spans(family, dtype, has_prompts=has_prompts, is_replayed=False)
+    found, runner = run_spans(family, dtype, has_prompts=has_prompts, is_replayed=True)
+    assert runner._steps is not None
+    programs = runner._steps._programs
+    recorded = [(key[1], program is not None) for key, program in programs.items() if key[0] == "forward"]
+    assert recorded == [(8, True)]
+    assert len(expected) == len(found)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_decode_steps_when_rows_choose_experts_then_are_not_replayed() -> None:

@@ -23,7 +23,13 @@ class Event(Protocol):
 
 
 class StepRunner(Protocol):
-    """Runs steps of decode rows, recorded ones where there are any. Results are the caller's own memory."""
+    """Runs steps of decode rows, recorded ones where there are any. Results are the caller's own memory.
+
+    Attributes:
+        max_rows_with_prompts: a step of up to so many rows may have prompts in it; 0: none may.
+    """
+
+    max_rows_with_prompts: int
 
     def record_ahead(
         self,
@@ -42,10 +48,11 @@ class StepRunner(Protocol):
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
-        has_drafts: bool = False,
+        has_spans: bool = False,
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``. ``token_ids``:
-        a tensor is on the device, and may not have its values yet."""
+        a tensor is on the device, and may not have its values yet. ``has_spans``: a segment has several rows, and there
+        may be another number of them each time."""
 
     def draft(
         self,

@@ -64,6 +64,8 @@ class CudaGraphs:
 class GraphedSteps:
     """Recorded steps of one model on one set of pools. Runs on the engine's thread, like the pools themselves."""
 
+    max_rows_with_prompts = 0
+
     def __init__(self, steps: StepBuffer, graphs: Graphs) -> None:
         self._steps, self._graphs = steps, graphs
         self._version = steps.version
@@ -95,7 +97,7 @@ class GraphedSteps:
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
-        has_drafts: bool = False,
+        has_spans: bool = False,
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
         segments = context.metadata.group_tables.segments

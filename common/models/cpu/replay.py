@@ -1,9 +1,9 @@
-"""Steps of decode rows and drafts, without the model's Python code: recorded once per number of rows, then replayed.
+"""Steps of few rows, without the model's Python code: recorded once per number of rows, then replayed.
 
-In a small batch most of a small model's decode step is spent in module calls and tensor operations of a few
-microseconds each. The kernels that they call are the same in every step (:mod:`common.models.cpu.recorder`), and a
-replayed step gives the same bits as the forward that it was recorded from. How the rows are cut into segments is in the
-step's words alone, which kernels read and the program does not have.
+Most of a small model's step of few rows (decode rows, drafts, what of a prompt fits beside them) is spent in module
+calls and tensor operations of a few microseconds each. The kernels that they call are the same in every step
+(:mod:`common.models.cpu.recorder`), and a replayed step gives the same bits as the forward that it was recorded from.
+How the rows are cut into segments is in the step's words alone, which kernels read and the program does not have.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _STEPS_BEFORE_RECORDING = 1
 """Steps with one number of rows before the next such step is recorded: recording takes as long as about ten steps of a
 small model, which a number of rows that comes once does not earn back."""
 _FEW_ROWS = 16
-_DRAFTS_BEFORE_RECORDING, _MANY_BEFORE_RECORDING = 2, 8
-"""The same of steps with drafts: of up to ``_FEW_ROWS``, as one sequence has them (what a lone sequence's first steps
-take, ``common.engine.drafting.allowance`` does not charge), and of more, whose numbers are many: what is lost by not
-replaying so many is about what recording takes."""
+_SPANS_BEFORE_RECORDING, _MANY_BEFORE_RECORDING = 2, 8
+"""The same of steps with drafts or prompts: of up to ``_FEW_ROWS``, as one sequence has them (what a lone sequence's
+first steps take, ``common.engine.drafting.allowance`` does not charge), and of more, whose numbers are many: what is
+lost by not replaying so many is about what recording takes."""
 
 
 class Replay:
     """Programs of one model on one set of pools. Runs on the engine's thread, like the pools themselves."""
+
+    max_rows_with_prompts = MAX_ROWS
 
     def __init__(self, ops: Ops, views: PoolViews) -> None:
         assert isinstance(ops, CppOps), "torch's ops look at values"
@@ -70,7 +72,7 @@ class Replay:
         token_ids: Sequence[int] | Tensor,
         positions: Sequence[int],
         *,
-        has_drafts: bool = False,
+        has_spans: bool = False,
     ) -> Tensor:
         """``forward``(token ids [num_rows], positions [num_rows]) -> [num_rows, hidden], in ``context``."""
         inputs = (torch.as_tensor(token_ids), torch.tensor(positions))
@@ -79,7 +81,7 @@ class Replay:
             with set_forward_context(context):
                 return forward(*tensors)
 
-        return self._run("forward", call, inputs, context.group_metadata, has_drafts)
+        return self._run("forward", call, inputs, context.group_metadata, has_spans)
 
     def draft(
         self,
@@ -108,7 +110,7 @@ class Replay:
         call: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         group_metadata: Sequence[AttentionMetadata],
-        has_drafts: bool = False,
+        is_varied: bool = False,
     ) -> Tensor:
         """The result of ``call`` on ``inputs``, recorded or replayed; its memory is the caller's own."""
         num_rows = inputs[0].shape[0]
@@ -116,7 +118,7 @@ class Replay:
         if num_rows > MAX_ROWS:
             return call(*inputs)
         if key not in self._programs:
-            if self._num_steps[key] < _num_before_recording(num_rows, has_drafts):
+            if self._num_steps[key] < _num_before_recording(num_rows, is_varied):
                 self._num_steps[key] += 1
                 return call(*inputs)
             return self._record(key, call, inputs, group_metadata)
@@ -150,11 +152,11 @@ class Replay:
         if recorder.reason:
             # A constant is found by its arguments' addresses, which other tensors may get unless a program keeps them.
             self._constants.clear()
-            logger.info("decode steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
+            logger.info("steps are not replayed %s rows=%d reason=%s", key[0], key[1], recorder.reason)
         return output.clone()
 
 
-def _num_before_recording(num_rows: int, has_drafts: bool) -> int:
-    if not has_drafts:
+def _num_before_recording(num_rows: int, is_varied: bool) -> int:
+    if not is_varied:
         return _STEPS_BEFORE_RECORDING
-    return _DRAFTS_BEFORE_RECORDING if num_rows <= _FEW_ROWS else _MANY_BEFORE_RECORDING
+    return _SPANS_BEFORE_RECORDING if num_rows <= _FEW_ROWS else _MANY_BEFORE_RECORDING
