@@ -1,13 +1,15 @@
 """Least squares over observations that fade: seconds = sum of coefficient * feature, no coefficient below zero.
 
-Relative errors are what counts, so that steps of 5 ms are fitted as well as those of 500. Where the observations of a
-while say nothing about a coefficient (they are all alike), it stays where it was: each is held to its last value by a
-weight that is little against observations which do say something.
+Relative errors are what counts, so that steps of 5 ms are fitted as well as those of 500. Observations of a size fade
+with every later one of that size, and all with time: a thousand steps with a few tokens say nothing of how long one with
+many takes. Where observations say nothing about a coefficient (they are all alike), it stays where it was: each is held
+to its last value by a weight that is little against observations which do say something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MIN_SECONDS = 1e-6
 """Shorter times are taken for this long: a clock that stood still must not weigh everything."""
@@ -19,43 +21,70 @@ observation takes 13 us then instead of 28 (AVX2 machine, three features)."""
 SOLVE_EVERY = 8
 
 
+LEAST_LEFT = 0.01
+"""What time leaves of an observation: a node that was idle for a night still knows what it is."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the observations of one size, as they counted at ``observed_s``."""
+
+    products: list[list[float]]
+    targets: list[float]
+    weight: float = 0.0
+    observed_s: float = 0.0
+
+
 class FadingRegression:
     """``holds``: by feature, how strongly its coefficient is held where it is, in observations in which the whole time
-    is the feature's. One thread observes; any may read ``coefficients``, which is replaced as a whole."""
+    is the feature's. An observation counts half after ``half_life`` later ones of its size, and after ``half_life_s``
+    seconds. One thread observes; any may read ``coefficients``, which is replaced as a whole, and ``weight``: how many
+    observations there are, the older ones in part."""
 
-    def __init__(self, holds: Sequence[float]) -> None:
-        num = len(holds)
+    def __init__(self, holds: Sequence[float], half_life: float, half_life_s: float) -> None:
         self._holds = tuple(holds)
-        self._products = [[0.0] * num for _ in range(num)]
-        self._targets = [0.0] * num
-        self.weight = 0.0
+        self._fade, self._half_life_s = 0.5 ** (1 / half_life), half_life_s
+        self._sizes: dict[int, _Sums] = {}
         self._num_unsolved = 0
-        self.coefficients: tuple[float, ...] = (0.0,) * num
+        self.weight = 0.0
+        self.coefficients: tuple[float, ...] = (0.0,) * len(holds)
 
-    def observe(self, features: Sequence[float], seconds: float, *, fade: float) -> None:
-        """Older observations count ``fade`` times what they did."""
-        scale = 1.0 / max(seconds, MIN_SECONDS)
+    def observe(self, features: Sequence[float], seconds: float, *, size: int = 0, now: float = 0.0) -> None:
+        """``now``: seconds of a clock that does not go back."""
+        sums = self._sizes.get(size)
+        if sums is None:
+            num = len(self._holds)
+            sums = self._sizes[size] = _Sums([[0.0] * num for _ in range(num)], [0.0] * num)
+        fade, scale = self._fade * self._left(sums, now), 1.0 / max(seconds, MIN_SECONDS)
         relative = [feature * scale for feature in features]
-        for row, value in zip(self._products, relative, strict=True):
+        for row, value in zip(sums.products, relative, strict=True):
             for column, other in enumerate(relative):
                 row[column] = row[column] * fade + value * other
-        self._targets = [
-            target * fade + value * seconds * scale for target, value in zip(self._targets, relative, strict=True)
+        sums.targets = [
+            target * fade + value * seconds * scale for target, value in zip(sums.targets, relative, strict=True)
         ]
-        self.weight = self.weight * fade + 1.0
+        sums.weight, sums.observed_s = sums.weight * fade + 1.0, now
         self._num_unsolved += 1
-        if self.weight < SETTLED_WEIGHT or self._num_unsolved >= SOLVE_EVERY:
-            self.coefficients, self._num_unsolved = self._solve(), 0
+        if self.weight < SETTLED_WEIGHT or self._num_unsolved >= SOLVE_EVERY or fade < 0.5:
+            self.coefficients, self._num_unsolved = self._solve(now), 0
+
+    def _left(self, sums: _Sums, now: float) -> float:
+        return max(LEAST_LEFT, 0.5 ** ((now - sums.observed_s) / self._half_life_s)) if sums.weight else 1.0
 
     def predict(self, features: Sequence[float]) -> float:
         return sum(map(float.__mul__, self.coefficients, map(float, features)))
 
-    def _solve(self) -> tuple[float, ...]:
+    def _solve(self, now: float) -> tuple[float, ...]:
         """The best coefficients of which none is negative: those that would be are zero, the worst first."""
-        free = [index for index in range(len(self._holds)) if self._products[index][index] > 0.0]
+        all_sizes = [(sums, self._left(sums, now)) for sums in self._sizes.values()]
+        indices = range(len(self._holds))
+        self.weight = sum(left * sums.weight for sums, left in all_sizes)
+        products = [[sum(left * s.products[i][j] for s, left in all_sizes) for j in indices] for i in indices]
+        targets = [sum(left * s.targets[i] for s, left in all_sizes) for i in indices]
+        free = [index for index in indices if products[index][index] > 0.0]
         found = list(self.coefficients)
         while free:
-            solved = self._solve_free(free)
+            solved = self._solve_free(free, products, targets)
             worst = min(range(len(free)), key=solved.__getitem__)
             if solved[worst] >= 0.0:
                 for index, value in zip(free, solved, strict=True):
@@ -64,15 +93,17 @@ class FadingRegression:
             found[free.pop(worst)] = 0.0
         return tuple(found)
 
-    def _solve_free(self, free: Sequence[int]) -> list[float]:
+    def _solve_free(
+        self, free: Sequence[int], products: Sequence[Sequence[float]], targets: Sequence[float]
+    ) -> list[float]:
         """Gaussian elimination over ``free``; the holds make every pivot positive."""
         mean = 1.0 / self.weight
         rows: list[list[float]] = []
         for index in free:
-            row = [self._products[index][other] for other in free]
-            hold = self._holds[index] * self._products[index][index] * mean
+            row = [products[index][other] for other in free]
+            hold = self._holds[index] * products[index][index] * mean
             row[len(rows)] += hold
-            rows.append([*row, self._targets[index] + hold * self.coefficients[index]])
+            rows.append([*row, targets[index] + hold * self.coefficients[index]])
         size = len(free)
         for pivot in range(size):
             top = rows[pivot]

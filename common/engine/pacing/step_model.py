@@ -1,14 +1,14 @@
 """How long a step takes, learned from the steps that were run: the scheduler sizes prompts' chunks by it, tiers compare
 reading with computing, and the proxy's placement asks for it.
 
-Two fits, because a step that only generates is replayed and one with prompt tokens is not: seconds = fixed + per row
-that generates + per prompt token + per attended position. Neither the number of rows nor that of prompt tokens changes
+Two fits, because what a step costs at least differs where larger steps, with prompt tokens in them, run through the
+model's code: seconds = fixed + per row that generates + per prompt token + per attended position. Neither the number of rows nor that of prompt tokens changes
 a step's time evenly (a kernel takes rows by groups, and few tokens take as long as reading the weights), so what the
 fit misses of each number of rows, and of each power of two of prompt tokens, is remembered beside it.
 
 Life of an observation: 1 ``observe``, compared with what was predicted (``on_error``), 2 believed, or put aside when it
 took several times as long (a recording, a machine that stood still), unless that goes on, 3 fades, with every later one
-and with time.
+of about its size and with time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ OUTLIER = 2.5
 """Times the predicted time from which a step is not believed."""
 MAX_OUTLIERS = 8
 """In a row; then it is not the steps that are wrong."""
-_FADE = 0.5 ** (1 / HALF_LIFE)
 _CORRECTION_SHARE = 0.2
 """What a new step counts in what is remembered of its number of rows."""
-_MAX_CORRECTION = 2.0
+_MAX_CORRECTION = 4.0
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 0.9, 1.3
 """What a step is planned to be shorter than the time that it has, at least and at most: what is left unused makes
 prompts slower, and targets are kept on average."""
@@ -93,7 +92,7 @@ class StepModel:
         fit = self._fit(shape)
         if not fit.believes(predicted, seconds):
             return
-        fit.observe(_features(shape), seconds, now)
+        fit.observe(_features(shape), seconds, shape, now)
         if shape.num_prompt_tokens:
             self._mean_attended = _mixed(self._mean_attended, shape.num_prompt_attended / shape.num_prompt_tokens)
         if shape.num_rows:
@@ -199,7 +198,7 @@ class _Fit:
     """One kind of steps."""
 
     def __init__(self, holds: tuple[float, ...]) -> None:
-        self._regression = FadingRegression(holds)
+        self._regression = FadingRegression(holds, HALF_LIFE, HALF_LIFE_S)
         self._num_outliers = 0
         self.observed_s = 0.0
 
@@ -220,11 +219,9 @@ class _Fit:
         self._num_outliers = self._num_outliers + 1 if is_outlier else 0
         return not 0 < self._num_outliers <= MAX_OUTLIERS
 
-    def observe(self, features: tuple[float, ...], seconds: float, now: float) -> None:
-        idle_s = max(0.0, now - self.observed_s) if self.weight else 0.0
-        # What is left is never nothing: a node that was idle for a night still knows what it is.
-        fade = max(_FADE * 0.5 ** (idle_s / HALF_LIFE_S), 0.01)
-        self._regression.observe(features, seconds, fade=fade)
+    def observe(self, features: tuple[float, ...], seconds: float, shape: StepShape, now: float) -> None:
+        size = (shape.num_prompt_tokens or shape.num_rows).bit_length()
+        self._regression.observe(features, seconds, size=size, now=now)
         self.observed_s = now
 
     def predict(self, features: tuple[float, ...]) -> float:

@@ -120,6 +120,21 @@ def test_prediction_when_only_one_kind_of_step_comes_for_long_then_others_are_st
     assert missed[int(0.9 * len(missed))] < 0.1
 
 
+def test_prediction_when_few_prompt_tokens_come_for_long_then_how_long_many_take_is_still_known() -> None:
+    """Contexts grow meanwhile, which explains small steps' times as well as their tokens do."""
+    model, draw = StepModel(Clock()), random.Random(5)
+    for num_tokens in (512, 512, 256, 64, 512):
+        shape = StepShape(1, 500, num_tokens, chunk_attended(0, num_tokens))
+        model.observe(shape, roofline_s(shape))
+    for step in range(3000):
+        num_tokens = draw.randrange(5, 8)
+        shape = StepShape(1, 500 + step, num_tokens, chunk_attended(step % 2000, num_tokens))
+        model.observe(shape, roofline_s(shape) * draw.lognormvariate(0.0, 0.05))
+    for num_tokens in (16, 64, 256, 512):
+        shape = StepShape(1, 500, num_tokens, chunk_attended(0, num_tokens))
+        assert model.predict(shape) == pytest.approx(roofline_s(shape), rel=0.35)
+
+
 def test_prompt_tokens_when_a_time_is_given_then_they_fit_and_one_more_would_not() -> None:
     model, rows = trained(), StepShape(4, 4 * 500)
     for seconds in (0.015, 0.03, 0.06):
@@ -201,10 +216,10 @@ def test_observations_when_time_passes_then_fade_but_never_to_nothing() -> None:
 
 
 def test_regression_when_a_coefficient_would_be_negative_then_is_zero_and_the_rest_fits() -> None:
-    regression, draw = FadingRegression((0.01, 0.01)), random.Random(1)
+    regression, draw = FadingRegression((0.01, 0.01), 100, 300.0), random.Random(1)
     for _ in range(200):
         x = draw.uniform(1.0, 10.0)
-        regression.observe((1.0, x), 0.1 * x - 0.05, fade=1.0)
+        regression.observe((1.0, x), 0.1 * x - 0.05)
     fixed, slope = regression.coefficients
     assert fixed == 0.0
     assert slope == pytest.approx(0.09, abs=0.015)
