@@ -1,9 +1,9 @@
 """Least squares over observations that fade: seconds = sum of coefficient * feature, no coefficient below zero.
 
 Relative errors are what counts, so that steps of 5 ms are fitted as well as those of 500. Observations of a size fade
-with every later one of that size, and all with time: a thousand steps with a few tokens say nothing of how long one with
-many takes. Where observations say nothing about a coefficient (they are all alike), it stays where it was: each is held
-to its last value by a weight that is little against observations which do say something.
+with every later one of that size, and all with time: a thousand steps with a few tokens say nothing of how long one
+with many takes. Where observations say nothing about a coefficient (they are all alike), it stays where it was: each is
+held to its last value by a weight that is little against observations which do say something.
 """
 
 from __future__ import annotations

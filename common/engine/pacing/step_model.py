@@ -2,9 +2,10 @@
 reading with computing, and the proxy's placement asks for it.
 
 Two fits, because what a step costs at least differs where larger steps, with prompt tokens in them, run through the
-model's code: seconds = fixed + per row that generates + per prompt token + per attended position. Neither the number of rows nor that of prompt tokens changes
-a step's time evenly (a kernel takes rows by groups, and few tokens take as long as reading the weights), so what the
-fit misses of each number of rows, and of each power of two of prompt tokens, is remembered beside it.
+model's code: seconds = fixed + per row that generates + per prompt token + per attended position. Neither the number of
+rows nor that of prompt tokens changes a step's time evenly (a kernel takes rows by groups, and few tokens take as long
+as reading the weights), so what the fit misses of each number of rows, and of each power of two of prompt tokens, is
+remembered beside it.
 
 Life of an observation: 1 ``observe``, compared with what was predicted (``on_error``), 2 believed, or put aside when it
 took several times as long (a recording, a machine that stood still), unless that goes on, 3 fades, with every later one
