@@ -230,7 +230,10 @@ class Scheduler:
             num_rows = len(schedule.sequences)
         else:
             num_rows = self._plan_with_drafts(schedule, decoding, budget)
-        budget = min(limit - num_rows, self._prompt_share(schedule, prompts)) if num_rows else limit
+        budget = limit
+        if num_rows:
+            share = min(limit - num_rows, self._prompt_share(schedule, prompts))
+            budget = max(_usual_size(num_rows + share) - num_rows, -(-share // 2))
         for sequence in prompts:
             budget -= self._plan(schedule, sequence, budget)
         return budget
@@ -606,6 +609,12 @@ class Scheduler:
         if sequence.sampling is not None:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
+
+
+def _usual_size(num_tokens: int) -> int:
+    """At most ``num_tokens``, of which it keeps the first four binary digits: so that steps whose size is free come in
+    few sizes, each of which a backend may record."""
+    return num_tokens & -(1 << max(0, num_tokens.bit_length() - 4))
 
 
 def _num_left(sequence: Sequence) -> int:

@@ -180,7 +180,26 @@ def test_budget_when_a_prompt_behind_another_would_be_late_then_both_get_more() 
     rig.step()
     rig.add("first", words(2, 200), max_tokens=1, arrival_s=0.0)
     rig.add("second", words(3, 100), max_tokens=1, arrival_s=0.0, ttft_target_s=0.6)
-    assert planned(rig.step())[1][2] == 16
+    assert planned(rig.step()) == [("stream", 4, 1), ("first", 0, 15)]
+
+
+def test_budget_when_many_targets_are_asked_for_then_steps_come_in_few_sizes_and_lose_little() -> None:
+    """Each of which the backend may have recorded."""
+    sizes, learned = set(), Rig()
+    _learn(learned)
+    model = learned.scheduler.step_model
+    for itl_ms in range(20, 250):
+        rig = Rig(max_num_batched_tokens=256)
+        rig.scheduler.step_model = model
+        rig.add("stream", words(1, 4), itl_target_s=itl_ms / 1e3, max_tokens=100)
+        rig.step()
+        rig.add("prompt", words(2, 200), max_tokens=1)
+        size = sum(num_tokens for _, _, num_tokens in planned(rig.step()))
+        fits = model.max_prompt_tokens(StepShape(1, 5), 0, 256, itl_ms / 1e3)
+        assert fits is not None
+        assert size > 0.85 * min(200, fits)
+        sizes.add(size)
+    assert len(sizes) < 40
 
 
 def test_budget_when_nobody_generates_then_a_prompt_gets_all_of_it() -> None:
