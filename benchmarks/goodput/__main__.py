@@ -59,7 +59,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--mixes", nargs="*", choices=(*MIXES, SHIFTING), default=(*MIXES, SHIFTING))
-    parser.add_argument("--closed", type=int, default=48, help="requests of the closed loop; 0: leave it out")
+    parser.add_argument(
+        "--closed",
+        type=int,
+        default=160,
+        help="requests of the closed loop, many, since at its ends fewer are under way; 0: leave it out",
+    )
     parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
     parser.add_argument("--seconds", type=float, default=120.0, help="that requests come, in each run")
     parser.add_argument(
@@ -155,9 +160,9 @@ class Runs:
 
 async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
     runs = Runs(args, running)
-    for way in args.ways:  # every kind of step was seen, and recorded, before anything counts
+    for way in args.ways:  # every kind of step was seen, and most sizes recorded, before anything counts
         async with Clients(running[way].url, {}) as clients:
-            await clients.closed_loop(draw_arrivals({MIXES[CLOSED_MIX]: 12.0}, 1.0, runs.vocab, 1), 6)
+            await clients.closed_loop(draw_arrivals({MIXES[CLOSED_MIX]: 40.0}, 1.0, runs.vocab, 1), 8)
     for mix in MIXES.values():
         runs.targets[mix] = await runs.unloaded(mix)
     tables: dict[str, Table] = {}
