@@ -34,12 +34,14 @@ then."""
 URGENT = -7
 """Priority of streams whose tokens are to come sooner than any node can: what prompts take of them counts."""
 FEW_SEQUENCES = ("--max-num-seqs", "4")
+LARGE_STEPS = ("--max-num-batched-tokens", "512")
+"""So that what prompts take of a stream beside them is clearly more than the pause of moving it, on any machine."""
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     """One node of each role, with room for few answers each: what does not fit on one is worth moving to the other."""
-    flags = (*NODE_FLAGS, *FEW_SEQUENCES)
+    flags = (*NODE_FLAGS, *FEW_SEQUENCES, *LARGE_STEPS)
     with Service(
         checkpoint(FAMILY),
         prefill_flags=flags,
