@@ -48,7 +48,7 @@ LATE_PRICE = 4.0
 """Price of a second beyond a target, beside the second itself."""
 SAFE_SHARE = 0.9
 """Of what a target leaves, how much is counted on: estimates miss, and others come."""
-CROSS_S, CROSS_SHARE = 0.1, 0.1
+CROSS_S, CROSS_SHARE = 0.05, 0.1
 """What a node must save to take the other role's work: seconds, and a share of the time of computing the prompt. So
 roles stay as they are where that is about as good, and each kind of work keeps its own caches."""
 USUAL_ANSWER_TOKENS = 256
