@@ -3,11 +3,12 @@
 Two nodes of one model (random weights), each on a core of its own, in three ways: *elastic* roles, *static* ones (one
 prefill and one decode node), and two nodes that are *alike* and compute prompts themselves. Requests come as a Poisson
 process. Targets are multiples of what the pair with static roles takes for one request alone, of each mix; requests
-carry them as headers. The goodput of a mix is the highest rate at which 90 % of its requests keep both targets (the
-first token's time, and the mean time between tokens), found by halving. *shifting* changes between the mixes every
-30 s; each comes at a multiple of the best goodput that was found for it, and two such multiples are looked for: 90 % of
-all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests of 512/128 at any time, first
-with static roles and no target, then the others with a target between tokens of 1.5 times the p99 gap of that.
+carry them as headers, except in ways that are ``--untold``: there neither nodes nor proxy know of targets. The goodput
+of a mix is the highest rate at which 90 % of its requests keep both targets (the first token's time, and the mean time
+between tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best
+goodput that was found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 %
+of those of every mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the
+others with a target between tokens of 1.5 times the p99 gap of that.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
@@ -58,6 +59,13 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="M")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument(
+        "--untold",
+        nargs="+",
+        choices=WAYS,
+        default=(),
+        help="ways whose requests do not carry their targets",
+    )
     parser.add_argument("--mixes", nargs="*", choices=(*MIXES, SHIFTING), default=(*MIXES, SHIFTING))
     parser.add_argument(
         "--closed",
@@ -155,7 +163,7 @@ class Runs:
         return SIZES[self.args.size]["vocab"]
 
     def _clients(self, way: str, targets: Mapping[Mix, Targets]) -> Clients:
-        return Clients(self.running[way].url, targets)
+        return Clients(self.running[way].url, {} if way in self.args.untold else targets)
 
 
 async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
@@ -238,6 +246,7 @@ async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -
         way,
         rates,
         runs.targets,
+        is_told=way not in args.untold,
         cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
         speeds=speeds,
         seconds=PREDICTED * args.seconds,

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -38,6 +38,16 @@ class Answer:
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else 0.0
 
 
+class Timed(Protocol):
+    """An answer, measured or simulated."""
+
+    @property
+    def ttft_s(self) -> float: ...
+
+    @property
+    def itl_s(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Targets:
     """Infinite: there is none."""
@@ -45,7 +55,7 @@ class Targets:
     ttft_s: float
     itl_s: float
 
-    def are_kept(self, answer: Answer) -> bool:
+    def are_kept(self, answer: Timed) -> bool:
         return answer.ttft_s <= self.ttft_s and answer.itl_s <= self.itl_s
 
     @property

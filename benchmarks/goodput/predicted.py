@@ -78,17 +78,18 @@ async def predict_goodput(
     rates: Mapping[Mix, float],
     targets: Mapping[Mix, Targets],
     *,
+    is_told: bool,
     cache: KVCacheConfig,
     speeds: Mapping[NodeRole, Speeds],
     seconds: float,
     vocab: int,
     num_halvings: int,
 ) -> Goodput:
-    """As ``find_both`` of the service itself."""
+    """As ``find_both`` of the service itself. ``is_told``: requests carry their targets."""
 
     async def attainment(factor: float) -> Attainment:
         arrivals = draw_arrivals({mix: factor * rate for mix, rate in rates.items()}, seconds, vocab, seed=1)
-        return simulate(way, arrivals, targets, cache=cache, speeds=speeds)
+        return simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds)
 
     return await find_both(attainment, 1.0, num_halvings)
 
@@ -98,6 +99,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     targets: Mapping[Mix, Targets],
     *,
+    is_told: bool,
     cache: KVCacheConfig,
     speeds: Mapping[NodeRole, Speeds],
 ) -> Attainment:
@@ -107,24 +109,30 @@ def simulate(
     came: Counter[Mix] = Counter()
     for arrival in arrivals:
         came[arrival.mix] += len(arrival.prompts)
-        cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], 0, [], kept))
+        cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], is_told, 0, [], kept))
     cluster.run()
     return Attainment.of(kept, came)
 
 
 def _turn(
-    cluster: Cluster, arrival: Arrival, targets: Targets, turn: int, so_far: list[int], kept: Counter[Mix]
+    cluster: Cluster,
+    arrival: Arrival,
+    targets: Targets,
+    is_told: bool,
+    turn: int,
+    so_far: list[int],
+    kept: Counter[Mix],
 ) -> None:
     prompt = [*so_far, *arrival.prompts[turn]]
     # Any tokens, as long as no other answer has them.
     answer = [(hash((arrival.at_s, turn)) + number) % 1_000_003 for number in range(arrival.mix.num_answer_tokens)]
 
     def go_on() -> None:
-        kept[arrival.mix] += served.is_in_time
+        kept[arrival.mix] += not served.is_shed and targets.are_kept(served)
         if turn + 1 < len(arrival.prompts):
             longer: list[Any] = [*prompt, *answer]
-            further = functools.partial(_turn, cluster, arrival, targets, turn + 1, longer, kept)
+            further = functools.partial(_turn, cluster, arrival, targets, is_told, turn + 1, longer, kept)
             cluster.at(cluster.now + THINK_S, further)
 
-    wanted = estimate.Targets(targets.ttft_s, targets.itl_s)
+    wanted = estimate.Targets(targets.ttft_s, targets.itl_s) if is_told else estimate.NO_TARGETS
     served = cluster.submit(prompt, answer, targets=wanted, on_end=go_on)
