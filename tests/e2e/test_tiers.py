@@ -4,6 +4,7 @@ a folder on a real disk."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import random
 import signal
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.tiers.folder_use import USAGE_FILE
 from common.tiers.object_header import HEADER_BYTES, ObjectHeader, ObjectKind, decode_header
 from common.tiers.secrets import derived_secret
 from common.wire.headers import CLUSTER_KEY_HEADER
@@ -243,9 +245,13 @@ def test_pairs_when_one_evicts_what_the_other_reads_then_answers_are_right_and_t
             for number in random.Random(seed).choices(range(count), k=40):
                 assert_right(FAMILY, prompts[number], complete(pair.url, prompts[number], NUM_TOKENS))
                 sizes = []
-                for path in pairs.folder.rglob("*.kv"):
-                    with contextlib.suppress(FileNotFoundError):
-                        sizes.append(path.stat().st_size)
+                with (pairs.folder / USAGE_FILE).open("rb") as usage:
+                    # Nobody begins to write meanwhile: else what is deleted once it was counted, and what came into
+                    # its place, are counted both.
+                    fcntl.flock(usage, fcntl.LOCK_EX)
+                    for path in pairs.folder.rglob("*.kv"):
+                        with contextlib.suppress(FileNotFoundError):
+                            sizes.append(path.stat().st_size)
                 most = max(most, sum(sizes))
 
         together([lambda: ask(pairs.first, 1), lambda: ask(pairs.second, 2)])
