@@ -84,6 +84,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.seconds <= 0 or args.halvings < 0 or args.closed < 0 or args.concurrency < 1:
         parser.error("--seconds and --concurrency must be above 0, --halvings and --closed not below")
+    if others := [way for way in args.untold if way not in args.ways]:
+        parser.error(f"--untold {' '.join(others)}: not among --ways {' '.join(args.ways)}")
     print(json.dumps({**vars(args), "cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder, services(args, Path(folder)) as running:
         asyncio.run(measure(args, running, Path(folder)))
