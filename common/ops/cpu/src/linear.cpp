@@ -94,7 +94,12 @@ template <class Type, int kRows, int kSums>
             if constexpr (Type::kWords > 1) asm volatile("" : "+r"(from));
             vu words[kSums];
 #pragma GCC unroll 4
-            for (int v = 0; v < kSums; v++) words[v] = Type::word(from + place(v), i);
+            for (int v = 0; v < kSums; v++) {
+                words[v] = Type::word(from + place(v), i);
+#if defined(__AVX512F__)  // gcc 12 would load two panels' words again for each row
+                if constexpr (Type::kWords == 1) asm("" : "+v"(words[v]));
+#endif
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
