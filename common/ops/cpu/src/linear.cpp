@@ -97,7 +97,7 @@ template <class Type, int kRows, int kSums>
             for (int v = 0; v < kSums; v++) {
                 words[v] = Type::word(from + place(v), i);
 #if defined(__AVX512F__)  // gcc 12 would load two panels' words again for each row
-                if constexpr (Type::kWords == 1) asm("" : "+v"(words[v]));
+                if constexpr (Type::kWords == 1 && kSums > kVectors) asm("" : "+v"(words[v]));
 #endif
             }
 #pragma GCC unroll 12
