@@ -50,6 +50,8 @@ PREDICTED = 3
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
 NUM_UNLOADED = 5
+NUM_WARM, WARM_CONCURRENCY, WARM_SEED = 16, 8, 1_000_000
+"""Requests, or chats, of each mix that every way answers first, and the seed of their tokens, which come only there."""
 ERRORS = "tandem_step_time_error_ratio"
 
 
@@ -170,9 +172,11 @@ class Runs:
 
 async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
     runs = Runs(args, running)
-    for way in args.ways:  # every kind of step was seen, and most sizes recorded, before anything counts
+    for way in running:  # every kind of step was seen, and most sizes recorded, before anything counts
         async with Clients(running[way].url, {}) as clients:
-            await clients.closed_loop(draw_arrivals({MIXES[CLOSED_MIX]: 40.0}, 1.0, runs.vocab, 1), 8)
+            for number, mix in enumerate(MIXES.values()):
+                warm = draw_arrivals({mix: NUM_WARM * mix.num_turns / 10.0}, 10.0, runs.vocab, WARM_SEED + number)
+                await clients.closed_loop(warm, WARM_CONCURRENCY)
     for mix in MIXES.values():
         runs.targets[mix] = await runs.unloaded(mix)
     tables: dict[str, Table] = {}
@@ -182,13 +186,15 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
             guesses = [await guess(runs, way, {mix: best[mix]}, model) for way in args.ways]
             best[mix] *= max(goodput.of_all for goodput in guesses) or 1.0
             print(f"{name} in {SHIFTING}: {best[mix]:.3f} requests/s", flush=True)
-    for name in (*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])):
+    names = [*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])]
+    for turn, name in enumerate(names):
         print(f"\n{name}", flush=True)
         rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
         table = tables[name] = Table(dict(rates), {})
         guessed = sorted([(await guess(runs, way, table.rates, model)).of_all for way in args.ways])
         start = guessed[len(guessed) // 2] or 1.0  # so that few rates are tried, and all ways at the same ones
-        for way in args.ways:
+        first = turn % len(args.ways)  # none is always measured when the machine has just been busy, or idle
+        for way in (*args.ways[first:], *args.ways[:first]):
             attainment = functools.partial(runs.attainment, way, table.rates)
             table.found[way] = await find_both(attainment, start, args.halvings)
         highest = max(goodput.of_all for goodput in table.found.values())

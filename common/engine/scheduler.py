@@ -55,6 +55,10 @@ PACING_RESERVE = 1.25
 """Times its length, what a prompt is taken to need where it is asked whether it comes in time at a slower pace: another
 stream may begin meanwhile."""
 
+JOIN_SHARE, JOIN_BY = 0.95, 0.9
+"""A stream begins later where its row would make steps longer than ``JOIN_SHARE`` of a target for the time between two
+tokens, until ``JOIN_BY`` of its own time to the first token is over."""
+
 USUAL_ANSWER_TOKENS = 256
 """Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
 
@@ -317,7 +321,7 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # preempted for an earlier one
         if sequence.pending_row is not None:
-            if not sequence.waits_for_grammar:
+            if not sequence.waits_for_grammar and not self._begins_later(schedule, sequence):
                 schedule.row_only.append(sequence)
             return 0
         try:
@@ -331,6 +335,24 @@ class Scheduler:
             schedule.failed.append((sequence, exc))
             return 0
         return num_tokens + len(sequence.drafts)
+
+    def _begins_later(self, schedule: Schedule, sequence: Sequence) -> bool:
+        """Whether a stream whose first token could be sampled now waits for the end of another one, because together
+        they would be too slow for a target, and its first token has time yet."""
+        ttft_s = sequence.request.ttft_target_s
+        if ttft_s is None or sequence.sampling is None or sequence.num_output_tokens:
+            return False
+        beside = [each for each in self.running if each.is_decoding and each.pending_row is None]
+        beside += schedule.row_only
+        rows = [sequence, *beside]
+        alone_s = self.step_model.predict(StepShape(1, sequence.num_tokens))
+        step_s = self.step_model.predict(StepShape(len(rows), sum(each.num_tokens for each in rows)))
+        if not beside or alone_s is None or step_s is None:
+            return False
+        targets = [each.request.itl_target_s for each in rows if each.request.itl_target_s is not None]
+        if not any(alone_s <= JOIN_SHARE * target < step_s for target in targets):
+            return False
+        return self._clock() + step_s < sequence.request.arrival_s + JOIN_BY * ttft_s
 
     def _drafts(self, sequence: Sequence, max_drafts: int, num_sequences: int) -> list[int]:
         """What the sequence may run behind its last token. It has the blocks for it then; nobody is preempted for
@@ -466,7 +488,8 @@ class Scheduler:
             assert hit is not None
             assert hit.output_row is not None
             sequence.pending_row = hit.output_row
-            schedule.row_only.append(sequence)
+            if not self._begins_later(schedule, sequence):
+                schedule.row_only.append(sequence)
         else:
             self._add_segment(schedule, sequence, num_tokens)
         return num_tokens

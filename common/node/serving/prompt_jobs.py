@@ -73,9 +73,9 @@ class EncodedPrompt:
 @dataclass(slots=True)
 class PromptJob:
     """One prompt of a request on its way through the engine. ``handoff_result``: what ``handoff`` came to, once it was
-    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``ttft_target_s``,
-    ``itl_target_s``: as of the engine's request. ``prompt_logprobs``: once the prompt is computed, if they were asked
-    for."""
+    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``first_token_due_s``:
+    when the first token is to be there, monotonic; ``itl_target_s``: as of the engine's request. ``prompt_logprobs``:
+    once the prompt is computed, if they were asked for."""
 
     index: int
     request_id: str
@@ -85,7 +85,7 @@ class PromptJob:
     handoff: Handoff | None
     choices: list[Choice]
     num_resumed: int = 0
-    ttft_target_s: float | None = None
+    first_token_due_s: float | None = None
     itl_target_s: float | None = None
     images: tuple[ImageSpan, ...] = ()
     encoded_images: tuple[EncodedImage, ...] = ()

@@ -132,11 +132,10 @@ class Serving:
             self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
-            ttft_target_s = seconds_of_header(http.headers, TTFT_TARGET_HEADER)
-            itl_target_s = seconds_of_header(http.headers, ITL_TARGET_HEADER)
+            due_s, itl_target_s = _first_token_due_s(http), seconds_of_header(http.headers, ITL_TARGET_HEADER)
             jobs = await self._prompts.jobs(http, request)
             for job in jobs:
-                job.ttft_target_s, job.itl_target_s = ttft_target_s, itl_target_s
+                job.first_token_due_s, job.itl_target_s = due_s, itl_target_s
             await self._prepare_grammars(request, jobs)
             # The proxy shows every request on its status page, so it wants the trace even if the client does not.
             is_traced = wants_trace(http) or PROXY_SECONDS_HEADER in http.headers
@@ -169,6 +168,7 @@ class Serving:
                 "kv_transfer_params.do_remote_decode: this node does not hand prompts out; ask a prefill node",
                 param="kv_transfer_params.do_remote_decode",
             )
+        due_s = _first_token_due_s(http)
         prompts = await self._prompts.prompts(request)
         if len(prompts) != 1:
             raise InvalidRequestError(
@@ -176,7 +176,6 @@ class Serving:
             )
         [prompt] = prompts
         token_ids = prompt.token_ids
-        ttft_target_s = seconds_of_header(http.headers, TTFT_TARGET_HEADER)
         self._prompts.sampling(request, token_ids)
 
         async def prepare() -> None:
@@ -184,6 +183,7 @@ class Serving:
 
         async with self._sources.prefix(token_ids, request.cache_salt, request.sources, prompt.images) as remote:
             rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
+            now = time.monotonic()
             engine_request = Request(
                 request_id=rendezvous_id or engine_request_id(http),
                 prompt_token_ids=token_ids,
@@ -192,8 +192,8 @@ class Serving:
                 priority=request.priority,
                 remote=remote,
                 is_remote_optional=True,
-                arrival_s=time.monotonic(),
-                ttft_target_s=ttft_target_s,
+                arrival_s=now,
+                ttft_target_s=None if due_s is None else due_s - now,
                 semantic_boundaries=prompt.semantic_boundaries,
                 wants_progress=rendezvous_id is not None,
                 images=prompt.images,
@@ -243,6 +243,7 @@ class Serving:
             if job.handoff is None and job.sampling.prompt_logprobs is None:
                 found = self._sources.prefix(job.token_ids, request.cache_salt, request.sources, job.images)
                 remote = await stack.enter_async_context(found)
+            now = time.monotonic()
             engine_request = Request(
                 request_id=job.request_id,
                 prompt_token_ids=job.token_ids,
@@ -254,8 +255,8 @@ class Serving:
                 remote=remote,
                 is_remote_optional=job.handoff is None,
                 lost_remote=job.handoff_result.is_lost,
-                arrival_s=time.monotonic(),
-                ttft_target_s=job.ttft_target_s,
+                arrival_s=now,
+                ttft_target_s=None if job.first_token_due_s is None else job.first_token_due_s - now,
                 itl_target_s=job.itl_target_s,
                 semantic_boundaries=job.semantic_boundaries,
                 num_resumed_tokens=job.num_resumed,
@@ -265,3 +266,9 @@ class Serving:
             outputs = await stack.enter_async_context(contextlib.aclosing(self._engine.generate(engine_request)))
             async for output in outputs:
                 yield job, output
+
+
+def _first_token_due_s(http: HttpRequest) -> float | None:
+    """Monotonic, of a request that came just now; None: it has no target. Raises InvalidRequestError."""
+    target_s = seconds_of_header(http.headers, TTFT_TARGET_HEADER)
+    return None if target_s is None else time.monotonic() + target_s

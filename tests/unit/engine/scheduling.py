@@ -43,6 +43,7 @@ class Rig:
         remote: Any = None,
         ttft_target_s: float | None = None,
         itl_target_s: float | None = None,
+        num_resumed_tokens: int = 0,
     ) -> Sequence:
         """Arrivals are one second apart unless the test says when."""
         self._num_added += 1
@@ -55,6 +56,7 @@ class Rig:
             ttft_target_s=ttft_target_s,
             itl_target_s=itl_target_s,
             arrival_s=float(self._num_added) if arrival_s is None else arrival_s,
+            num_resumed_tokens=num_resumed_tokens,
         )
         sequence = Sequence(request, index, self.manager.prefix_keys(prompt))
         self.scheduler.add(sequence)

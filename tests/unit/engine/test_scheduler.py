@@ -209,6 +209,80 @@ def test_budget_when_nobody_generates_then_a_prompt_gets_all_of_it() -> None:
     assert planned(rig.step()) == [("prompt", 0, 64)]
 
 
+def _three_streams(rig: Rig) -> None:
+    """Each of 20 tokens, of a prompt that is cached then; a step of three takes 7 ms, one of four 8."""
+    _learn_roofline(rig)
+    for seed in (1, 2, 3):
+        rig.add(f"stream{seed}", words(seed, 8), itl_target_s=1.0, max_tokens=20, arrival_s=0.0)
+    rig.step()
+
+
+@pytest.mark.parametrize(
+    ("ttft_target_s", "itl_target_s", "num_resumed_tokens", "begins"),
+    [
+        (5.0, 0.0081, 0, False),
+        (5.0, 0.0090, 0, True),
+        (5.0, 0.0040, 0, True),
+        (5.0, None, 0, True),
+        (None, 0.0081, 0, True),
+        (0.008, 0.0081, 0, True),
+        (5.0, 0.0081, 2, True),
+    ],
+    ids=[
+        "too slow",
+        "fast enough",
+        "never fast enough",
+        "no target",
+        "first token has none",
+        "first token is due",
+        "began elsewhere",
+    ],
+)
+def test_stream_when_a_row_more_would_be_too_slow_then_it_begins_later_if_its_first_token_has_time(
+    ttft_target_s: float | None, itl_target_s: float | None, num_resumed_tokens: int, begins: bool
+) -> None:
+    rig = Rig()
+    _three_streams(rig)
+    fourth = rig.add(
+        "fourth",
+        words(1, 8),
+        arrival_s=0.0,
+        ttft_target_s=ttft_target_s,
+        itl_target_s=itl_target_s,
+        num_resumed_tokens=num_resumed_tokens,
+    )
+    assert names(rig.step().row_only) == ["fourth"] * begins
+    rig.run()
+    assert fourth.num_output_tokens == 8  # it was only put off
+
+
+def test_stream_when_its_target_is_long_but_that_of_another_is_not_then_it_begins_later_too() -> None:
+    rig = Rig()
+    _three_streams(rig)
+    rig.add("fast", words(1, 8), arrival_s=0.0, itl_target_s=0.0081, max_tokens=30)
+    rig.step()
+    rig.add("other", words(2, 8), arrival_s=0.0, ttft_target_s=5.0, itl_target_s=1.0)
+    assert names(rig.step().row_only) == []
+
+
+def test_streams_when_one_ends_then_one_of_those_that_were_put_off_begins() -> None:
+    rig = Rig()
+    _three_streams(rig)
+    for name in ("fourth", "fifth"):
+        rig.add(name, words(1, 8), arrival_s=0.0, ttft_target_s=5.0, itl_target_s=0.0079)
+    rig.step()
+    rig.end(next(each for each in rig.scheduler.running if each.request.request_id == "stream1"))
+    begun = [names(rig.step().row_only) for _ in range(3)]
+    assert begun == [["fifth"], [], []]  # the fourth waits on
+
+
+def test_prompt_when_only_it_is_wanted_then_it_does_not_wait_for_streams() -> None:
+    rig = Rig()
+    _three_streams(rig)
+    rig.add("prompt", words(1, 8), arrival_s=0.0, sampled=False, ttft_target_s=5.0, itl_target_s=0.0001)
+    assert names(rig.schedule().row_only) == ["prompt"]
+
+
 def test_streams_when_an_older_prompt_is_long_then_each_step_has_a_token_of_each() -> None:
     rig = Rig(max_num_seqs=16, max_num_batched_tokens=64, num_blocks=4096)
     streams = [rig.add(f"stream{number}", words(2 + number, 8), max_tokens=1000) for number in range(4)]
