@@ -279,7 +279,7 @@ def test_streams_when_one_ends_then_one_of_those_that_were_put_off_begins() -> N
 def test_prompt_when_only_it_is_wanted_then_it_does_not_wait_for_streams() -> None:
     rig = Rig()
     _three_streams(rig)
-    rig.add("prompt", words(1, 8), arrival_s=0.0, sampled=False, ttft_target_s=5.0, itl_target_s=0.0001)
+    rig.add("prompt", words(1, 8), arrival_s=0.0, sampled=False, ttft_target_s=5.0, itl_target_s=0.0081)
     assert names(rig.schedule().row_only) == ["prompt"]
 
 
