@@ -59,16 +59,20 @@ class RateTable:
                 role: _mixed(everywhere, (node.load.report for node in nodes if node.role is role), ROLE_PRIOR)
                 for role in NodeRole
             }
-            self._rates = {node.url: _own(by_role[node.role], node.load.report) for node in nodes}
+            self._rates = {node.url: _own(node, by_role) for node in nodes}
             self._made_s = now
         return self._rates
 
 
-def _own(others: Rates, report: LoadReport) -> Rates:
+def _own(node: Node, by_role: Mapping[NodeRole, Rates]) -> Rates:
+    report, others = node.load.report, by_role[node.role]
     step_s, token_s = _trusted(others.step_s, others.token_s, report.prefill)
     pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
     # Not mixed by age: a node that has generated nothing for a while is as fast as it was.
     decode = report.decode or Measured(others.decode_step_s, others.decode_row_s)
+    if node.role is NodeRole.PREFILL:
+        # It has seen a row or two at a time, so what one more adds is little more than noise in its own line.
+        decode = _at_one_row(decode, by_role[NodeRole.DECODE].decode_row_s)
     kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
     row_s = report.row_s or others.row_s
     tiers = {
@@ -76,6 +80,13 @@ def _own(others: Rates, report: LoadReport) -> Rates:
         for kind, (fixed_s, s_per_byte) in report.tiers.items()
     }
     return Rates(step_s, token_s, decode.fixed_s, decode.unit_s, row_s, pull_s, byte_s, kv_s, state_s, tiers)
+
+
+def _at_one_row(line: Measured, row_s: float) -> Measured:
+    """The line of another slope that has the same value at one row."""
+    one_s = line.fixed_s + line.unit_s
+    row_s = min(row_s, one_s)
+    return Measured(one_s - row_s, row_s)
 
 
 def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:

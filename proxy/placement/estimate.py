@@ -279,7 +279,9 @@ class Estimator:
         cost_s, target_s = self._weight * (lasts_s + others_s + prompts_s), self._targets.itl_s
         if target_s is None:
             return cost_s
-        late_s = num_tokens * max(0.0, after_s - target_s) * (num_rows + 1)
+        # Of the others, only what this stream adds: some may be late without it.
+        others_late_s = num_rows * (max(0.0, after_s - target_s) - max(0.0, before_s - target_s))
+        late_s = num_tokens * (max(0.0, after_s - target_s) + max(0.0, others_late_s))
         return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
     def full_step_s(self, node: Node) -> float:

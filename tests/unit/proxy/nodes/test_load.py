@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from proxy.nodes.load import LoadReport
+from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeRole
 from proxy.nodes.rates import Rates, RateTable
 from proxy.placement.text_history import TextHistory, TextKeys
-from tests.unit.proxy.placement.world import make_pool
+from tests.unit.proxy.placement.world import make_pool, report
 
 GOOD: dict[str, Any] = {
     "running": 3,
@@ -72,6 +72,30 @@ def test_rates_when_one_node_measured_then_others_are_taken_to_be_like_it() -> N
     other, decode = pool.usable(NodeRole.PREFILL)[1], pool.usable(NodeRole.DECODE)[0]
     assert rates[other.url].token_s == pytest.approx(0.001, rel=0.2)
     assert rates[decode.url].token_s == pytest.approx(0.001, rel=0.2)
+
+
+@pytest.mark.parametrize("line", [(0.0076, 0.0071), (0.0144, 0.0003), (0.0147, 0.0)], ids=str)
+def test_rates_when_a_prefill_node_has_generated_then_what_a_row_adds_is_as_on_decode_nodes(
+    line: tuple[float, float],
+) -> None:
+    pool = make_pool(1, 1)
+    prefill, decode = pool.usable(NodeRole.PREFILL)[0], pool.usable(NodeRole.DECODE)[0]
+    prefill.load.update(report(decode=Measured(*line)), 0.0)
+    decode.load.update(report(decode=Measured(0.02, 0.001)), 0.0)
+    rates = RateTable().rates(pool.nodes, 0.0)
+    assert (rates[decode.url].decode_step_s, rates[decode.url].decode_row_s) == (0.02, 0.001)
+    assert rates[prefill.url].decode_s(1) == pytest.approx(0.0147)
+    assert rates[prefill.url].decode_row_s == pytest.approx(0.001, rel=0.3)
+
+
+def test_rates_when_a_prefill_node_is_far_faster_than_a_row_of_decode_nodes_then_no_step_takes_less_than_nothing() -> (
+    None
+):
+    pool = make_pool(1, 1)
+    pool.usable(NodeRole.PREFILL)[0].load.update(report(decode=Measured(0.0005, 0.0)), 0.0)
+    pool.usable(NodeRole.DECODE)[0].load.update(report(decode=Measured(0.02, 0.01)), 0.0)
+    rates = RateTable().rates(pool.nodes, 0.0)[pool.usable(NodeRole.PREFILL)[0].url]
+    assert (rates.decode_step_s, rates.decode_row_s) == (0.0, 0.0005)
 
 
 def test_rates_when_asked_again_soon_then_not_made_again_but_a_new_node_is_known() -> None:

@@ -12,7 +12,7 @@ from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, Estimator, Targets
 from proxy.placement.guests import LOOK_S
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
-from tests.unit.proxy.placement.world import World, make_request
+from tests.unit.proxy.placement.world import DECODE_STEP_S, World, make_request
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -134,6 +134,15 @@ def test_stream_cost_when_the_nodes_steps_are_longer_than_the_target_then_is_hig
     costs = [estimator(rig, Targets(itl_s=target)).stream_cost_s(node) for target in (None, 10.0, 0.001)]
     assert costs[1] == pytest.approx(IN_TARGET_PRICE * costs[0])
     assert costs[2] > costs[0]
+
+
+def test_stream_cost_when_others_are_late_already_then_only_what_it_adds_to_them_counts() -> None:
+    """These nodes' steps take as long with many rows as with one."""
+    rig = Rig()
+    node = rig.world.pool.nodes[0]
+    alone_s = estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node)
+    rig.generate(8, node.url)
+    assert estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node) == pytest.approx(alone_s)
 
 
 def test_delay_price_when_streams_have_time_left_then_is_little() -> None:
