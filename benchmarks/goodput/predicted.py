@@ -23,7 +23,7 @@ from proxy.nodes.load import LoadReport
 from proxy.nodes.node import NodeRole
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
-from proxy.simulation.speeds import Speeds
+from proxy.simulation.speeds import Speeds, with_rows_alike
 from tests.support.service import Node, Service
 
 BLOCK_SIZE = 16
@@ -50,7 +50,7 @@ def measured_speeds(service: Service, other: Service) -> dict[NodeRole, Speeds]:
     if not found:
         raise SystemExit("no node has computed, generated and pulled enough to say how fast it is")
     known = next(iter(found.values()))
-    return {role: found.get(role, known) for role in NodeRole}
+    return with_rows_alike({role: found.get(role, known) for role in NodeRole})
 
 
 def _nodes(service: Service) -> list[Node]:

@@ -72,7 +72,7 @@ def _own(node: Node, by_role: Mapping[NodeRole, Rates]) -> Rates:
     decode = report.decode or Measured(others.decode_step_s, others.decode_row_s)
     if node.role is NodeRole.PREFILL:
         # It has seen a row or two at a time, so what one more adds is little more than noise in its own line.
-        decode = _at_one_row(decode, by_role[NodeRole.DECODE].decode_row_s)
+        decode = at_one_row(decode, by_role[NodeRole.DECODE].decode_row_s)
     kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
     row_s = report.row_s or others.row_s
     tiers = {
@@ -82,11 +82,10 @@ def _own(node: Node, by_role: Mapping[NodeRole, Rates]) -> Rates:
     return Rates(step_s, token_s, decode.fixed_s, decode.unit_s, row_s, pull_s, byte_s, kv_s, state_s, tiers)
 
 
-def _at_one_row(line: Measured, row_s: float) -> Measured:
+def at_one_row(line: Measured, row_s: float) -> Measured:
     """The line of another slope that has the same value at one row."""
-    one_s = line.fixed_s + line.unit_s
-    row_s = min(row_s, one_s)
-    return Measured(one_s - row_s, row_s)
+    row_s = min(row_s, line.fixed_s + line.unit_s)
+    return Measured(max(0.0, line.fixed_s + (line.unit_s - row_s)), row_s)
 
 
 def _trusted(fixed_s: float, unit_s: float, own: Measured | None) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from common.engine.pacing.step_model import StepShape
 from common.errors import ConfigError
 from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeRole
+from proxy.nodes.rates import at_one_row
 
 _NEEDED = {
     "prefill": ("seconds_per_step", "seconds_per_token"),
@@ -67,7 +68,14 @@ def read_speeds(path: Path) -> dict[NodeRole, Speeds]:
     for role in NodeRole:
         where = f"--rates {path}: " + (f"roles.{role.value}" if roles is not None else "the object")
         found[role] = _speeds(where, roles.get(role.value) if roles is not None else body)
-    return found
+    return with_rows_alike(found)
+
+
+def with_rows_alike(speeds: Mapping[NodeRole, Speeds]) -> dict[NodeRole, Speeds]:
+    """A prefill node has seen few rows: what one more adds is as on decode nodes, as placement has it."""
+    prefill, decode = speeds[NodeRole.PREFILL], speeds[NodeRole.DECODE]
+    line = at_one_row(prefill.decode, decode.decode.unit_s)
+    return {NodeRole.PREFILL: replace(prefill, decode=line), NodeRole.DECODE: decode}
 
 
 def _speeds(where: str, body: Any) -> Speeds:
