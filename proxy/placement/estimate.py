@@ -8,6 +8,7 @@ legs at once blocks travel while later chunks are computed: only what is left at
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -282,7 +283,26 @@ class Estimator:
         # Of the others, only what this stream adds: some may be late without it.
         others_late_s = num_rows * (max(0.0, after_s - target_s) - max(0.0, before_s - target_s))
         late_s = num_tokens * (max(0.0, after_s - target_s) + max(0.0, others_late_s))
+        late_s = max(late_s, self._interrupted_s(node, num_rows + 1, own))
         return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
+
+    def _interrupted_s(self, node: Node, num_rows: int, own: tuple[Charge, float] | None) -> float:
+        """By how much one of ``num_rows`` streams is expected to miss its target because of prompts that are in too
+        much of a hurry to be paced. They come one by one, so some streams meet more of them than the mean: what they
+        take of one is summed as a compound Poisson process, and taken to be normal."""
+        assert self._targets.itl_s is not None
+        rates, prompt_s, num_tokens = self._rates[node.url], node.load.prompt_s, self._num_answer_tokens
+        num_prompt_tokens = int(prompt_s / rates.token_s) if rates.token_s > 0 else 0
+        if self._chunk(node, num_rows, num_prompt_tokens)[0] <= self._chunk(node, num_rows)[0]:
+            return 0.0
+        mean_s = node.load.prompt_share(self._now, math.inf, own) * num_tokens * self._targets.itl_s
+        beyond_s = mean_s - num_tokens * max(0.0, self._targets.itl_s - rates.decode_s(num_rows))
+        sigma_s = math.sqrt(mean_s * prompt_s)
+        if sigma_s <= 0.0:
+            return 0.0
+        share = beyond_s / sigma_s
+        density = math.exp(-share * share / 2) / math.sqrt(2 * math.pi)
+        return sigma_s * density + beyond_s * math.erfc(-share / math.sqrt(2)) / 2
 
     def full_step_s(self, node: Node) -> float:
         """Of a whole chunk of prompts: what is asked of ``node`` waits for so long at most."""
