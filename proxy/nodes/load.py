@@ -121,7 +121,6 @@ class NodeLoad:
         num_streams: requests that this proxy placed here to generate and that have not ended.
         num_generating: of those, the ones whose first token has come.
         stream_s: how long such a stream stays, fading mean.
-        prompt_s: how long a prompt takes here, mean over the computing that was placed lately: 0 before the first one.
     """
 
     report: LoadReport = field(default_factory=LoadReport)
@@ -131,7 +130,6 @@ class NodeLoad:
     num_streams: int = 0
     num_generating: int = 0
     stream_s: float = STREAM_S
-    prompt_s: float = 0.0
     # What is left of ``placed_s`` if the node works as fast as was estimated, and when that was so.
     _backlog_s: float = 0.0
     _backlog_at_s: float = 0.0
@@ -160,7 +158,6 @@ class NodeLoad:
         if charge.compute_s > 0:
             self._fade_busy(now)
             self._busy_s += charge.compute_s
-            self.prompt_s += charge.compute_s / self._busy_s * (charge.compute_s - self.prompt_s)
             self._backlog_s = self._drained_s(now) + charge.compute_s
             self._backlog_at_s = now
             self.num_placed += 1

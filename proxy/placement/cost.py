@@ -127,6 +127,8 @@ class CostChooser:
             # As a stream on the decode node that has most room for it, and what it costs more, or less, here.
             least_s = min(map(estimator.stream_cost_s, options.decode))
             for node in options.generators:
+                if not estimator.may_generate(node, options.decode):
+                    continue
                 base_s = estimator.stream_cost_s(node) - least_s
                 ways.append(_crossing(node, weighed, scale, estimator, base_s))
         way = self._in_turn(ways)

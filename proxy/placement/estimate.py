@@ -47,8 +47,11 @@ IN_TARGET_PRICE = 0.25
 """Price of time that a target leaves, of a first token's or of a stream's, as a share of the usual one."""
 LATE_PRICE = 4.0
 """Price of a second beyond a target, beside the second itself."""
-SAFE_SHARE = 0.9
+SAFE_SHARE = 0.8
 """Of what a target leaves, how much is counted on: estimates miss, and others come."""
+GUESTS_SHARE = 0.3
+"""Of a prefill node's time, how much prompts may have taken lately where it is to generate too: beyond that it makes
+prompts late, and those that are in a hurry take more of its streams than their targets leave."""
 CROSS_S, CROSS_SHARE = 0.05, 0.1
 """What a node must save to take the other role's work: seconds, and a share of the time of computing the prompt. So
 roles stay as they are where that is about as good, and each kind of work keeps its own caches."""
@@ -283,26 +286,12 @@ class Estimator:
         # Of the others, only what this stream adds: some may be late without it.
         others_late_s = num_rows * (max(0.0, after_s - target_s) - max(0.0, before_s - target_s))
         late_s = num_tokens * (max(0.0, after_s - target_s) + max(0.0, others_late_s))
-        late_s = max(late_s, self._interrupted_s(node, num_rows + 1, own))
         return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
-    def _interrupted_s(self, node: Node, num_rows: int, own: tuple[Charge, float] | None) -> float:
-        """By how much one of ``num_rows`` streams is expected to miss its target because of prompts that are in too
-        much of a hurry to be paced. They come one by one, so some streams meet more of them than the mean: what they
-        take of one is summed as a compound Poisson process, and taken to be normal."""
-        assert self._targets.itl_s is not None
-        rates, prompt_s, num_tokens = self._rates[node.url], node.load.prompt_s, self._num_answer_tokens
-        num_prompt_tokens = int(prompt_s / rates.token_s) if rates.token_s > 0 else 0
-        if self._chunk(node, num_rows, num_prompt_tokens)[0] <= self._chunk(node, num_rows)[0]:
-            return 0.0
-        mean_s = node.load.prompt_share(self._now, math.inf, own) * num_tokens * self._targets.itl_s
-        beyond_s = mean_s - num_tokens * max(0.0, self._targets.itl_s - rates.decode_s(num_rows))
-        sigma_s = math.sqrt(mean_s * prompt_s)
-        if sigma_s <= 0.0:
-            return 0.0
-        share = beyond_s / sigma_s
-        density = math.exp(-share * share / 2) / math.sqrt(2 * math.pi)
-        return sigma_s * density + beyond_s * math.erfc(-share / math.sqrt(2)) / 2
+    def may_generate(self, node: Node, decode: Iterable[Node]) -> bool:
+        """Whether the prefill node ``node`` has the time for it, or none of ``decode`` has room for a stream more."""
+        share = node.load.prompt_share(self._now, math.inf)
+        return share <= GUESTS_SHARE or all(other.load.room_s() > 0.0 for other in decode)
 
     def full_step_s(self, node: Node) -> float:
         """Of a whole chunk of prompts: what is asked of ``node`` waits for so long at most."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from common.errors import NodeUnavailableError
-from proxy.nodes.load import Charge
+from proxy.nodes.load import Charge, Measured
 from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, Estimator, Targets
 from proxy.placement.guests import LOOK_S
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
-from tests.unit.proxy.placement.world import DECODE_STEP_S, TOKEN_S, World, make_request
+from tests.unit.proxy.placement.world import DECODE_STEP_S, World, make_request, report
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -65,6 +65,23 @@ def test_place_when_decode_nodes_are_full_then_a_prefill_node_without_work_gener
     assert placement.crosses
     assert placement.is_local
     assert placement.decode.role is NodeRole.PREFILL
+
+
+@pytest.mark.parametrize(("busy_s", "is_full", "crosses"), [(2.0, False, False), (2.0, True, True), (1.0, False, True)])
+def test_place_when_prompts_take_much_of_a_prefill_nodes_time_then_it_generates_only_where_decode_nodes_are_full(
+    busy_s: float, is_full: bool, crosses: bool
+) -> None:
+    """Of the last five seconds."""
+    rig = Rig()
+    [prefill] = [node for node in rig.world.pool.nodes if node.role is NodeRole.PREFILL]
+    [decode] = [node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE]
+    decode.load.update(report(decode=Measured(DECODE_STEP_S, 0.02), max_num_seqs=16 if is_full else 64), 0.0)
+    rig.generate(20, decode.url)
+    charge = Charge(100, busy_s)
+    prefill.load.charge(charge, 0.0)
+    prefill.load.settle(charge, 0.0)
+    _, placement = rig.place(500)
+    assert (placement.decode is prefill) is placement.crosses is crosses
 
 
 @pytest.mark.parametrize("header", [PlacementHeader.LOCAL, PlacementHeader.REMOTE])
@@ -144,25 +161,6 @@ def test_stream_cost_when_others_are_late_already_then_only_what_it_adds_to_them
     alone_s = estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node)
     rig.generate(8, node.url)
     assert estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node) == pytest.approx(alone_s)
-
-
-def _cost_beside(num_prompts: int, targets: Targets) -> float:
-    """Of a stream on a prefill node that was given a second of computing just now, in so many prompts."""
-    rig = Rig()
-    node = rig.world.pool.nodes[0]
-    for _ in range(num_prompts):
-        charge = Charge(int(1.0 / num_prompts / TOKEN_S), 1.0 / num_prompts)
-        node.load.charge(charge, 0.0)
-        node.load.settle(charge, 0.0)
-    return estimator(rig, targets).stream_cost_s(node)
-
-
-def test_stream_cost_when_few_long_prompts_come_that_cannot_be_paced_then_is_higher_than_of_many_short_ones() -> None:
-    """A fifth of the time is prompts'; a stream has a quarter of it left, on the mean."""
-    hurried = Targets(ttft_s=0.001, itl_s=DECODE_STEP_S / 0.75)
-    few, some, many = (_cost_beside(number, hurried) for number in (1, 4, 16))
-    assert few > 1.2 * some > 1.2 * 1.2 * many
-    assert few > _cost_beside(1, Targets(ttft_s=3600.0, itl_s=DECODE_STEP_S / 0.75))  # which can be paced
 
 
 def test_delay_price_when_streams_have_time_left_then_is_little() -> None:
