@@ -239,7 +239,13 @@ class Scheduler:
             share = min(limit - num_rows, self._prompt_share(schedule, prompts))
             budget = max(_usual_size(num_rows + share) - num_rows, -(-share // 2))
         for sequence in prompts:
-            budget -= self._plan(schedule, sequence, budget)
+            if sequence.pending_row is not None:
+                self._plan(schedule, sequence, budget)
+        if schedule.row_only and not num_rows:
+            return 0  # a first token is there: it does not wait for a whole chunk, nor does its second one
+        for sequence in prompts:
+            if sequence.pending_row is None:
+                budget -= self._plan(schedule, sequence, budget)
         return budget
 
     def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
@@ -287,6 +293,8 @@ class Scheduler:
         now, ahead = self._clock(), 0
         beside_s, rate = max(map(_num_left, schedule.sequences)) * step_s, num_tokens / step_s
         for sequence in queue:
+            if sequence.remote is not None:
+                continue  # what it lacks is computed elsewhere
             ahead += max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
             target_s = sequence.request.ttft_target_s
             left_s = sequence.request.arrival_s + target_s - now if target_s is not None else 0.0

@@ -183,6 +183,18 @@ def test_budget_when_a_prompt_behind_another_would_be_late_then_both_get_more() 
     assert planned(rig.step()) == [("stream", 4, 1), ("first", 0, 15)]
 
 
+def test_budget_when_what_waits_behind_a_prompt_is_computed_elsewhere_then_the_prompt_does_not_hurry() -> None:
+    rig = Rig()
+    _learn(rig)
+    rig.add("stream", words(1, 4), itl_target_s=0.010, max_tokens=100)
+    rig.step()
+    rig.add("first", words(2, 200), max_tokens=1, arrival_s=0.0)
+    rig.add("second", words(3, 100), arrival_s=0.0, ttft_target_s=0.6, remote=SimpleNamespace(num_tokens=100))
+    [_, (name, _, num_tokens)] = planned(rig.step())
+    assert name == "first"
+    assert num_tokens < 15
+
+
 def test_budget_when_many_targets_are_asked_for_then_steps_come_in_few_sizes_and_lose_little() -> None:
     """Each of which the backend may have recorded."""
     sizes, learned = set(), Rig()
@@ -274,6 +286,20 @@ def test_streams_when_one_ends_then_one_of_those_that_were_put_off_begins() -> N
     rig.end(next(each for each in rig.scheduler.running if each.request.request_id == "stream1"))
     begun = [names(rig.step().row_only) for _ in range(3)]
     assert begun == [["fifth"], [], []]  # the fourth waits on
+
+
+def test_first_token_when_nobody_generates_then_it_does_not_wait_for_a_chunk_of_a_prompt() -> None:
+    rig = Rig()
+    _three_streams(rig)
+    rig.add("fourth", words(1, 8), arrival_s=0.0, ttft_target_s=5.0, itl_target_s=0.0081)
+    rig.step()
+    rig.add("prompt", words(9, 200), arrival_s=-1.0)
+    for sequence in list(rig.scheduler.running):
+        if sequence.request.request_id != "fourth":
+            rig.end(sequence)
+    first, second = rig.step(), rig.step()
+    assert (names(first.row_only), planned(first)) == (["fourth"], [])
+    assert [name for name, _, _ in planned(second)] == ["fourth", "prompt"]
 
 
 def test_prompt_when_only_it_is_wanted_then_it_does_not_wait_for_streams() -> None:
