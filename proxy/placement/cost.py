@@ -123,12 +123,11 @@ class CostChooser:
                 ways.append(_crossing(decode, weighed, scale, estimator, base_s))
             if bids:
                 ways.append(_remote(decode, weighed, scale, bids, estimator, base_s))
-        if options.generators and options.may_be_local:
+        generators = [node for node in options.generators if estimator.has_time_to_generate(node, options.decode)]
+        if generators and options.may_be_local:
             # As a stream on the decode node that has most room for it, and what it costs more, or less, here.
             least_s = min(map(estimator.stream_cost_s, options.decode))
-            for node in options.generators:
-                if not estimator.may_generate(node, options.decode):
-                    continue
+            for node in generators:
                 base_s = estimator.stream_cost_s(node) - least_s
                 ways.append(_crossing(node, weighed, scale, estimator, base_s))
         way = self._in_turn(ways)

@@ -283,13 +283,13 @@ class Estimator:
         cost_s, target_s = self._weight * (lasts_s + others_s + prompts_s), self._targets.itl_s
         if target_s is None:
             return cost_s
+        before_late_s, after_late_s = max(0.0, before_s - target_s), max(0.0, after_s - target_s)
         # Of the others, only what this stream adds: some may be late without it.
-        others_late_s = num_rows * (max(0.0, after_s - target_s) - max(0.0, before_s - target_s))
-        late_s = num_tokens * (max(0.0, after_s - target_s) + max(0.0, others_late_s))
+        late_s = num_tokens * (after_late_s + num_rows * max(0.0, after_late_s - before_late_s))
         return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
-    def may_generate(self, node: Node, decode: Iterable[Node]) -> bool:
-        """Whether the prefill node ``node`` has the time for it, or none of ``decode`` has room for a stream more."""
+    def has_time_to_generate(self, node: Node, decode: Iterable[Node]) -> bool:
+        """Whether prompts leave the prefill node ``node`` time for streams, or ``decode`` has no room for one more."""
         share = node.load.prompt_share(self._now, math.inf)
         return share <= GUESTS_SHARE or all(other.load.room_s() > 0.0 for other in decode)
 

@@ -88,9 +88,7 @@ def test_rates_when_a_prefill_node_has_generated_then_what_a_row_adds_is_as_on_d
     assert rates[prefill.url].decode_row_s == pytest.approx(0.001, rel=0.3)
 
 
-def test_rates_when_a_prefill_node_is_far_faster_than_a_row_of_decode_nodes_then_no_step_takes_less_than_nothing() -> (
-    None
-):
+def test_rates_when_a_prefill_node_is_faster_than_a_row_of_decode_nodes_then_no_step_is_below_nothing() -> None:
     pool = make_pool(1, 1)
     pool.usable(NodeRole.PREFILL)[0].load.update(report(decode=Measured(0.0005, 0.0)), 0.0)
     pool.usable(NodeRole.DECODE)[0].load.update(report(decode=Measured(0.02, 0.01)), 0.0)
