@@ -47,6 +47,10 @@ however many generate."""
 SLOWEST_SHARE = 0.125
 """Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
 
+REST_SHARE = 8
+"""What a chunk would leave of a prompt is computed with it if that is one ``REST_SHARE``-th of it at most: a step of a
+token or two takes as long as one of many rows, and may have to wait."""
+
 WASTEFUL = 2.0
 """Times what a prompt's token takes by itself, from which on it is not worth computing beside rows: a step with few of
 them may take as long as reading the weights once more."""
@@ -333,7 +337,7 @@ class Scheduler:
                 schedule.row_only.append(sequence)
             return 0
         try:
-            num_tokens = self._chunk_size(sequence, sequence.num_computed_tokens, budget)
+            num_tokens = self._chunk_size(schedule, sequence, sequence.num_computed_tokens, budget)
             if num_tokens == 0 or not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
                 return 0
             if max_drafts and sequence.num_computed_tokens + num_tokens == sequence.num_tokens:
@@ -479,7 +483,7 @@ class Scheduler:
                 return self._read_below(schedule, sequence, below)
         num_computed = hit.num_tokens if hit is not None else 0
         _check_images(sequence, num_computed)
-        num_tokens = self._chunk_size(sequence, num_computed, budget)
+        num_tokens = self._chunk_size(schedule, sequence, num_computed, budget)
         if num_tokens == 0 and num_computed < sequence.num_tokens:
             return 0  # for an image that is being processed
         if not self._manager.admit(
@@ -526,11 +530,15 @@ class Scheduler:
         for position in junctions_with(sequence, self.waiting[:MAX_COMPARED]):
             sequence.save_positions.setdefault(position, "junction")
 
-    def _chunk_size(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next; the cache manager may want a prompt's chunk to end at a block's boundary, and an
-        image that is not processed yet ends it. Of an answer that is told the last token is not run."""
-        num_known = sequence.num_tokens - (sequence.finish_reason is not None)
-        num_tokens = max(0, min(num_known - start, budget))
+    def _chunk_size(self, schedule: Schedule, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens to compute next, of a prompt that ends soon after ``budget`` all; the cache manager may want a chunk
+        to end at a block's boundary, and an image that is not processed yet ends it. Of an answer that is told the last
+        token is not run."""
+        num_left = sequence.num_tokens - (sequence.finish_reason is not None) - start
+        if budget < num_left <= budget + budget // REST_SHARE:
+            num_planned = sum(segment.num_tokens for segment in schedule.plan.segments)
+            budget = min(num_left, self._config.max_num_batched_tokens - num_planned)
+        num_tokens = max(0, min(num_left, budget))
         if num_tokens > 1:
             num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
         images = sequence.request.images

@@ -143,6 +143,25 @@ def test_budget_when_many_targets_are_asked_for_then_steps_come_in_few_sizes_and
     assert len(sizes) < 40
 
 
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(15, [15]), (16, [16]), (17, [15, 2]), (31, [15, 16])])
+def test_prompt_when_a_chunk_would_leave_little_of_it_then_that_is_computed_with_it(
+    num_tokens: int, chunks: list[int]
+) -> None:
+    rig = Rig()
+    rig.add("stream", words(1, 4), max_tokens=20)
+    rig.step()
+    rig.add("prompt", words(2, num_tokens), max_tokens=1)
+    steps = [rig.step() for _ in range(len(chunks) + 1)]
+    assert [step[2] for plan in map(planned, steps) for step in plan if step[0] == "prompt"] == chunks
+
+
+def test_prompt_when_its_end_does_not_fit_into_a_step_then_the_step_keeps_its_bound() -> None:
+    rig = Rig()
+    rig.add("prompt", words(2, 66), max_tokens=1)
+    assert planned(rig.step()) == [("prompt", 0, 64)]
+    assert planned(rig.step()) == [("prompt", 64, 2)]
+
+
 def test_budget_when_nobody_generates_then_a_prompt_gets_all_of_it() -> None:
     rig = Rig()
     _learn(rig)
