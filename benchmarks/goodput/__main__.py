@@ -2,13 +2,14 @@
 
 Two nodes of one model (random weights), each on a core of its own, in three ways: *elastic* roles, *static* ones (one
 prefill and one decode node), and two nodes that are *alike* and compute prompts themselves. Requests come as a Poisson
-process. Targets are multiples of what the pair with static roles takes for one request alone, of each mix; requests
-carry them as headers, except in ways that are ``--untold``: there neither nodes nor proxy know of targets. The goodput
-of a mix is the highest rate at which 90 % of its requests keep both targets (the first token's time, and the mean time
-between tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best
-goodput that was found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 %
-of those of every mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the
-others with a target between tokens of 1.5 times the p99 gap of that.
+process, at each rate the same for all ways, which are measured one after the other. Targets are multiples of what the
+pair with static roles takes for one request alone, of each mix, measured before each rate; requests carry them as
+headers, except in ways that are ``--untold``: there neither nodes nor proxy know of targets. The goodput of a mix is
+the highest rate at which 90 % of its requests keep both targets (the first token's time, and the mean time between
+tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best goodput that was
+found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 % of those of every
+mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the others with a target
+between tokens of 1.5 times the p99 gap of that.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
@@ -23,7 +24,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ import torch
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
 from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
-from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_both
+from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_goodputs
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
@@ -49,7 +50,7 @@ PREDICTED = 3
 """Times as long as measured is simulated."""
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
-NUM_UNLOADED = 5
+NUM_UNLOADED = 3
 NUM_WARM, WARM_CONCURRENCY, WARM_SEED = 16, 8, 1_000_000
 """Requests, or chats, of each mix that every way answers first, and the seed of their tokens, which come only there."""
 ERRORS = "tandem_step_time_error_ratio"
@@ -108,24 +109,35 @@ def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Servi
 
 @dataclass
 class Runs:
-    """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice."""
+    """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice; ``num_rates``: those
+    that were tried."""
 
     args: argparse.Namespace
     running: Mapping[str, Service]
     targets: dict[Mix, Targets] = field(default_factory=dict)
     draw: int = 0
+    num_rates: int = 0
 
-    async def attainment(self, way: str, rates: Mapping[Mix, float], factor: float) -> Attainment:
-        """At ``factor`` times ``rates``."""
-        self.draw += 1
+    async def attainments(
+        self, rates: Mapping[Mix, float], factor: float, ways: Sequence[str]
+    ) -> dict[str, Attainment]:
+        """At ``factor`` times ``rates``; targets are those of now, since what shares the machine changes its speed."""
+        for mix in rates:
+            self.targets[mix] = await self.unloaded(mix)
         scaled = {mix: factor * rate for mix, rate in rates.items()}
-        seconds = max(self.args.seconds, SHIFT_S * len(rates)) if len(rates) > 1 else self.args.seconds
-        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw)
+        first = self.num_rates % len(ways)  # none is always the first one after a pause
+        self.num_rates += 1
+        return {way: await self._attainment(way, scaled) for way in (*ways[first:], *ways[:first])}
+
+    async def _attainment(self, way: str, scaled: Mapping[Mix, float]) -> Attainment:
+        self.draw += 1
+        seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
+        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw, self.num_rates)
         async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
-        worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(rates) > 1 else ""
+        worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(scaled) > 1 else ""
         late, slow = outcome.missed(self.targets)
         show(
             way,
@@ -187,16 +199,14 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
             best[mix] *= max(goodput.of_all for goodput in guesses) or 1.0
             print(f"{name} in {SHIFTING}: {best[mix]:.3f} requests/s", flush=True)
     names = [*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])]
-    for turn, name in enumerate(names):
+    for name in names:
         print(f"\n{name}", flush=True)
         rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
         table = tables[name] = Table(dict(rates), {})
         guessed = sorted([(await guess(runs, way, table.rates, model)).of_all for way in args.ways])
         start = guessed[len(guessed) // 2] or 1.0  # so that few rates are tried, and all ways at the same ones
-        first = turn % len(args.ways)  # none is always measured when the machine has just been busy, or idle
-        for way in (*args.ways[first:], *args.ways[:first]):
-            attainment = functools.partial(runs.attainment, way, table.rates)
-            table.found[way] = await find_both(attainment, start, args.halvings)
+        measured = functools.partial(runs.attainments, table.rates)
+        table.found = await find_goodputs(measured, args.ways, start, args.halvings)
         highest = max(goodput.of_all for goodput in table.found.values())
         if name != SHIFTING and highest:
             best[MIXES[name]] *= highest

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from benchmarks.goodput.clients import Targets
-from benchmarks.goodput.search import Attainment, Goodput, find_both
+from benchmarks.goodput.search import Attainment, Goodput, find_goodputs
 from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
@@ -85,13 +85,13 @@ async def predict_goodput(
     vocab: int,
     num_halvings: int,
 ) -> Goodput:
-    """As ``find_both`` of the service itself. ``is_told``: requests carry their targets."""
+    """As of the service itself. ``is_told``: requests carry their targets."""
 
-    async def attainment(factor: float) -> Attainment:
+    async def measure(factor: float, ways: Sequence[str]) -> dict[str, Attainment]:
         arrivals = draw_arrivals({mix: factor * rate for mix, rate in rates.items()}, seconds, vocab, seed=1)
-        return simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds)
+        return {way: simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds) for way in ways}
 
-    return await find_both(attainment, 1.0, num_halvings)
+    return (await find_goodputs(measure, [way], 1.0, num_halvings))[way]
 
 
 def simulate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,33 +35,60 @@ class Goodput:
     of_every: float
 
 
-async def find_both(attainment: Callable[[float], Awaitable[Attainment]], start: float, num_halvings: int) -> Goodput:
-    """As ``find_goodput``, each rate measured once."""
-    known: dict[float, Attainment] = {}
-
-    async def measured(rate: float) -> Attainment:
-        if rate not in known:
-            known[rate] = await attainment(rate)
-        return known[rate]
-
-    async def of_all(rate: float) -> float:
-        return (await measured(rate)).of_all
-
-    async def of_worst(rate: float) -> float:
-        return (await measured(rate)).of_worst
-
-    found = await find_goodput(of_all, start, num_halvings)
-    return Goodput(found, await find_goodput(of_worst, start, num_halvings))
+Measure = Callable[[float, Sequence[str]], Awaitable[Mapping[str, Attainment]]]
+"""Of the named ways at a rate, one after the other."""
 
 
-async def find_goodput(attainment: Callable[[float], Awaitable[float]], start: float, num_halvings: int) -> float:
-    """Requests a second, between the best rate that keeps :data:`SHARE` and the least that does not, straight between
-    their attainments. ``attainment`` of a rate is measured, each rate once; ``start``: the first. 0: no rate kept."""
+async def find_goodputs(measure: Measure, ways: Sequence[str], start: float, num_halvings: int) -> dict[str, Goodput]:
+    """By way. Those that are to be measured at the same rate are measured together, so that what the machine does
+    meanwhile is alike for all. ``start``: the first rate."""
+    known: dict[str, dict[float, Attainment]] = {way: {} for way in ways}
+    while wanted := _wanted(known, start, num_halvings):
+        rate = min(wanted.values())
+        measured = await measure(rate, [way for way in ways if wanted.get(way) == rate])
+        for way, attainment in measured.items():
+            known[way][rate] = attainment
+    return {
+        way: Goodput(*(_run(search(start, num_halvings), shares)[1] for shares in _shares(known[way]))) for way in ways
+    }
+
+
+def _wanted(known: Mapping[str, Mapping[float, Attainment]], start: float, num_halvings: int) -> dict[str, float]:
+    """The next rate of each way that is not done."""
+    wanted: dict[str, float] = {}
+    for way, measured in known.items():
+        for shares in _shares(measured):
+            rate, _ = _run(search(start, num_halvings), shares)
+            if rate is not None:
+                wanted[way] = rate
+                break
+    return wanted
+
+
+def _shares(measured: Mapping[float, Attainment]) -> tuple[dict[float, float], dict[float, float]]:
+    of_all = {rate: attainment.of_all for rate, attainment in measured.items()}
+    return of_all, {rate: attainment.of_worst for rate, attainment in measured.items()}
+
+
+def _run(searching: Generator[float, float, float], known: Mapping[float, float]) -> tuple[float | None, float]:
+    """Up to the first rate that is not known; None: it ended, and found the other value."""
+    try:
+        rate = next(searching)
+        while rate in known:
+            rate = searching.send(known[rate])
+    except StopIteration as end:
+        return None, end.value
+    return rate, 0.0
+
+
+def search(start: float, num_halvings: int) -> Generator[float, float, float]:
+    """Yields rates, takes their attainments, and returns requests a second, between the best rate that keeps
+    :data:`SHARE` and the least that does not, straight between their attainments. 0: no rate kept."""
     low, low_share = 0.0, 1.0
     high, high_share = 0.0, 0.0
     rate = start
     for _ in range(_MAX_STEPS):
-        share = await attainment(rate)
+        share = yield rate
         if share >= SHARE:
             low, low_share = rate, share
             if high:
@@ -78,7 +105,7 @@ async def find_goodput(attainment: Callable[[float], Awaitable[float]], start: f
         return low
     for _ in range(num_halvings):
         rate = (low + high) / 2
-        share = await attainment(rate)
+        share = yield rate
         if share >= SHARE:
             low, low_share = rate, share
         else:
