@@ -6,10 +6,10 @@ process, at each rate the same for all ways, which are measured one after the ot
 pair with static roles takes for one request alone, of each mix, measured before each rate; requests carry them as
 headers, except in ways that are ``--untold``: there neither nodes nor proxy know of targets. The goodput of a mix is
 the highest rate at which 90 % of its requests keep both targets (the first token's time, and the mean time between
-tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best goodput that was
-found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 % of those of every
-mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the others with a target
-between tokens of 1.5 times the p99 gap of that.
+tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best goodput
+that was found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 % of those
+of every mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the others with
+a target between tokens of 1.5 times the p99 gap of that.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
