@@ -2,14 +2,15 @@
 
 Two nodes of one model (random weights), each on a core of its own, in three ways: *elastic* roles, *static* ones (one
 prefill and one decode node), and two nodes that are *alike* and compute prompts themselves. Requests come as a Poisson
-process, at each rate the same for all ways, which are measured one after the other. Targets are multiples of what the
-pair with static roles takes for one request alone, of each mix, measured before each rate; requests carry them as
-headers, except in ways that are ``--untold``: there neither nodes nor proxy know of targets. The goodput of a mix is
-the highest rate at which 90 % of its requests keep both targets (the first token's time, and the mean time between
-tokens), found by halving. *shifting* changes between the mixes every 30 s; each comes at a multiple of the best goodput
-that was found for it, and two such multiples are looked for: 90 % of all requests keep their targets, and 90 % of those
-of every mix. *closed*: 16 requests of 512/128 at any time, first with static roles and no target, then the others with
-a target between tokens of 1.5 times the p99 gap of that.
+process, in ``--rounds``: in each, all ways are measured one after the other, at the same rate and with the same
+arrivals. Targets are multiples of what the pair with static roles takes for one request alone, of each mix, measured
+before each round; requests carry them as headers, except in ways that are ``--untold``: there neither nodes nor proxy
+know of targets. The goodput of a mix is the rate at which 90 % of its requests keep both targets (the first token's
+time, and the mean time between tokens), estimated from all rounds, each near the best estimate so far. *shifting*
+changes between the mixes every 30 s; each comes at a multiple of the best goodput that was found for it, and two such
+multiples are looked for: 90 % of all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests
+of 512/128 at any time, first with static roles and no target, then the others with a target between tokens of 1.5 times
+the p99 gap of that.
 *predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
 """
 
@@ -24,7 +25,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ import torch
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
 from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
-from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_goodputs
+from benchmarks.goodput.search import CREDIBLE, SHARE, Attainment, Estimate, Goodput, find_goodputs
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
@@ -78,15 +79,13 @@ def main() -> None:
     )
     parser.add_argument("--concurrency", type=int, default=16, help="of the closed loop")
     parser.add_argument("--seconds", type=float, default=120.0, help="that requests come, in each run")
-    parser.add_argument(
-        "--halvings", type=int, default=2, help="after one rate that keeps the targets and one that does not"
-    )
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each way and mix")
     parser.add_argument("--ttft", type=float, default=2.0, help="target, in times of the value without load")
     parser.add_argument("--itl", type=float, default=1.5, help="target, in times of the value without load")
     parser.add_argument("--chunk", type=int, default=512, help="--max-num-batched-tokens of the nodes")
     args = parser.parse_args()
-    if args.seconds <= 0 or args.halvings < 0 or args.closed < 0 or args.concurrency < 1:
-        parser.error("--seconds and --concurrency must be above 0, --halvings and --closed not below")
+    if args.seconds <= 0 or args.rounds < 1 or args.closed < 0 or args.concurrency < 1:
+        parser.error("--seconds, --rounds and --concurrency must be above 0, --closed not below")
     if others := [way for way in args.untold if way not in args.ways]:
         parser.error(f"--untold {' '.join(others)}: not among --ways {' '.join(args.ways)}")
     print(json.dumps({**vars(args), "cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}))
@@ -109,30 +108,29 @@ def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Servi
 
 @dataclass
 class Runs:
-    """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice; ``num_rates``: those
-    that were tried."""
+    """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice; ``num_rounds``: those
+    that were begun."""
 
     args: argparse.Namespace
     running: Mapping[str, Service]
     targets: dict[Mix, Targets] = field(default_factory=dict)
     draw: int = 0
-    num_rates: int = 0
+    num_rounds: int = 0
 
-    async def attainments(
-        self, rates: Mapping[Mix, float], factor: float, ways: Sequence[str]
-    ) -> dict[str, Attainment]:
-        """At ``factor`` times ``rates``; targets are those of now, since what shares the machine changes its speed."""
+    async def attainments(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
+        """Of each way at ``factor`` times ``rates``; targets are those of now, since what shares the machine changes
+        its speed."""
         for mix in rates:
             self.targets[mix] = await self.unloaded(mix)
         scaled = {mix: factor * rate for mix, rate in rates.items()}
-        first = self.num_rates % len(ways)  # none is always the first one after a pause
-        self.num_rates += 1
-        return {way: await self._attainment(way, scaled) for way in (*ways[first:], *ways[:first])}
+        first = self.num_rounds % len(self.args.ways)  # none is always the first one after a pause
+        self.num_rounds += 1
+        return {way: await self._attainment(way, scaled) for way in (*self.args.ways[first:], *self.args.ways[:first])}
 
     async def _attainment(self, way: str, scaled: Mapping[Mix, float]) -> Attainment:
         self.draw += 1
         seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
-        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw, self.num_rates)
+        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw, self.num_rounds)
         async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
         share = outcome.attainment(self.targets)
@@ -196,27 +194,29 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
     for name, mix in MIXES.items():
         if SHIFTING in args.mixes and name not in args.mixes:  # not measured: what is predicted
             guesses = [await guess(runs, way, {mix: best[mix]}, model) for way in args.ways]
-            best[mix] *= max(goodput.of_all for goodput in guesses) or 1.0
+            best[mix] *= max(goodput.of_all.rate for goodput in guesses)
             print(f"{name} in {SHIFTING}: {best[mix]:.3f} requests/s", flush=True)
     names = [*(each for each in args.mixes if each != SHIFTING), *([SHIFTING] if SHIFTING in args.mixes else [])]
     for name in names:
         print(f"\n{name}", flush=True)
         rates = best if name == SHIFTING else {MIXES[name]: best[MIXES[name]]}
         table = tables[name] = Table(dict(rates), {})
-        guessed = sorted([(await guess(runs, way, table.rates, model)).of_all for way in args.ways])
-        start = guessed[len(guessed) // 2] or 1.0  # so that few rates are tried, and all ways at the same ones
+        guessed = sorted([(await guess(runs, way, table.rates, model)).of_all.rate for way in args.ways])
         measured = functools.partial(runs.attainments, table.rates)
-        table.found = await find_goodputs(measured, args.ways, start, args.halvings)
-        highest = max(goodput.of_all for goodput in table.found.values())
-        if name != SHIFTING and highest:
-            best[MIXES[name]] *= highest
-    print(f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time; shifting: in times of the mixes' best")
-    print("  mix             " + "".join(f"{way:>10}" for way in args.ways) + "   elastic / better of the others")
+        table.found = await find_goodputs(measured, guessed[len(guessed) // 2], args.rounds)
+        if name != SHIFTING:
+            best[MIXES[name]] *= max(goodput.of_all.rate for goodput in table.found.values())
+    print(
+        f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time, and between which it is with "
+        f"{100 * CREDIBLE:.0f} % if requests are independent; shifting: in times of the mixes' best"
+    )
+    print("  mix             " + "".join(f"{way:>22}" for way in args.ways) + "   elastic / better of the others")
     for name, table in tables.items():
         for label, found in table.rows(name):
-            others = max((rate for way, rate in found.items() if way != ELASTIC), default=0.0)
-            ratio = f"{found[ELASTIC] / others:10.2f}" if ELASTIC in found and others else ""
-            print(f"  {label:<16}" + "".join(f"{found[way]:>10.3f}" for way in args.ways) + ratio)
+            others = max((each.rate for way, each in found.items() if way != ELASTIC), default=0.0)
+            ratio = f"{found[ELASTIC].rate / others:10.2f}" if ELASTIC in found and others else ""
+            cells = map(str, map(found.get, args.ways))
+            print(f"  {label:<16}" + "".join(f"{cell:>22}" for cell in cells) + ratio)
     await predict(runs, tables, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
@@ -245,11 +245,12 @@ class Table:
     rates: dict[Mix, float]
     found: dict[str, Goodput]
 
-    def rows(self, name: str) -> list[tuple[str, dict[str, float]]]:
+    def rows(self, name: str) -> list[tuple[str, dict[str, Estimate]]]:
         """What is printed of it: requests a second of a mix, multiples of several."""
         if name != SHIFTING:
             [rate] = self.rates.values()
-            return [(name, {way: rate * goodput.of_all for way, goodput in self.found.items()})]
+            scaled = {way: Estimate(*(rate * each for each in found.of_all)) for way, found in self.found.items()}
+            return [(name, scaled)]
         return [
             (f"{name}, all", {way: goodput.of_all for way, goodput in self.found.items()}),
             (f"{name}, every", {way: goodput.of_every for way, goodput in self.found.items()}),
@@ -269,7 +270,7 @@ async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -
         speeds=speeds,
         seconds=PREDICTED * args.seconds,
         vocab=runs.vocab,
-        num_halvings=args.halvings + 2,
+        num_rounds=args.rounds,
     )
 
 
@@ -286,7 +287,7 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     for name, table in tables.items():
         guesses = Table(table.rates, {way: await guess(runs, way, table.rates, model) for way in args.ways})
         for (label, guessed), (_, found) in zip(guesses.rows(name), table.rows(name), strict=True):
-            cells = [f"{guessed[way]:9.3f} ({guessed[way] / found[way] if found[way] else 0:.2f})" for way in args.ways]
+            cells = [f"{guessed[way].rate:9.3f} ({guessed[way].rate / found[way].rate:.2f})" for way in args.ways]
             print(f"  {label:<16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 

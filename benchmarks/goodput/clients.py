@@ -74,7 +74,7 @@ class Outcome:
 
     def attainment(self, targets: Mapping[Mix, Targets]) -> Attainment:
         kept = Counter(answer.mix for answer in self.answers if targets[answer.mix].are_kept(answer))
-        return Attainment.of(kept, Counter(answer.mix for answer in self.answers) + self.refused)
+        return Attainment(kept, Counter(answer.mix for answer in self.answers) + self.refused)
 
     def missed(self, targets: Mapping[Mix, Targets]) -> tuple[int, int]:
         """Answers whose first token was late, and those whose tokens were slow."""

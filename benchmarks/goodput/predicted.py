@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,15 +84,18 @@ async def predict_goodput(
     speeds: Mapping[NodeRole, Speeds],
     seconds: float,
     vocab: int,
-    num_halvings: int,
+    num_rounds: int,
 ) -> Goodput:
     """As of the service itself. ``is_told``: requests carry their targets."""
 
-    async def measure(factor: float, ways: Sequence[str]) -> dict[str, Attainment]:
-        arrivals = draw_arrivals({mix: factor * rate for mix, rate in rates.items()}, seconds, vocab, seed=1)
-        return {way: simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds) for way in ways}
+    numbers = itertools.count(1)
 
-    return (await find_goodputs(measure, [way], 1.0, num_halvings))[way]
+    async def measure(factor: float) -> dict[str, Attainment]:
+        scaled = {mix: factor * rate for mix, rate in rates.items()}
+        arrivals = draw_arrivals(scaled, seconds, vocab, seed=1, times_seed=next(numbers))
+        return {way: simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds)}
+
+    return (await find_goodputs(measure, 1.0, num_rounds))[way]
 
 
 def simulate(
@@ -111,7 +115,7 @@ def simulate(
         came[arrival.mix] += len(arrival.prompts)
         cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], is_told, 0, [], kept))
     cluster.run()
-    return Attainment.of(kept, came)
+    return Attainment(kept, came)
 
 
 def _turn(

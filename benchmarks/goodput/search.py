@@ -1,113 +1,110 @@
-"""The highest rate at which enough requests keep their targets."""
+"""The rate at which enough requests keep their targets, estimated from runs at several rates."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SHARE = 0.9
 """Of the requests, which must keep both targets."""
-_STEP = 1.5
-_MAX_STEPS = 8
+CREDIBLE = 0.8
+"""Probability that a rate is within its estimate's bounds, if requests miss their targets independently."""
+_LAPSES = 0.02
+"""Of the requests, which may miss their targets at any rate: a machine stands still now and then."""
+_WIDTHS = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75)
+"""How gently the share may fall with the rate's logarithm."""
+_REACH = 2.0
+"""Times the highest and the lowest rate that were run, up to which rates are thought possible."""
+_NUM_RATES = 200
 
 
 @dataclass(frozen=True)
 class Attainment:
-    """Of requests that keep both targets, the part: of all, and of the mix with the fewest."""
+    """Of one run: the requests of each mix that came, and those that kept both targets."""
 
-    of_all: float
-    of_worst: float
+    kept: Mapping[Any, int]
+    came: Mapping[Any, int]
 
-    @classmethod
-    def of(cls, kept: Mapping[Any, int], came: Mapping[Any, int]) -> Attainment:
-        if not came:
-            return cls(0.0, 0.0)
-        worst = min(kept.get(mix, 0) / number for mix, number in came.items())
-        return cls(sum(kept.values()) / sum(came.values()), worst)
+    @property
+    def of_all(self) -> float:
+        return sum(self.kept.values()) / max(1, sum(self.came.values()))
+
+    @property
+    def of_worst(self) -> float:
+        return min((self.kept.get(mix, 0) / number for mix, number in self.came.items()), default=0.0)
+
+
+class Estimate(NamedTuple):
+    """The rate at which :data:`SHARE` keep their targets, and between which it is with probability
+    :data:`CREDIBLE`."""
+
+    rate: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.rate:.3f} ({self.least:.3f}-{self.most:.3f})"
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The highest rates at which :data:`SHARE` of all requests, and of those of every mix, keep both targets."""
+    """At which :data:`SHARE` of all requests, and of those of every mix, keep both targets."""
 
-    of_all: float
-    of_every: float
-
-
-Measure = Callable[[float, Sequence[str]], Awaitable[Mapping[str, Attainment]]]
-"""Of the named ways at a rate, one after the other."""
+    of_all: Estimate
+    of_every: Estimate
 
 
-async def find_goodputs(measure: Measure, ways: Sequence[str], start: float, num_halvings: int) -> dict[str, Goodput]:
-    """By way. Those that are to be measured at the same rate are measured together, so that what the machine does
-    meanwhile is alike for all. ``start``: the first rate."""
-    known: dict[str, dict[float, Attainment]] = {way: {} for way in ways}
-    while wanted := _wanted(known, start, num_halvings):
-        rate = min(wanted.values())
-        measured = await measure(rate, [way for way in ways if wanted.get(way) == rate])
-        for way, attainment in measured.items():
-            known[way][rate] = attainment
-    return {
-        way: Goodput(*(_run(search(start, num_halvings), shares)[1] for shares in _shares(known[way]))) for way in ways
-    }
+Measure = Callable[[float], Awaitable[Mapping[str, Attainment]]]
+"""Of every way at one rate, one after the other."""
 
 
-def _wanted(known: Mapping[str, Mapping[float, Attainment]], start: float, num_halvings: int) -> dict[str, float]:
-    """The next rate of each way that is not done."""
-    wanted: dict[str, float] = {}
-    for way, measured in known.items():
-        for shares in _shares(measured):
-            rate, _ = _run(search(start, num_halvings), shares)
-            if rate is not None:
-                wanted[way] = rate
-                break
-    return wanted
-
-
-def _shares(measured: Mapping[float, Attainment]) -> tuple[dict[float, float], dict[float, float]]:
-    of_all = {rate: attainment.of_all for rate, attainment in measured.items()}
-    return of_all, {rate: attainment.of_worst for rate, attainment in measured.items()}
-
-
-def _run(searching: Generator[float, float, float], known: Mapping[float, float]) -> tuple[float | None, float]:
-    """Up to the first rate that is not known; None: it ended, and found the other value."""
-    try:
-        rate = next(searching)
-        while rate in known:
-            rate = searching.send(known[rate])
-    except StopIteration as end:
-        return None, end.value
-    return rate, 0.0
-
-
-def search(start: float, num_halvings: int) -> Generator[float, float, float]:
-    """Yields rates, takes their attainments, and returns requests a second, between the best rate that keeps
-    :data:`SHARE` and the least that does not, straight between their attainments. 0: no rate kept."""
-    low, low_share = 0.0, 1.0
-    high, high_share = 0.0, 0.0
+async def find_goodputs(measure: Measure, start: float, num_rounds: int) -> dict[str, Goodput]:
+    """By way. In each round all are measured at one rate, ``start`` at first: what comes, and what the machine does
+    meanwhile, is alike for them, so that they are told apart sooner. It is the rate between the best two's estimates so
+    far: what the others can is known less well."""
+    runs: dict[str, list[tuple[float, Attainment]]] = {}
     rate = start
-    for _ in range(_MAX_STEPS):
-        share = yield rate
-        if share >= SHARE:
-            low, low_share = rate, share
-            if high:
-                break
-            rate *= _STEP
-        else:
-            high, high_share = rate, share
-            if low:
-                break
-            rate /= _STEP
-    if not low:
-        return 0.0
-    if not high:
-        return low
-    for _ in range(num_halvings):
-        rate = (low + high) / 2
-        share = yield rate
-        if share >= SHARE:
-            low, low_share = rate, share
-        else:
-            high, high_share = rate, share
-    return low + (high - low) * (low_share - SHARE) / max(low_share - high_share, 1e-9)
+    for _ in range(num_rounds):
+        for way, attainment in (await measure(rate)).items():
+            runs.setdefault(way, []).append((rate, attainment))
+        found = [_goodput(each) for each in runs.values()]
+        best = sorted(math.sqrt(each.of_all.rate * each.of_every.rate) for each in found)[-2:]
+        rate = math.sqrt(best[0] * best[-1])
+    return {way: _goodput(each) for way, each in runs.items()}
+
+
+def _goodput(runs: Sequence[tuple[float, Attainment]]) -> Goodput:
+    of_all = estimate((rate, sum(run.kept.values()), sum(run.came.values())) for rate, run in runs)
+    mixes = {mix for _, run in runs for mix in run.came}
+    of_each = [estimate((rate, run.kept.get(mix, 0), run.came.get(mix, 0)) for rate, run in runs) for mix in mixes]
+    return Goodput(of_all, min(of_each, default=of_all))
+
+
+def estimate(runs: Iterable[tuple[float, int, int]]) -> Estimate:
+    """``runs``: rates above 0, and of how many requests how many kept their targets there. The share is taken to fall
+    with the rate as a logistic function of its logarithm; all heights and widths of it are weighed by how likely they
+    make what was seen (as QUEST does for thresholds in psychophysics, Watson and Pelli 1983)."""
+    runs = list(runs)
+    lowest = min(rate for rate, _, _ in runs) / _REACH
+    step = (max(rate for rate, _, _ in runs) * _REACH / lowest) ** (1 / (_NUM_RATES - 1))
+    rates = [lowest * step**number for number in range(_NUM_RATES)]
+    logs = [[_log_likelihood(rate, width, runs) for width in _WIDTHS] for rate in rates]
+    most = max(map(max, logs))
+    summed = list(itertools.accumulate(sum(math.exp(log - most) for log in each) for each in logs))
+    bounds = (0.5, (1.0 - CREDIBLE) / 2, (1.0 + CREDIBLE) / 2)
+    return Estimate(*(rates[bisect_left(summed, part * summed[-1])] for part in bounds))
+
+
+def _log_likelihood(rate: float, width: float, runs: Sequence[tuple[float, int, int]]) -> float:
+    """Of ``runs``, if :data:`SHARE` keep their targets at ``rate``."""
+    top = 1.0 - _LAPSES
+    odds = SHARE / (top - SHARE)  # of the logistic function there
+    log = 0.0
+    for at, kept, came in runs:
+        share = top / (1.0 + (at / rate) ** (1.0 / width) / odds)
+        log += kept * math.log(share) + (came - kept) * math.log(1.0 - share)
+    return log

@@ -1,50 +1,89 @@
-"""The search for a goodput, over services of which the highest rate is known."""
+"""The search for a goodput, over services of which the rate is known."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Mapping
 
 import pytest
 
-from benchmarks.goodput.search import SHARE, Attainment, Goodput, find_goodputs
+from benchmarks.goodput.search import SHARE, Attainment, Goodput, estimate, find_goodputs
+
+NUM_REQUESTS = 400
+
+
+def _share(at: float, rate: float, width: float = 0.33) -> float:
+    """A logistic function of the rate's logarithm that is SHARE at ``rate``."""
+    return 1.0 / (1.0 + (at / rate) ** (1.0 / width) * (1.0 / SHARE - 1.0))
 
 
 def _find(
-    highest: Mapping[str, tuple[float, float]], start: float, num_halvings: int
-) -> tuple[dict[str, Goodput], list[tuple[float, list[str]]]]:
-    """``highest``: by way, up to which rate 0.9 of all keep their targets, and of the worst mix; shares fall evenly.
-    Also returns what was measured."""
-    measured: list[tuple[float, list[str]]] = []
+    highest: Mapping[str, Mapping[str, float]], start: float, num_rounds: int
+) -> tuple[dict[str, Goodput], list[float]]:
+    """``highest``: by way and mix, the rate at which SHARE keep their targets. Also returns what was measured."""
+    measured: list[float] = []
 
-    async def measure(rate: float, ways: Sequence[str]) -> dict[str, Attainment]:
-        measured.append((rate, list(ways)))
+    async def measure(rate: float) -> dict[str, Attainment]:
+        measured.append(rate)
         return {
-            way: Attainment(*(max(0.0, 1.0 - (1.0 - SHARE) * rate / most) for most in highest[way])) for way in ways
+            way: Attainment(
+                {mix: round(NUM_REQUESTS * _share(rate, most)) for mix, most in mixes.items()},
+                dict.fromkeys(mixes, NUM_REQUESTS),
+            )
+            for way, mixes in highest.items()
         }
 
-    return asyncio.run(find_goodputs(measure, list(highest), start, num_halvings)), measured
+    return asyncio.run(find_goodputs(measure, start, num_rounds)), measured
 
 
-@pytest.mark.parametrize("start", [0.2, 1.0, 2.9, 20.0])
-def test_goodput_when_the_share_falls_evenly_then_it_is_found_exactly(start: float) -> None:
-    found, _ = _find({"only": (3.0, 2.0)}, start, num_halvings=0)
-    assert found["only"].of_all == pytest.approx(3.0)
-    assert found["only"].of_every == pytest.approx(2.0)
+@pytest.mark.parametrize("width", [0.15, 0.33, 0.6])
+def test_estimate_when_many_requests_came_at_two_rates_then_where_the_share_is_crossed(width: float) -> None:
+    found = estimate((at, round(1000 * _share(at, 3.0, width)), 1000) for at in (2.5, 4.0))
+    assert found.rate == pytest.approx(3.0, rel=0.1)
+    assert found.least < found.rate < found.most
 
 
-def test_goodput_when_no_rate_keeps_the_targets_then_it_is_nothing() -> None:
-    found, _ = _find({"only": (1e-6, 1e-7)}, 1.0, num_halvings=2)
-    assert found["only"] == Goodput(0.0, 0.0)
+def test_estimate_when_all_are_kept_or_none_then_beyond_what_was_run() -> None:
+    assert 1.0 < estimate([(1.0, 30, 30)]).rate < 2.0
+    assert 0.5 < estimate([(1.0, 0, 30)]).rate < 1.0
+    assert 0.5 < estimate([(1.0, 0, 0)]).rate < 2.0
 
 
-def test_ways_when_they_need_the_same_rates_then_are_measured_together_and_each_rate_once() -> None:
-    _, measured = _find({"fast": (4.0, 4.0), "slow": (0.9, 0.9), "like": (3.5, 3.5)}, 1.0, num_halvings=0)
-    assert measured[0] == (1.0, ["fast", "slow", "like"])
-    assert sorted(measured[1:]) == [
-        (pytest.approx(1 / 1.5), ["slow"]),
-        (1.5, ["fast", "like"]),
-        (2.25, ["fast", "like"]),
-        (3.375, ["fast", "like"]),
-        (pytest.approx(5.0625), ["fast", "like"]),
-    ]
+def test_estimate_when_a_few_miss_far_below_then_hardly_moves() -> None:
+    clean = [(1.0, 50, 50), (4.0, 45, 50), (6.0, 30, 50)]
+    assert estimate([(1.0, 48, 50), *clean[1:]]).rate == pytest.approx(estimate(clean).rate, rel=0.1)
+
+
+def test_estimate_when_drawn_again_and_again_then_the_rate_is_within_the_bounds_about_as_often_as_they_say() -> None:
+    draw, hits = random.Random(1), 0
+    for _ in range(100):
+        runs = [(at, sum(draw.random() < _share(at, 3.0) for _ in range(40)), 40) for at in (2.4, 3.0, 3.6)]
+        found = estimate(runs)
+        hits += found.least <= 3.0 <= found.most
+    assert 65 <= hits <= 95  # 80 expected, with a standard deviation of 4
+
+
+def test_rounds_when_ways_differ_then_all_at_one_rate_near_the_best_two() -> None:
+    found, measured = _find({"best": {"mix": 4.0}, "next": {"mix": 3.5}, "last": {"mix": 1.0}}, 1.5, num_rounds=5)
+    assert measured[0] == 1.5
+    assert len(measured) == 5
+    assert measured[-1] == pytest.approx((4.0 * 3.5) ** 0.5, rel=0.1)
+    assert found["best"].of_all.rate / found["next"].of_all.rate == pytest.approx(4.0 / 3.5, rel=0.05)
+    assert found["last"].of_all.rate < 2.0
+
+
+def test_goodput_when_mixes_differ_then_of_every_one_is_that_of_the_worst() -> None:
+    found, _ = _find({"only": {"easy": 5.0, "hard": 2.0}}, 3.0, num_rounds=4)
+    assert found["only"].of_every.rate == pytest.approx(2.0, rel=0.1)
+    assert 2.0 < found["only"].of_all.rate < 5.0
+
+
+def test_goodput_when_a_mix_did_not_come_in_one_round_then_it_is_judged_by_the_others() -> None:
+    rounds = iter([Attainment({"a": 9, "b": 0}, {"a": 10, "b": 10}), Attainment({"a": 9}, {"a": 10})])
+
+    async def measure(rate: float) -> dict[str, Attainment]:
+        return {"only": next(rounds)}
+
+    found = asyncio.run(find_goodputs(measure, 1.0, num_rounds=2))["only"]
+    assert found.of_every.rate < found.of_all.rate
