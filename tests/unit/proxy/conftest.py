@@ -61,8 +61,8 @@ StartCluster = Callable[..., Cluster]
 def start_cluster() -> Iterator[StartCluster]:
     """``start_cluster(num_prefill, num_decode, **config)``; waits until the proxy is ready unless told not to.
 
-    ``pull``: nodes that can follow a prompt while it is computed. ``documents``: internal routes that they all have.
     ``pull``: nodes that can follow a prompt while it is computed; ``resume``: that go on with others' answers.
+    ``documents``: internal routes that they all have.
     ``more_prefill``, ``more_decode``: URLs of nodes of the test's own.
     """
     with contextlib.ExitStack() as stack:
@@ -79,9 +79,9 @@ def start_cluster() -> Iterator[StartCluster]:
             more_decode: Sequence[str] = (),
             **config: Any,
         ) -> Cluster:
-            common = {"pull": pull, "documents": dict(documents or {})}
+            common = {"pull": pull, "resume": resume, "documents": dict(documents or {})}
             prefill = [FakeNode(f"prefill-{index}", **common) for index in range(num_prefill)]
-            decode = [FakeNode(f"decode-{index}", resume=resume, **common) for index in range(num_decode)]
+            decode = [FakeNode(f"decode-{index}", **common) for index in range(num_decode)]
             servers = {}
             for node in [*prefill, *decode]:
                 server = servers[node.name] = AppServer(node.app())

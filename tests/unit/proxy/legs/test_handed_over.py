@@ -59,7 +59,6 @@ def guest(
     """A stream that the prefill node generates, because there was no decode node when it came; now there is one."""
     cluster = start_cluster(1, 1, pull=True, resume=True, policy="cost", **config)
     [prefill], [decode] = cluster.prefill, cluster.decode
-    prefill.resume = True
     for node in (prefill, decode):
         node.load, node.num_chunks, node.chunk_pause_s = FAST, NUM_CHUNKS, PAUSE_S
     decode.is_ready = False
