@@ -48,7 +48,7 @@ CLOSED_ITL = 1.5
 """Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
 PREDICTED = 3
-"""Times as long as measured is simulated."""
+"""Times as long, and in times as many rounds, as measured is simulated."""
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
 NUM_UNLOADED = 3
@@ -270,7 +270,7 @@ async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -
         speeds=speeds,
         seconds=PREDICTED * args.seconds,
         vocab=runs.vocab,
-        num_rounds=args.rounds,
+        num_rounds=PREDICTED * args.rounds,
     )
 
 
