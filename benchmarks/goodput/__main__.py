@@ -48,7 +48,9 @@ CLOSED_ITL = 1.5
 """Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
 PREDICTED = 3
-"""Times as long, and in times as many rounds, as measured is simulated."""
+"""Times as long as measured is simulated."""
+MORE_ROUNDS = 3
+"""Of what is simulated: it begins far from the rate that is looked for."""
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
 NUM_UNLOADED = 3
@@ -207,16 +209,15 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
         if name != SHIFTING:
             best[MIXES[name]] *= max(goodput.of_all.rate for goodput in table.found.values())
     print(
-        f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time, and between which it is with "
-        f"{100 * CREDIBLE:.0f} % if requests are independent; shifting: in times of the mixes' best"
+        f"\ngoodput, requests/s of which {100 * SHARE:.0f} % are in time, and its bounds with a probability of "
+        f"{100 * CREDIBLE:.0f} %, if requests are late independently; shifting: in times of the mixes' best"
     )
     print("  mix             " + "".join(f"{way:>22}" for way in args.ways) + "   elastic / better of the others")
     for name, table in tables.items():
         for label, found in table.rows(name):
             others = max((each.rate for way, each in found.items() if way != ELASTIC), default=0.0)
             ratio = f"{found[ELASTIC].rate / others:10.2f}" if ELASTIC in found and others else ""
-            cells = map(str, map(found.get, args.ways))
-            print(f"  {label:<16}" + "".join(f"{cell:>22}" for cell in cells) + ratio)
+            print(f"  {label:<16}" + "".join(f"{found[way]!s:>22}" for way in args.ways) + ratio)
     await predict(runs, tables, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
@@ -270,7 +271,7 @@ async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -
         speeds=speeds,
         seconds=PREDICTED * args.seconds,
         vocab=runs.vocab,
-        num_rounds=PREDICTED * args.rounds,
+        num_rounds=args.rounds + MORE_ROUNDS,
     )
 
 

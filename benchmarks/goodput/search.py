@@ -65,7 +65,7 @@ Measure = Callable[[float], Awaitable[Mapping[str, Attainment]]]
 async def find_goodputs(measure: Measure, start: float, num_rounds: int) -> dict[str, Goodput]:
     """By way. In each round all are measured at one rate, ``start`` at first: what comes, and what the machine does
     meanwhile, is alike for them, so that they are told apart sooner. It is the rate between the best two's estimates so
-    far: what the others can is known less well."""
+    far, of all requests and of every mix: what the others can is known less well."""
     runs: dict[str, list[tuple[float, Attainment]]] = {}
     rate = start
     for _ in range(num_rounds):
