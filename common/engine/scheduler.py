@@ -61,7 +61,7 @@ stream may begin meanwhile."""
 
 JOIN_SHARE, JOIN_BY = 0.95, 0.9
 """A stream begins later where its row would make steps longer than ``JOIN_SHARE`` of a target for the time between two
-tokens, until ``JOIN_BY`` of its own time to the first token is over."""
+tokens, until ``JOIN_BY`` of its own time to the first token would be over two steps later."""
 
 USUAL_ANSWER_TOKENS = 256
 """Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
@@ -176,7 +176,8 @@ class Scheduler:
         schedule = Schedule()
         self._num_steps += 1
         self._suspects = [each for each in self._suspects if each.num_lone_steps]
-        if self._suspects:
+        self._schedule_rows(schedule)
+        if schedule.is_empty and self._suspects:
             self._schedule_alone(schedule, self._suspects[0])
         if schedule.is_empty:
             self._schedule_together(schedule, admits=not self._suspects)
@@ -205,6 +206,14 @@ class Scheduler:
         self._num_steps += 1
         for sequence in sequences:
             sequence.last_step = self._num_steps
+
+    def _schedule_rows(self, schedule: Schedule) -> None:
+        """Those that have the row of their next token: a step without a forward, so that it does not wait for that of
+        the others, and they are in it."""
+        for sequence in self.running:
+            has_row = sequence.pending_row is not None and not sequence.waits_for_grammar
+            if has_row and not self._begins_later(schedule, sequence):
+                schedule.row_only.append(sequence)
 
     def _schedule_alone(self, schedule: Schedule, suspect: Sequence) -> None:
         budget = self._config.max_num_batched_tokens
@@ -243,13 +252,7 @@ class Scheduler:
             share = min(limit - num_rows, self._prompt_share(schedule, prompts))
             budget = max(_usual_size(num_rows + share) - num_rows, -(-share // 2))
         for sequence in prompts:
-            if sequence.pending_row is not None:
-                self._plan(schedule, sequence, budget)
-        if schedule.row_only and not num_rows:
-            return 0  # a first token is there: it does not wait for a whole chunk, nor does its second one
-        for sequence in prompts:
-            if sequence.pending_row is None:
-                budget -= self._plan(schedule, sequence, budget)
+            budget -= self._plan(schedule, sequence, budget)
         return budget
 
     def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
@@ -333,9 +336,7 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return 0  # preempted for an earlier one
         if sequence.pending_row is not None:
-            if not sequence.waits_for_grammar and not self._begins_later(schedule, sequence):
-                schedule.row_only.append(sequence)
-            return 0
+            return 0  # its grammar is not ready, or it begins later
         try:
             num_tokens = self._chunk_size(schedule, sequence, sequence.num_computed_tokens, budget)
             if num_tokens == 0 or not self._extend_or_preempt(sequence, sequence.num_computed_tokens + num_tokens):
@@ -364,7 +365,8 @@ class Scheduler:
         targets = [each.request.itl_target_s for each in rows if each.request.itl_target_s is not None]
         if not any(alone_s <= JOIN_SHARE * target < step_s for target in targets):
             return False
-        return self._clock() + step_s < sequence.request.arrival_s + JOIN_BY * ttft_s
+        # After another step without it, which may take twice as long.
+        return self._clock() + 2.0 * step_s < sequence.request.arrival_s + JOIN_BY * ttft_s
 
     def _drafts(self, sequence: Sequence, max_drafts: int, num_sequences: int) -> list[int]:
         """What the sequence may run behind its last token. It has the blocks for it then; nobody is preempted for

@@ -186,6 +186,8 @@ def _three_streams(rig: Rig) -> None:
         (5.0, None, 0, True),
         (None, 0.0081, 0, True),
         (0.008, 0.0081, 0, True),
+        (0.017, 0.0081, 0, True),
+        (0.019, 0.0081, 0, False),
         (5.0, 0.0081, 2, True),
     ],
     ids=[
@@ -195,6 +197,8 @@ def _three_streams(rig: Rig) -> None:
         "no target",
         "first token has none",
         "first token is due",
+        "first token is due in two steps",
+        "first token is due in two steps and a tenth",
         "began elsewhere",
     ],
 )

@@ -264,6 +264,18 @@ def test_prompt_when_it_is_an_exact_repeat_then_its_row_is_there_and_nothing_is_
     assert (repeat.num_local_hit, repeat.num_prompt_computed) == (24, 0)
 
 
+def test_row_of_a_prompt_that_came_whole_when_others_generate_then_its_token_does_not_wait_for_their_step() -> None:
+    rig = Rig()
+    rig.add("stream", words(1, 8))
+    pulled = rig.add("pulled", words(2, 8))
+    rig.step()
+    pulled.token_ids.pop()
+    pulled.pending_row = "row"
+    first, second = rig.step(), rig.step()
+    assert (names(first.row_only), planned(first)) == (["pulled"], [])
+    assert [name for name, _, _ in planned(second)] == ["stream", "pulled"]
+
+
 def test_state_of_the_prompts_end_when_the_prompt_is_handed_out_then_takes_no_slot_of_its_own() -> None:
     rig = Rig()
     rig.add("sampled", words(1, 10))
