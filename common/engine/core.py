@@ -115,6 +115,7 @@ class EngineCore:
         self.ahead_steps = AheadSteps(scheduler, manager, max_model_len=max_model_len) if async_scheduling else None
         """Who plans steps that are launched ahead; None: every step is collected before the next one is launched."""
         self._ahead: StepInFlight | None = None
+        self._deliver: Callable[[list[RequestOutput]], None] | None = None
         self._collected_s = 0.0
         scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
         self.step_seconds = {"prompt": 0.0, "decode": 0.0}
@@ -183,6 +184,10 @@ class EngineCore:
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Sets what makes the engine's thread take a step, from any thread, when a grammar is compiled."""
         self.grammars.wake_with(wake)
+
+    def deliver_with(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
+        """Sets who takes what is known before a step's forward; otherwise it comes with what the step produces."""
+        self._deliver = deliver
 
     def prepare_grammar(self, grammar: str) -> None:
         """Begins to compile the grammar of a request that will be added. Callable from any thread."""
@@ -345,6 +350,10 @@ class EngineCore:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
+        for sequence in schedule.sequences:
+            self._prompts.report_progress(sequence)
+        if self._outputs and self._deliver is not None:
+            self._deliver(self._outputs.take())
         forward = None
         if schedule.sequences or schedule.plan.block_copies:
             try:

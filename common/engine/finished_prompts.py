@@ -52,7 +52,8 @@ class FinishedPrompts:
         self._clock = clock
 
     def report_progress(self, sequence: Sequence) -> None:
-        """Reports which blocks of a prompt are finished, to the node that pulls them already."""
+        """Reports which blocks of a prompt are finished, to the node that pulls them already; once it has begun, none
+        perhaps, so that its reader takes memory while it is computed."""
         if not sequence.request.wants_progress or sequence.sampling is not None:
             return
         progress = self._manager.progress(sequence.seq_id)

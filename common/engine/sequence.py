@@ -71,7 +71,7 @@ class Sequence:
         self.remote = request.remote
         self.tier_prefix: Any = None
         self.num_tier_reads = 0
-        self.num_reported_tokens = 0
+        self.num_reported_tokens = -1
         self.aborted = False
         self.is_ahead = False
         self.num_failed_forwards = 0

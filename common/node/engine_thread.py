@@ -1,9 +1,9 @@
 """Asyncio on one side, the engine on the other: one thread runs the engine, all others reach it through commands.
 
 1 a coroutine submits a request (a command in the queue), 2 the thread runs commands between steps, then one step, 3 the
-step's outputs are handed to the event loop in one call, 4 the coroutine reads them from its own queue. Leaves by:
-finished, error, or abort when the coroutine goes away (always sent, whatever ended it). Commands take effect between
-steps only, so nothing that a running step uses is freed under it.
+step's outputs are handed to the event loop in one call, what is known before its forward already before that, 4 the
+coroutine reads them from its own queue. Leaves by: finished, error, or abort when the coroutine goes away (always sent,
+whatever ended it). Commands take effect between steps only, so nothing that a running step uses is freed under it.
 
 The engine contains what is wrong with a request; what escapes it ends the thread. Then everybody who waits gets a typed
 error, and so does everybody who comes later; ``death`` says why, and whoever owns the node ends it.
@@ -44,6 +44,7 @@ class EngineThread:
         self._core = core
         self._enter_thread = enter_thread
         core.wake_with(lambda: self.post(lambda: None))
+        core.deliver_with(self._hand_over)
         self._loop: asyncio.AbstractEventLoop
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._outputs: dict[str, asyncio.Queue[RequestOutput]] = {}
@@ -166,7 +167,7 @@ class EngineThread:
                 self._drain(wait_s=0.0 if self._core.has_work() else self._idle_wait_s())
                 self.num_turns += 1
                 if outputs := self._core.step():
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+                    self._hand_over(outputs)
             self._drain(wait_s=0.0)
         except BaseException as exc:  # whatever it is: the thread is gone, and somebody has to know
             logger.critical("the engine cannot go on", exc_info=True)
@@ -199,7 +200,7 @@ class EngineThread:
             if not isinstance(exc, TandemError):
                 logger.exception("adding a request failed request_id=%s", request.request_id)
                 exc = TandemError("the engine failed on this request")
-            self._loop.call_soon_threadsafe(self._deliver, [RequestOutput(request.request_id, 0, [], error=exc)])
+            self._hand_over([RequestOutput(request.request_id, 0, [], error=exc)])
 
     def _drain(self, wait_s: float) -> None:
         try:
@@ -218,6 +219,9 @@ class EngineThread:
             raise
         except Exception:  # one caller's command must not end the engine for all
             logger.exception("engine command failed")
+
+    def _hand_over(self, outputs: list[RequestOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

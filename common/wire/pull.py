@@ -1,9 +1,10 @@
 """What one node asks another about prompts.
 
 ``POST /internal/v1/pull``: "what of this prompt can I read from you?". Two forms. *Rendezvous*: follow a prompt that is
-being computed under an agreed name; a long poll that answers as soon as more than ``after`` tokens are finished, and
-leaves out the blocks of the first ``have``. *Content*: the longest prefix of these tokens that happens to be there.
-Both are answered with a manifest: a final one, under a lease, or a partial one without.
+being computed under an agreed name; a long poll that answers as soon as it is begun (with a part of no tokens), then
+as soon as more than ``after`` tokens are finished, and leaves out the blocks of the first ``have``. *Content*: the
+longest prefix of these tokens that happens to be there. Both are answered with a manifest: a final one, under a lease,
+or a partial one without.
 
 ``POST /internal/v1/manifests/check``: "is this manifest, which a proxy brought me, as you made it?".
 """
@@ -143,7 +144,8 @@ def read_answer(
     """
     num_tokens = params.get("remote_num_tokens")
     if params.get("final") is False:
-        return None if num_tokens == after else PartialManifest.from_params(params, shape)
+        is_new = num_tokens != after or (not after and "remote_block_ids" in params)
+        return None if not is_new else PartialManifest.from_params(params, shape)
     if num_tokens == 0:
         return None
     return Manifest.from_params(params, shape, is_carried=False)

@@ -281,7 +281,7 @@ def test_progress_when_asked_for_then_finished_blocks_are_shown_as_they_come() -
             assert output.finish_reason is None
         else:
             assert output.handoff.num_tokens == 150
-    assert shown == [48, 96, 144]
+    assert shown == [0, 48, 96, 144]
     assert len(holder.run(Request("quiet", tokens(2, 150), None))) == 1
 
 

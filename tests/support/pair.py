@@ -422,7 +422,8 @@ class Pair:
                 reader.set_result(manifests)
             remote = replace(found.prefix, manifests=manifests)
             self.decode.core.add_request(Request(name, list(prompt), _greedy(num_tokens), remote=remote))
-            self.decode.step()
+            while self.decode.core.num_waiting:
+                self.decode.step()
             async with asyncio.timeout(PATIENCE_S):
                 seq_id, result = await self._pulls.get()
             assert (result.ok, result.reason) == (not refused, refused)

@@ -138,7 +138,8 @@ class RendezvousTable:
     async def wait(
         self, rendezvous_id: str, after: int, wait_seconds: float, have: int = 0
     ) -> Manifest | PartialManifest | None:
-        """What is finished beyond ``after`` tokens, as soon as anything is; None: nothing new within ``wait_seconds``.
+        """What is finished beyond ``after`` tokens, as soon as anything is, at first as soon as the leg has begun to
+        compute; None: nothing new within ``wait_seconds``.
 
         A part leaves out the blocks of the first ``have`` tokens when the reader has them from the last answer and they
         are still the ones: else a long prompt would cost the square of its length.
@@ -159,7 +160,8 @@ class RendezvousTable:
                         raise entry.error
                     if entry.manifest is not None:
                         return entry.manifest
-                    if entry.part is not None and entry.part.num_tokens > after:
+                    is_first = after == 0 and entry.told is None
+                    if entry.part is not None and (entry.part.num_tokens > after or is_first):
                         told, entry.told = entry.told, entry.part
                         return _untold(entry.part, told, have)
                     if self._entries.get(rendezvous_id) is not entry:

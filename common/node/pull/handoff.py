@@ -3,10 +3,10 @@
 A manifest: 1 check it, 2 is its holder a peer of this node, 3 connect to the holder in the life that made it, 4 ask the
 holder whether it is as it was made (while it is read: whoever sends a request could have written it, and its output row
 would be sampled from, and kept for others), 5 hold the lease (renewed from here on). A rendezvous: 1 is it a peer, 2
-poll it for what is finished, 3 when the whole prompt is here already, call its leg off; else wait for the first part,
-so that a prompt that queues at the prefill node holds no memory here. Then the engine pulls; everything is given up as
-soon as the pull has ended, and on every way out. Leaves by: a prefix to pull, nothing (recompute, or all of it is
-here), an error.
+poll it for what is finished, 3 when the whole prompt is here already, call its leg off; else wait until it is begun: a
+prompt that queues at the prefill node holds no memory here, and one that is finished does not wait for memory, or a
+step, before it is read. Then the engine pulls; everything is given up as soon as the pull has ended, and on every way
+out. Leaves by: a prefix to pull, nothing (recompute, or all of it is here), an error.
 """
 
 from __future__ import annotations
@@ -268,12 +268,12 @@ class HandoffReader:
         return HandoffResult(prefix)
 
     async def _first_part(self, url: str, manifests: RendezvousManifestStream) -> None:
-        """Returns when something of the prompt can be read. That may take as long as the prompt queues and computes, so
-        the wait has no deadline of its own: it ends with the leg, which its caller's patience
-        (--prefill-timeout-seconds) bounds, with the peer's beats, or with our own caller."""
+        """Returns when the prompt is being computed. That may take as long as it queues, so the wait has no deadline of
+        its own: it ends with the leg, which its caller's patience (--prefill-timeout-seconds) bounds, with the peer's
+        beats, or with our own caller."""
         await self._peers.meet(url)
         manifests.start()
-        prefix = await manifests.beyond(0)
+        prefix = await manifests.beyond(-1)
         await self._peers.connect(url, prefix.engine_id, prefix.epoch)
 
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.config.node import NodeConfig
-from common.engine.model_runner import Forward
+from common.engine.model_runner import Forward, ModelRunner
 from common.engine.plan import StepPlan
 from common.errors import EngineDeadError, InvalidRequestError, NodeUnavailableError, TandemError
 from common.node.engine_thread import EngineThread
@@ -100,6 +100,30 @@ async def test_generate_when_several_run_at_once_gives_each_its_own_tokens(
         together = await asyncio.gather(*(token_ids(engine, request(f"r{i}")) for i in range(6)))
     assert len(alone) == 20
     assert together == [alone] * 6
+    await wait_idle(engine, model)
+
+
+@pytest.mark.asyncio
+async def test_leg_when_it_begins_then_its_reader_hears_before_the_step_is_computed(
+    engine: EngineThread, model: NodeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, launch = threading.Event(), ModelRunner.launch
+
+    def wait_for_the_reader(self: ModelRunner, plan: StepPlan) -> Forward:
+        assert heard.wait(DEADLINE_S), "the reader hears too late"
+        return launch(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", wait_for_the_reader)
+    leg = Request("leg", list(range(60, 100)), None, wants_progress=True)
+    outputs = []
+    async with asyncio.timeout(2 * DEADLINE_S):
+        async for output in engine.generate(leg):
+            outputs.append(output)
+            heard.set()
+    assert outputs[0].progress is not None
+    assert outputs[0].progress.num_tokens == 0
+    assert outputs[-1].handoff is not None
+    await engine.call(lambda: model.manager.release_lease("leg"))
     await wait_idle(engine, model)
 
 

@@ -75,6 +75,16 @@ async def test_reader_when_it_comes_before_the_leg_then_gets_parts_and_the_end(h
     assert await reader == manifest()
 
 
+async def test_reader_when_the_leg_begins_then_hears_of_it_once(holder: Holder) -> None:
+    reader = await waiting(holder.table)
+    holder.table.open("r")
+    holder.table.advance("r", part(0))
+    assert await reader == part(0)
+    reader = await waiting(holder.table)
+    holder.table.advance("r", part(4))
+    assert await reader == part(4)
+
+
 async def test_reader_when_it_comes_late_then_is_answered_at_once_as_often_as_it_asks(holder: Holder) -> None:
     holder.table.open("r")
     holder.table.advance("r", part(8))

@@ -75,6 +75,9 @@ def test_answers_survive_json_shapes() -> None:
     assert read_answer(FINAL.to_params(), after=8, shape=SHAPE) == FINAL
     assert "prompt_token_ids" not in FINAL.to_params()
     assert read_answer(nothing_new_answer(32), after=32) is None
+    begun = replace(PART, num_tokens=0, block_ids=((),), generations=((),))
+    assert read_answer(begun.to_params(), after=0, shape=ManifestShape(num_block_groups=1)) == begun
+    assert read_answer(nothing_new_answer(0), after=0) is None
     assert read_answer(miss_answer()) is None
 
 
