@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from common.config.proxy import ProxyConfig
 from common.kv_cache.keys import PrefixKeys, chain_root
+from common.kv_cache.sharing.leases import LeasedPrefix
 from common.kv_cache.spec import KVCacheConfig
 from common.request import Request, SamplingParams
 from proxy.nodes.node import Node, NodeInfo, NodeRole
@@ -212,14 +213,15 @@ class Cluster:
 
     def _compute(self, job: _Job) -> None:
         node = self.nodes[job.placement.prefill[0].url]
+        num_tokens = len(job.prompt)
+        held = HeldPrefix(node, job.name, num_tokens, job.keys.key_at(num_tokens), has_row=True, is_ready=False)
 
-        def hand_out(lease: Any, took_s: float) -> None:
-            held = HeldPrefix(
-                node, job.name, lease.num_tokens, lease.key, lease.output_row is not None, OVERLAP * took_s
-            )
-            self.at(self.now + HANDOFF_S, lambda: self._generate(job, held))
+        def hand_out(_: LeasedPrefix, took_s: float) -> None:
+            held.hidden_s = OVERLAP * took_s
+            self.at(self.now + HANDOFF_S, held.become_ready)
 
-        node.compute(self._request(job, None, self._source(job, node)), job.keys.fork(), hand_out)
+        request = self._request(job, None, self._source(job, node))
+        node.compute(request, job.keys.fork(), lambda: self._generate(job, held), hand_out)
 
     def _generate(self, job: _Job, held: HeldPrefix | None) -> None:
         node = self.nodes[job.placement.decode.url]

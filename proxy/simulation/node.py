@@ -50,8 +50,8 @@ class Time(Protocol):
 
 @dataclass(eq=False, slots=True)
 class HeldPrefix:
-    """A prefix that ``holder`` has leased for a reader. ``hidden_s``: of moving its blocks, what passed while it was
-    computed."""
+    """A prefix that ``holder`` has leased for a reader, or computes (not ``is_ready``; ``on_ready``: reads it then).
+    ``hidden_s``: of moving its blocks, what passed while it was computed."""
 
     holder: SimulatedNode
     lease_id: str
@@ -59,6 +59,12 @@ class HeldPrefix:
     prefix_key: bytes
     has_row: bool
     hidden_s: float = 0.0
+    is_ready: bool = True
+    on_ready: Callable[[], None] = lambda: None
+
+    def become_ready(self) -> None:
+        self.is_ready = True
+        self.on_ready()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class _Work:
     answer: Sequence[int]
     on_first: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
+    on_begin: Callable[[], None] | None = None
     on_handoff: Callable[[LeasedPrefix, float], None] | None = None
     on_leave: Callable[[int], None] | None = None
     began_s: float | None = None
@@ -151,9 +158,16 @@ class SimulatedNode:
 
     # --- what it is asked for
 
-    def compute(self, request: Request, keys: PrefixKeys, on_handoff: Callable[[LeasedPrefix, float], None]) -> None:
-        """A prompt that is handed out. ``on_handoff`` gets the lease and the seconds from its first step to its end."""
-        self._add(request, keys, _Work((), on_handoff=on_handoff))
+    def compute(
+        self,
+        request: Request,
+        keys: PrefixKeys,
+        on_begin: Callable[[], None],
+        on_handoff: Callable[[LeasedPrefix, float], None],
+    ) -> None:
+        """A prompt that is handed out. ``on_begin`` comes with its first step, or just before its end; ``on_handoff``
+        gets the lease and the seconds from its first step to its end."""
+        self._add(request, keys, _Work((), on_begin=on_begin, on_handoff=on_handoff))
 
     def generate(
         self,
@@ -240,12 +254,19 @@ class SimulatedNode:
         num_blocks = [len(pairs) for pairs in plan.pairs]
         block_bytes = sum(n * size for n, size in zip(num_blocks, self._group_block_bytes, strict=True))
         state_bytes = self._state_bytes if plan.slot_id else 0
-        seconds = self.speeds.pull_s(state_bytes)
-        seconds += max(0.0, self.speeds.pull.unit_s * block_bytes - remote.hidden_s)
         result = _Pulled(
             ROW if remote.has_row else None, block_bytes + state_bytes, sum(num_blocks), int(bool(plan.slot_id))
         )
-        self._time.at(self._time.now + seconds, lambda: self._end_pull(seq_id, remote, result))
+
+        def read() -> None:
+            seconds = self.speeds.pull_s(state_bytes)
+            seconds += max(0.0, self.speeds.pull.unit_s * block_bytes - remote.hidden_s)
+            self._time.at(self._time.now + seconds, lambda: self._end_pull(seq_id, remote, result))
+
+        if remote.is_ready:
+            read()
+        else:
+            remote.on_ready = read
 
     def cancel(self, seq_id: str) -> None:
         raise AssertionError("nobody leaves a simulated cluster")
@@ -310,6 +331,8 @@ class SimulatedNode:
             work = self._works[sequence.seq_id]
             if work.began_s is None:
                 work.began_s = self._time.now
+                if work.on_begin is not None:
+                    work.on_begin()
 
     def _run(self, step: _Step) -> None:
         repeats = step.repeats
@@ -384,6 +407,8 @@ class SimulatedNode:
             work = self._works.pop(f"{output.request_id}#0")
             assert output.handoff is not None
             assert work.on_handoff is not None
+            if work.began_s is None and work.on_begin is not None:
+                work.on_begin()
             took_s = self._time.now - (work.began_s if work.began_s is not None else self._time.now)
             work.on_handoff(output.handoff, took_s)
 

@@ -87,6 +87,20 @@ def test_request_when_it_is_alone_then_takes_what_its_steps_and_its_way_take(tmp
     check_conserved(cluster)
 
 
+@pytest.mark.parametrize("at_s", [1.0, 1.007, 1.014])
+def test_request_when_others_generate_then_its_first_token_waits_for_one_step_at_most(
+    tmp_path: Path, at_s: float
+) -> None:
+    cluster = make_cluster(tmp_path, 1, 1, elastic=False)
+    cluster.at(0.0, lambda: cluster.submit(words(3, 16), words(4, 200)))
+    cluster.at(at_s, lambda: cluster.submit(words(1, 200), words(2, 11)))
+    cluster.run()
+    [served] = [each for each in cluster.served if each.num_prompt_tokens == 200]
+    alone_s = 0.01 + 200 * 0.001 + HANDOFF_S + 0.003
+    assert alone_s < served.ttft_s < alone_s + 0.021
+    check_conserved(cluster)
+
+
 def test_pull_when_the_nodes_have_ranks_then_the_bytes_of_all_are_moved(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     sizes: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24, "block_size": 16}
