@@ -116,7 +116,7 @@ class PullTask:
         try:
             prefix = await self._read_all()
             await self._check(self._plan, prefix)
-            await self._unless_stopped(self._remote.manifests.confirmed())
+            await self._unless_stopped(self._remote.manifests.confirmed(), self._timeout_s)
             if self._stopped.done() and self._stopped.result() == PullReason.CANCELLED:
                 raise PullStopped(PullReason.CANCELLED)
         except PullStopped as stopped:
@@ -159,21 +159,23 @@ class PullTask:
 
     async def _read_all(self) -> ReadablePrefix:
         # Manifests whose blocks are all here already count as well: a holder that goes on computing is waited for,
-        # however long that takes.
+        # however long that takes. The first chunk has no deadline of its own, as the queue before it has none
+        # (``HandoffReader._first_part``).
         after = 0
         while True:
-            prefix = await self._unless_stopped(self._remote.manifests.beyond(after))
+            timeout_s = self._timeout_s if after else None
+            prefix = await self._unless_stopped(self._remote.manifests.beyond(after), timeout_s)
             await self._read_part(prefix)
             if prefix.is_final:
                 return prefix
             after = prefix.num_tokens
 
-    async def _unless_stopped(self, coming: Coroutine[Any, Any, T]) -> T:
-        """What comes, at most ``timeout_s`` from now. Raises PullStopped, or what ``coming`` raises."""
+    async def _unless_stopped(self, coming: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """What comes, at most ``timeout_s`` from now, if any. Raises PullStopped, or what ``coming`` raises."""
         waiting = asyncio.ensure_future(coming)
         try:
             both: tuple[asyncio.Future[Any], ...] = (waiting, self._stopped)
-            await asyncio.wait(both, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 raise PullStopped(self._stopped.result())
             if not waiting.done():
