@@ -39,7 +39,7 @@ class Sequence:
             exact prefix hit, a prompt that was pulled whole, or a fork.
         save_positions: position -> why, for the states of the prompt that the save policy keeps.
         num_reported_tokens: of a prompt whose blocks are pulled while the rest is computed: tokens whose blocks the
-            reader has been told of.
+            reader has been told of; -1: it has not begun.
         aborted: the caller left while the sequence could not be freed at once: its pull, or a step launched ahead, is
             in flight.
         is_ahead: a step is in flight that was launched before the sequence's last token was known.
