@@ -280,15 +280,13 @@ class Estimator:
         lasts_s = num_tokens * after_s
         others_s = num_rows * num_tokens * max(0.0, after_s - before_s)
         prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
-        target_s = self._targets.itl_s
+        cost_s, target_s = self._weight * (lasts_s + others_s + prompts_s), self._targets.itl_s
         if target_s is None:
-            return self._weight * (lasts_s + others_s + prompts_s)
+            return cost_s
         before_late_s, after_late_s = max(0.0, before_s - target_s), max(0.0, after_s - target_s)
         # Of the others, only what this stream adds: some may be late without it.
         late_s = num_tokens * (after_late_s + num_rows * max(0.0, after_late_s - before_late_s))
-        # Tokens that are in time need not come sooner: together streams read the weights once, and nodes that share a
-        # machine slow each other more than a row does.
-        return IN_TARGET_PRICE * self._weight * prompts_s + (IN_TARGET_PRICE + LATE_PRICE) * late_s
+        return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
 
     def has_time_to_generate(self, node: Node, decode: Iterable[Node]) -> bool:
         """Whether prompts leave the prefill node ``node`` time for streams, or ``decode`` has no room for one more."""

@@ -145,12 +145,12 @@ def test_ttft_price_when_there_is_a_target_then_is_less_within_it_and_more_beyon
     assert estimator(rig, Targets()).ttft_price_s(100.0) == 100.0
 
 
-def test_stream_cost_when_it_is_in_time_then_nothing_and_when_the_nodes_steps_are_longer_then_higher() -> None:
+def test_stream_cost_when_the_nodes_steps_are_longer_than_the_target_then_is_higher() -> None:
     rig = Rig()
     node = rig.world.pool.nodes[0]
     rig.generate(4, node.url)
     costs = [estimator(rig, Targets(itl_s=target)).stream_cost_s(node) for target in (None, 10.0, 0.001)]
-    assert costs[0] > costs[1] == 0.0
+    assert costs[1] == pytest.approx(IN_TARGET_PRICE * costs[0])
     assert costs[2] > costs[0]
 
 
