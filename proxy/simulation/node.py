@@ -50,8 +50,8 @@ class Time(Protocol):
 
 @dataclass(eq=False, slots=True)
 class HeldPrefix:
-    """A prefix that ``holder`` has leased for a reader, or computes (not ``is_ready``; ``on_ready``: reads it then).
-    ``hidden_s``: of moving its blocks, what passed while it was computed."""
+    """A prefix that ``holder`` has leased for a reader, or computes (not ``is_ready``). ``hidden_s``: of moving its
+    blocks, what passed while it was computed."""
 
     holder: SimulatedNode
     lease_id: str
@@ -65,6 +65,11 @@ class HeldPrefix:
     def become_ready(self) -> None:
         self.is_ready = True
         self.on_ready()
+
+    def when_ready(self, action: Callable[[], None]) -> None:
+        self.on_ready = action
+        if self.is_ready:
+            action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,16 +268,13 @@ class SimulatedNode:
             seconds += max(0.0, self.speeds.pull.unit_s * block_bytes - remote.hidden_s)
             self._time.at(self._time.now + seconds, lambda: self._end_pull(seq_id, remote, result))
 
-        if remote.is_ready:
-            read()
-        else:
-            remote.on_ready = read
+        remote.when_ready(read)
 
     def cancel(self, seq_id: str) -> None:
         raise AssertionError("nobody leaves a simulated cluster")
 
     def give_up(self, remote: HeldPrefix) -> None:
-        remote.holder.release(remote.lease_id)
+        remote.when_ready(lambda: remote.holder.release(remote.lease_id))
 
     # --- inside
 
