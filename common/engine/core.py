@@ -351,7 +351,8 @@ class EngineCore:
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
                 self._fail(sequence, exc)
         for sequence in schedule.sequences:
-            self._prompts.report_progress(sequence)
+            if sequence.num_reported_tokens < 0:  # later chunks' blocks are told when these are done
+                self._prompts.report_progress(sequence)
         if self._outputs and self._deliver is not None:
             self._deliver(self._outputs.take())
         forward = None
