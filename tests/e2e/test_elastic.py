@@ -31,8 +31,8 @@ PROMPT_TOKENS = 900
 MAX_ROUNDS = 5
 """Of as many prompts at once, until both roles have crossed: when that pays depends on how fast the machine is just
 then."""
-URGENT = -7
-"""Priority of streams whose tokens are to come sooner than any node can: what prompts take of them counts."""
+LONG_TOKENS = 3500
+"""Of streams of which two fill half a node."""
 FEW_SEQUENCES = ("--max-num-seqs", "4")
 LARGE_STEPS = ("--max-num-batched-tokens", "512")
 """So that what prompts take of a stream beside them is clearly more than the pause of moving it, on any machine."""
@@ -46,7 +46,7 @@ def service() -> Iterator[Service]:
         checkpoint(FAMILY),
         prefill_flags=flags,
         decode_flags=flags,
-        proxy_flags=("--policy", "cost", "--migration-limit", "2", "--priority-targets", f":1@{URGENT}"),
+        proxy_flags=("--policy", "cost", "--migration-limit", "2"),
     ) as running:
         yield running
 
@@ -113,27 +113,34 @@ def test_streams_when_a_node_that_generates_is_gone_then_end_as_if_it_were_not(
 def test_streams_when_prompts_come_to_their_prefill_node_then_a_decode_node_ends_them_as_if_it_had_begun_them(
     service: Service,
 ) -> None:
-    """They begin on the prefill node because there is no decode node then."""
-    expected = run_all(service.url, [Stream(body) for body in bodies(7600, "whole")])
+    """They begin on the prefill node because there is no decode node then, and are slow enough beside prompts to be
+    still there when there is one."""
+
+    def streams(salt: str) -> list[Stream]:
+        return [Stream({**body, "max_tokens": LONG_TOKENS}) for body in bodies(7600, salt)[1:3]]
+
+    expected = run_all(service.url, streams("whole"))
     [decode] = service.decode
     decode.process.kill()
     wait_until(lambda: metric(service.proxy, "node_up") == 1, "the decode node to be gone")
     before = metric(service.proxy, "proxy_migrations_total", outcome="handed_over")
-    streams = [Stream({**body, "priority": URGENT}) for body in bodies(7600, "handed over")]
-    clients = threading.Thread(target=run_all, args=(service.url, streams))
-    clients.start()
-    start_again(service, decode)
+    moving = streams("handed over")
+    clients = threading.Thread(target=run_all, args=(service.url, moving))
+    restart = threading.Thread(target=start_again, args=(service, decode))
+    for thread in (clients, restart):
+        thread.start()
     seed = itertools.count(9000)
 
     def come() -> None:
         body = completion_body(random_tokens(3000, next(seed)), 1)
-        headers = {PLACEMENT_HEADER: "remote"}
+        headers = {} if restart.is_alive() else {PLACEMENT_HEADER: "remote"}
         httpx.post(service.url + COMPLETIONS_ROUTE, json=body, headers=headers, timeout=60).raise_for_status()
 
     while clients.is_alive():
-        together([come] * 4)
-    clients.join()
+        together([come] * 2)
+    for thread in (clients, restart):
+        thread.join()
     assert metric(service.proxy, "proxy_migrations_total", outcome="handed_over") > before
-    for stream, like in zip(streams, expected, strict=True):
+    for stream, like in zip(moving, expected, strict=True):
         stream.assert_like(like)
     wait_settled(*service.prefill, *service.decode)
