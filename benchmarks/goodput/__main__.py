@@ -260,7 +260,7 @@ class Table:
 
 async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -> Goodput:
     """What ``tandem simulate --cluster`` makes of ``rates``, with the speeds that the nodes report now."""
-    args, speeds = runs.args, measured_speeds(runs.running[way], runs.running[STATIC])
+    args, speeds = runs.args, measured_speeds(runs.running[way], runs.running.values())
     max_num_seqs = max(each.max_num_seqs for each in speeds.values())
     return await predict_goodput(
         way,
@@ -282,7 +282,7 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
         "\npredicted (tandem simulate --cluster, with the speeds that the nodes report), and as a share of the measured"
     )
     for way in args.ways:
-        for role, speeds_of_role in measured_speeds(runs.running[way], runs.running[STATIC]).items():
+        for role, speeds_of_role in measured_speeds(runs.running[way], runs.running.values()).items():
             print(f"  {way} {role.value}: {speeds_of_role}")
     print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
     for name, table in tables.items():

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
 from common.simulate.simulate import read_plan
 from common.wire.routes import INFO_ROUTE
-from proxy.nodes.load import LoadReport
+from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeRole
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
@@ -31,9 +31,12 @@ BLOCK_SIZE = 16
 """As nodes have it (``--block-size``)."""
 
 
-def measured_speeds(service: Service, other: Service) -> dict[NodeRole, Speeds]:
-    """Of a role without nodes, those of the other one; of what its nodes have not done, those of ``other``'s."""
-    usual = [_report(node) for node in _nodes(other)]
+def measured_speeds(service: Service, others: Iterable[Service]) -> dict[NodeRole, Speeds]:
+    """Of a role without nodes, those of the other one; of what its nodes have not done, those of ``others``' nodes. Of
+    what nodes of one machine make of each other's steps, the most that any of the proxies has learned."""
+    learned = {node["url"]: node["contention"] for each in (service, *others) for node in _status(each)["nodes"]}
+    beside_s = max(float(each["contention_seconds"]) for each in learned.values())
+    usual = [_report(node) for other in others for node in _nodes(other)]
     found: dict[NodeRole, Speeds] = {}
     for node in _nodes(service):
         report = _report(node)
@@ -47,6 +50,11 @@ def measured_speeds(service: Service, other: Service) -> dict[NodeRole, Speeds]:
             )
         speeds = Speeds.of(report)
         if speeds is not None:
+            speeds = dataclasses.replace(speeds, beside_s=beside_s)
+            alone = learned[node.url]
+            if alone["contention_seconds"] > 0.0:  # else its own line may be of steps beside others
+                line = Measured(alone["seconds_per_step"], alone["seconds_per_row"])
+                speeds = dataclasses.replace(speeds, decode=line)
             found[NodeRole(node.role)] = speeds
     if not found:
         raise SystemExit("no node has computed, generated and pulled enough to say how fast it is")
@@ -56,6 +64,11 @@ def measured_speeds(service: Service, other: Service) -> dict[NodeRole, Speeds]:
 
 def _nodes(service: Service) -> list[Node]:
     return [*service.prefill, *service.decode]
+
+
+def _status(service: Service) -> dict[str, Any]:
+    status: dict[str, Any] = httpx.get(service.url + "/status.json", timeout=10).raise_for_status().json()
+    return status
 
 
 def _report(node: Node) -> LoadReport:

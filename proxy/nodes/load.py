@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy.nodes.contention import DecodeTotals
+
 # What a node of a small model would report, for nodes that report nothing: seconds of a prompt token, bytes of KV per
 # token, prompt tokens of a step, sequences at once.
 DEFAULT_TOKEN_S = 0.0002
@@ -52,6 +54,7 @@ class LoadReport:
     chunk: int = DEFAULT_CHUNK
     prefill: Measured | None = None
     decode: Measured | None = None
+    decode_totals: DecodeTotals | None = None
     row_s: float = 0.0
     pull: Measured | None = None
     kv_bytes_per_token: float = DEFAULT_KV_BYTES
@@ -81,6 +84,12 @@ class LoadReport:
             trust = weight / (weight + TRUSTED_OBSERVATIONS) * 0.5 ** (age_s / TRUST_HALF_LIFE_S)
             return Measured(fixed_s, unit_s, trust) if fixed_s >= 0 and unit_s >= 0 else None
 
+        def totals(value: Any) -> DecodeTotals | None:
+            if not isinstance(value, Mapping):
+                return None
+            found = DecodeTotals(*(number(value.get(name), -1.0) for name in ("steps", "rows", "seconds")))
+            return found if min(found) >= 0 else None
+
         def tiers(value: Any) -> dict[str, tuple[float, float]]:
             rows = value.items() if isinstance(value, Mapping) else ()
             pairs = {str(kind): row for kind, row in rows if isinstance(row, list | tuple) and len(row) == 2}
@@ -95,6 +104,7 @@ class LoadReport:
             chunk=int(number(body.get("max_num_batched_tokens"), DEFAULT_CHUNK, 1)),
             prefill=line(body.get("prefill"), "seconds_per_step", "seconds_per_token"),
             decode=line(body.get("decode"), "seconds_per_step", "seconds_per_row"),
+            decode_totals=totals(body.get("decode_totals")),
             row_s=number(body.get("seconds_per_row_beside_prompts"), 0.0),
             pull=line(body.get("pull"), "seconds_per_pull", "seconds_per_byte"),
             kv_bytes_per_token=number(body.get("kv_bytes_per_token"), DEFAULT_KV_BYTES),

@@ -14,12 +14,13 @@ import json
 import logging
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.node_http.client import NodeClient
 from proxy.nodes.breaker import Breaker
+from proxy.nodes.contention import Contention
 from proxy.nodes.load import LoadReport, NodeLoad
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class NodeInfo:
 class Node:
     """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
 
-    ``load``: how fast it is and what it has to do. ``breaker``: how its legs went. ``hold_reason``: why the proxy
+    ``load``: how fast it is and what it has to do. ``neighbours``: the other nodes of its machine, as far as addresses
+    tell; ``contention``: what they make of its steps. ``breaker``: how its legs went. ``hold_reason``: why the proxy
     itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
     ``heard_s``: when it was last ready. ``silent_since_s``: when the first probe began that it has not answered at
     all; None while it answers.
@@ -128,6 +130,8 @@ class Node:
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     breaker: Breaker = field(default_factory=Breaker)
     load: NodeLoad = field(default_factory=NodeLoad)
+    contention: Contention = field(default_factory=Contention)
+    neighbours: Sequence[Node] = ()
 
     @property
     def name(self) -> str:
@@ -193,16 +197,23 @@ class Node:
 
     # --- what was learned about it
 
-    def mark_ready(self, info: NodeInfo) -> None:
+    def mark_ready(self, info: NodeInfo, neighbours: Sequence[Node] = ()) -> None:
         """It answers, and fits; while the proxy holds work from it, it drains all the same."""
         if self.info.epoch is not None and info.epoch != self.info.epoch:
             self.breaker.reset()
         self.info, self.is_refused, self.heard_s = info, False, time.monotonic()
-        self.load.update(info.load, self.heard_s)
+        self.take_load(info.load, self.heard_s, neighbours)
         if self.hold_reason is not None:
             self._enter(NodeState.DRAINING, self.hold_reason)
         else:
             self._enter(NodeState.READY, "")
+
+    def take_load(self, report: LoadReport | None, now: float, neighbours: Sequence[Node]) -> None:
+        """What it says of its work, or None, and who else is on its machine then."""
+        self.load.update(report, now)
+        self.neighbours = neighbours
+        totals = None if report is None else report.decode_totals
+        self.contention.update(totals, now, [other.contention for other in neighbours])
 
     def mark_draining(self, reason: str) -> None:
         """It finishes what it has: it says so itself, or the proxy has decided it."""

@@ -254,9 +254,15 @@ class NodePool:
         if (refusal := self._refusal(node, info)) is not None:
             node.refuse(info, refusal)
             return
-        node.mark_ready(info)
+        node.mark_ready(info, self._neighbours(node))
         if node.is_up:
             self._announce(node)
+
+    def _neighbours(self, node: Node) -> list[Node]:
+        """The other nodes that are up at the same host."""
+        host, _ = node.transfer_address
+        others = (other for other in self._nodes.values() if other is not node and other.is_up)
+        return [other for other in others if other.transfer_address[0] == host]
 
     def _refusal(self, node: Node, info: NodeInfo) -> str | None:
         """Why what ``node`` says about itself does not fit; None when it does."""

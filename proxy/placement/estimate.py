@@ -269,24 +269,33 @@ class Estimator:
         return IN_TARGET_PRICE * (ttft_s - late_s) + (1.0 + LATE_PRICE) * late_s
 
     def stream_cost_s(self, node: Node, own: tuple[Charge, float] | None = None) -> float:
-        """Of one more stream from its first token to its last: its own time, by which it makes others longer, and by
-        which prompts that wait there, or will come, take longer beside it. ``own``: it is one of those that run, and so
-        much work was placed for it, at that time."""
+        """Of one more stream from its first token to its last: its own time, by which it makes others longer, those on
+        other nodes of the machine too, and by which prompts that wait there, or will come, take longer beside it.
+        ``own``: it is one of those that run, and so much work was placed for it, at that time."""
         rates, num_tokens = self._rates[node.url], self._num_answer_tokens
         num_rows = node.load.num_rows if own is None else max(0, node.load.num_rows - 1)
         share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows + 1), own)
         before_s, before_rate = self._pace(node, num_rows, share)
         after_s, after_rate = self._pace(node, num_rows + 1, share)
+        neighbours = [other for other in node.neighbours if other.load.num_rows > 0 and other.url in self._rates]
+        if neighbours:
+            before_s, after_s = before_s + node.contention.beside_s, after_s + node.contention.beside_s
+        paces = [(num_rows, before_s, after_s)]  # of the others, without and with this one
+        if num_rows == 0:
+            for other in neighbours:
+                pace_s = self._rates[other.url].decode_s(other.load.num_rows)
+                paces.append((other.load.num_rows, pace_s, pace_s + other.contention.beside_s))
         lasts_s = num_tokens * after_s
-        others_s = num_rows * num_tokens * max(0.0, after_s - before_s)
+        others_s = num_tokens * sum(rows * max(0.0, after - before) for rows, before, after in paces)
         prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
         cost_s, target_s = self._weight * (lasts_s + others_s + prompts_s), self._targets.itl_s
         if target_s is None:
             return cost_s
-        before_late_s, after_late_s = max(0.0, before_s - target_s), max(0.0, after_s - target_s)
         # Of the others, only what this stream adds: some may be late without it.
-        late_s = num_tokens * (after_late_s + num_rows * max(0.0, after_late_s - before_late_s))
-        return IN_TARGET_PRICE * cost_s + LATE_PRICE * late_s
+        late_s = max(0.0, after_s - target_s) + sum(
+            rows * max(0.0, after - max(before, target_s)) for rows, before, after in paces
+        )
+        return IN_TARGET_PRICE * cost_s + LATE_PRICE * num_tokens * late_s
 
     def has_time_to_generate(self, node: Node, decode: Iterable[Node]) -> bool:
         """Whether prompts leave the prefill node ``node`` time for streams, or ``decode`` has no room for one more."""

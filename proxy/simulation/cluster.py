@@ -126,6 +126,9 @@ class Cluster:
                 NodeInfo(pull=True, host="127.0.0.1", port=port, epoch="1", resume=True, load=simulated.report())
             )
             self._index.start(node.url, NodeCache(cache.block_size, labels, cache.has_state))
+        if any(each.beside_s > 0.0 for each in speeds.values()):
+            for simulated in self.nodes.values():
+                simulated.neighbours = [other for other in self.nodes.values() if other is not simulated]
         self._report()
 
     def _clock(self) -> float:
@@ -294,7 +297,8 @@ class Cluster:
 
     def _report(self) -> None:
         for node in self.nodes.values():
-            node.node.load.update(node.report(), self.now)
+            neighbours = [other.node for other in node.neighbours]
+            node.node.take_load(node.report(), self.now, neighbours)
 
     def _report_again(self) -> None:
         self._tell_index()

@@ -7,7 +7,7 @@ of the first of them; whatever happens to the node meanwhile cuts that run after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.kv_cache.spec import KVCacheConfig
 from common.request import FinishReason, Request
 from common.wire.cache_events import CacheChange, truncate_key
+from proxy.nodes.contention import DecodeTotals
 from proxy.nodes.load import LoadReport
 from proxy.nodes.node import Node
 from proxy.simulation.speeds import Speeds
@@ -108,6 +109,7 @@ class _Step:
     seconds: float
     repeats: int
     number: int
+    is_decode: bool
 
 
 class _NoDevice:
@@ -124,6 +126,8 @@ class SimulatedNode:
     """
     Attributes:
         busy_s: seconds of steps so far, by kind: "prompt" (those with prompt tokens) and "decode".
+        neighbours: nodes that share its machine.
+        is_generating: whether a step runs that only generates.
         num_computed: prompt tokens computed here.
     """
 
@@ -160,6 +164,9 @@ class SimulatedNode:
         self._is_settling = False
         self.busy_s = {"prompt": 0.0, "decode": 0.0}
         self.num_computed = 0
+        self.neighbours: Iterable[SimulatedNode] = ()
+        self.is_generating = False
+        self._decode_totals = DecodeTotals()
 
     # --- what it is asked for
 
@@ -225,6 +232,9 @@ class SimulatedNode:
             chunk=speeds.chunk,
             prefill=speeds.prefill,
             decode=speeds.decode,
+            decode_totals=self._decoded(step, int((self._time.now - step.started_s) / step.seconds))
+            if (step := self._step) is not None and step.is_decode
+            else self._decode_totals,
             row_s=speeds.row_s,
             pull=speeds.pull,
             kv_bytes_per_token=self._kv_bytes_per_token,
@@ -247,11 +257,8 @@ class SimulatedNode:
             return  # a step begins when all of the last one is told
         if step is None:
             self._begin()
-        elif step.repeats > 1:
-            repeats = int((self._time.now - step.started_s) / step.seconds) + 1
-            if repeats < step.repeats:
-                step.repeats = repeats
-                self._run(step)
+        else:
+            self._cut(step)
 
     # --- common.engine.remote_prefixes.PrefixSource
 
@@ -294,8 +301,31 @@ class SimulatedNode:
         remote.holder.release(remote.lease_id)
         self.wake()
 
+    def _decoded(self, step: _Step, repeats: int) -> DecodeTotals:
+        """After so many of its run, which is not counted yet."""
+        num_steps, num_rows, seconds = self._decode_totals
+        num_rows += repeats * len(step.schedule.sequences)
+        return DecodeTotals(num_steps + repeats, num_rows, seconds + repeats * step.seconds)
+
+    def _cut(self, step: _Step) -> None:
+        """``step`` is the last of its run."""
+        if step.repeats > 1:
+            repeats = int((self._time.now - step.started_s) / step.seconds) + 1
+            if repeats < step.repeats:
+                step.repeats = repeats
+                self._run(step)
+
     def _begin(self) -> None:
         """Plans a step if there is anything to do."""
+        self._plan()
+        is_generating = self._step is not None and self._step.is_decode
+        if is_generating is not self.is_generating:
+            self.is_generating = is_generating
+            for other in self.neighbours:
+                if other._step is not None:
+                    other._cut(other._step)
+
+    def _plan(self) -> None:
         scheduler = self.scheduler
         if not scheduler.has_work():
             return
@@ -314,8 +344,12 @@ class SimulatedNode:
         shape = shape_of(schedule)
         assert shape is not None
         seconds = self.speeds.step_s(shape) if schedule.sequences else 0.0
+        is_decode = bool(schedule.sequences) and not shape.num_prompt_tokens
+        if is_decode and any(other.is_generating for other in self.neighbours):
+            seconds += self.speeds.beside_s
         self._num_steps += 1
-        self._step = _Step(schedule, self._time.now, seconds, self._repeats(schedule, shape), self._num_steps)
+        repeats = self._repeats(schedule, shape)
+        self._step = _Step(schedule, self._time.now, seconds, repeats, self._num_steps, is_decode)
         self._note_beginnings(schedule)
         self._run(self._step)
 
@@ -363,7 +397,10 @@ class SimulatedNode:
             due.append(sequence)
         if schedule.sequences:
             self.scheduler.step_model.observe(shape, step.seconds)
-            self.busy_s["prompt" if shape.num_prompt_tokens else "decode"] += step.repeats * step.seconds
+            seconds = step.repeats * step.seconds
+            self.busy_s["decode" if step.is_decode else "prompt"] += seconds
+            if step.is_decode:
+                self._decode_totals = self._decoded(step, step.repeats)
         for sequence in due:
             if sequence.is_prompt_done or self._prompts.finish(sequence, ROW):
                 self._append(sequence, step.repeats)

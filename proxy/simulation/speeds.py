@@ -1,10 +1,12 @@
 """How fast the nodes of a simulated cluster are: what real ones say of themselves (``GET /internal/v1/load``), from a
-JSON file. One such object, or one for each role: ``{"prefill": {...}, "decode": {...}}`` below ``"roles"``.
+JSON file. One such object, or one for each role: ``{"prefill": {...}, "decode": {...}}`` below ``"roles"``. With
+``contention_seconds`` in it (as the proxy's ``/status.json`` has it) all nodes share one machine.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +28,7 @@ _NEEDED = {
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Seconds of one node's work: of steps that compute prompts, of steps that only generate, of pulls; and what it
-    runs at a time."""
+    runs at a time. ``beside_s``: what a step that only generates is longer while another node does the same."""
 
     prefill: Measured
     decode: Measured
@@ -34,6 +36,7 @@ class Speeds:
     row_s: float
     chunk: int
     max_num_seqs: int
+    beside_s: float = 0.0
 
     @classmethod
     def of(cls, report: LoadReport) -> Speeds | None:
@@ -82,6 +85,9 @@ def _speeds(where: str, body: Any) -> Speeds:
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} must be an object as GET /internal/v1/load answers it", param="--rates")
     report = LoadReport.from_json(body)
+    beside_s = body.get("contention_seconds", 0.0)
+    if isinstance(beside_s, bool) or not isinstance(beside_s, int | float) or not 0.0 <= beside_s < math.inf:
+        raise ConfigError(f"{where}.contention_seconds {beside_s!r} must be a number from 0 on", param="--rates")
     speeds = Speeds.of(report) if report is not None else None
     if speeds is None:
         for name, (fixed, unit) in _NEEDED.items():
@@ -89,4 +95,4 @@ def _speeds(where: str, body: Any) -> Speeds:
             if not isinstance(line, Mapping) or fixed not in line or unit not in line:
                 raise ConfigError(f"{where} has no {name}.{fixed} and {name}.{unit}, in seconds", param="--rates")
         raise ConfigError(f"{where}: the seconds of prefill, decode and pull must be numbers above 0", param="--rates")
-    return speeds
+    return replace(speeds, beside_s=beside_s)

@@ -10,6 +10,7 @@ from common.server.versions import installed_versions
 from proxy.admission.queue import AdmissionQueue
 from proxy.metrics.proxy_metrics import TargetCounts
 from proxy.metrics.recent_requests import RecentRequests
+from proxy.nodes.contention import Contention
 from proxy.nodes.node import Node, NodeState
 from proxy.nodes.pool import NodePool
 from proxy.placement.replicas import ReplicaAdvice
@@ -79,7 +80,14 @@ def _describe(node: Node) -> dict[str, Any]:
         "max_model_len": node.info.max_model_len,
         "tensor_parallel_size": node.info.tensor_parallel_size,
         "in_flight": node.num_in_flight,
+        "contention": _contention(node.contention),
     }
+
+
+def _contention(learned: Contention) -> dict[str, float]:
+    """Of its steps that only generate: alone on its machine, and what they are longer beside another node."""
+    fixed_s, row_s = learned.line
+    return {"seconds_per_step": fixed_s, "seconds_per_row": row_s, "contention_seconds": learned.beside_s}
 
 
 def _fetch_from(node: Node) -> Fetch:

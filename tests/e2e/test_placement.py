@@ -63,6 +63,9 @@ def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service)
     assert min(line["seconds_per_step"], line["seconds_per_token"]) >= 0
     assert prefill["prefill"]["observations"] >= 4
     assert 0 < decode["decode_step_seconds"] < 5
+    totals = decode["decode_totals"]
+    assert totals["rows"] >= totals["steps"] > 0
+    assert 0 < totals["seconds"] < 5 * totals["steps"]
     pull = decode["pull"]
     assert 0 < pull["seconds_per_pull"] + 1e6 * pull["seconds_per_byte"] < 5
     assert decode["kv_bytes_per_token"] * 16 == info(placed.decode[0])["block_bytes"]

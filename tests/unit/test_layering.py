@@ -35,6 +35,7 @@ ALLOWED = {
         "common.metrics",
         "common.telemetry",
         "common.config",
+        "common.engine.pacing.regression",
         "common.grammar",
         "common.kv_cache.keys",
         "common.images",

@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "prefill": {"seconds_per_step": 0.01, "seconds_per_token": 0.001, "observations": 30, "age_seconds": 30},
     "decode": {"seconds_per_step": 0.02, "seconds_per_row": 0.001},
+    "decode_totals": {"steps": 100, "rows": 250, "seconds": 2.25},
     "seconds_per_row_beside_prompts": 0.0015,
     "pull": {"seconds_per_pull": 0.002, "seconds_per_byte": 1e-8},
     "kv_bytes_per_token": 512,
@@ -33,6 +34,7 @@ def test_report_when_whole_then_read() -> None:
     assert report is not None
     assert (report.num_running, report.num_waiting, report.num_uncomputed_tokens) == (3, 1, 700)
     assert (report.max_num_seqs, report.chunk, report.row_s) == (16, 512, 0.0015)
+    assert report.decode_totals == (100, 250, 2.25)
     assert report.decode is not None
     assert (report.decode.fixed_s, report.decode.unit_s) == (0.02, 0.001)
     assert report.prefill is not None
@@ -52,6 +54,14 @@ def test_report_when_the_node_gives_none_then_none(body: object) -> None:
 def test_report_when_a_number_makes_no_sense_then_as_if_it_were_not_said(name: str, bad: object) -> None:
     without = LoadReport.from_json({key: value for key, value in GOOD.items() if key != name})
     assert LoadReport.from_json({**GOOD, name: bad}) == without
+
+
+@pytest.mark.parametrize("bad", [-1, "9", None, True, float("nan")])
+@pytest.mark.parametrize("name", ["steps", "rows", "seconds"])
+def test_report_when_a_total_makes_no_sense_then_none_is_said(name: str, bad: object) -> None:
+    report = LoadReport.from_json({**GOOD, "decode_totals": {**GOOD["decode_totals"], name: bad}})
+    assert report is not None
+    assert report.decode_totals is None
 
 
 def test_rates_when_nobody_measured_then_the_defaults() -> None:

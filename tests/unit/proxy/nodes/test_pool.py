@@ -90,6 +90,23 @@ def test_listener_when_a_node_is_restarted_then_told_gone_and_up() -> None:
         run(work)
 
 
+def test_nodes_when_at_the_same_host_then_are_neighbours_while_they_are_up() -> None:
+    nodes = [FakeNode("prefill-0", pull=True), FakeNode("decode-0", pull=True), FakeNode("decode-1")]
+    with contextlib.ExitStack() as stack:
+        first, second, elsewhere = (stack.enter_context(serving(node.app())) for node in nodes)
+        other_name = elsewhere.url.replace("127.0.0.1", "localhost")
+
+        async def work() -> None:
+            async with pool_of(second.url, other_name, prefill=(first.url,)) as pool:
+                prefill, decode, apart = pool.nodes
+                await until(lambda: (prefill.neighbours, decode.neighbours) == ([decode], [prefill]))
+                assert (apart.is_up, list(apart.neighbours)) == (True, [])
+                pool.remove(prefill, "removed by the operator")
+                await until(lambda: not decode.neighbours)
+
+        run(work)
+
+
 def test_node_when_removed_with_a_leg_open_then_gone_after_it() -> None:
     node = FakeNode("decode-0")
     with serving(node.app()) as server:

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from common.errors import NodeUnavailableError
+from proxy.nodes.contention import Contention, DecodeTotals
 from proxy.nodes.load import Charge, Measured
 from proxy.nodes.node import NodeRole
-from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, Estimator, Targets
+from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, USUAL_ANSWER_TOKENS, Estimator, Targets
 from proxy.placement.guests import LOOK_S
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from tests.unit.proxy.placement.world import DECODE_STEP_S, World, make_request, report
+
+ROW_S, BESIDE_S = 0.001, 0.002
+"""Of these nodes, what a row more adds to a step, and another node of the machine."""
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -161,6 +165,58 @@ def test_stream_cost_when_others_are_late_already_then_only_what_it_adds_to_them
     alone_s = estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node)
     rig.generate(8, node.url)
     assert estimator(rig, Targets(itl_s=DECODE_STEP_S / 2)).stream_cost_s(node) == pytest.approx(alone_s)
+
+
+def on_one_machine(rig: Rig, beside_s: float) -> None:
+    """Steps of the nodes take so much longer while both generate, and that was seen."""
+    for node in rig.world.pool.nodes:
+        other, totals = Contention(), DecodeTotals()
+        for turn in range(40):
+            num_rows, is_beside = 1.0 + turn % 4, turn // 4 % 2 > 0
+            node.contention.update(totals, float(turn), [other])
+            seconds = 50 * (DECODE_STEP_S + ROW_S * num_rows + beside_s * is_beside)
+            totals = DecodeTotals(totals.num_steps + 50, totals.num_rows + 50 * num_rows, totals.seconds + seconds)
+            other.shares = (float(is_beside), other.shares[0])
+        node.neighbours = [each for each in rig.world.pool.nodes if each is not node]
+        node.load.update(report(decode=Measured(DECODE_STEP_S, ROW_S)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_decode_rows", "num_prefill_rows", "others_s"),
+    [(0, 0, 0.0), (4, 0, 4 * BESIDE_S), (0, 1, ROW_S), (4, 1, BESIDE_S + ROW_S)],
+)
+def test_stream_cost_when_it_is_the_first_of_a_node_then_streams_beside_it_on_the_machine_count(
+    num_decode_rows: int, num_prefill_rows: int, others_s: float
+) -> None:
+    """On the prefill node; without contention it is the same as if each node had a machine of its own."""
+    rig = Rig()
+    prefill, decode = rig.world.pool.nodes
+    on_one_machine(rig, BESIDE_S)
+    rig.generate(num_decode_rows, decode.url)
+    rig.generate(num_prefill_rows, prefill.url)
+    own_s = DECODE_STEP_S + ROW_S * (num_prefill_rows + 1)
+    if num_decode_rows and not num_prefill_rows:
+        own_s += BESIDE_S
+    cost_s = estimator(rig, Targets()).stream_cost_s(prefill)
+    assert cost_s == pytest.approx(0.5 * USUAL_ANSWER_TOKENS * (own_s + others_s), rel=0.03)
+    for node in rig.world.pool.nodes:
+        node.neighbours = ()
+    alone_s = DECODE_STEP_S + ROW_S * (2 * num_prefill_rows + 1)
+    cost_s = estimator(rig, Targets()).stream_cost_s(prefill)
+    assert cost_s == pytest.approx(0.5 * USUAL_ANSWER_TOKENS * alone_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("beside_s", "crosses"), [(0.0, True), (BESIDE_S, False)])
+def test_place_when_a_second_node_that_generates_makes_more_streams_late_than_a_row_more_then_roles_are_kept(
+    beside_s: float, crosses: bool
+) -> None:
+    rig = Rig()
+    _, decode = rig.world.pool.nodes
+    on_one_machine(rig, beside_s)
+    rig.generate(6, decode.url)
+    target_s = DECODE_STEP_S + 6.5 * ROW_S  # one more is late, and makes the others late
+    _, placement = rig.place(500, targets=Targets(1.0, target_s))
+    assert placement.crosses is crosses
 
 
 def test_delay_price_when_streams_have_time_left_then_is_little() -> None:

@@ -43,7 +43,9 @@ LOAD = {
 }
 
 
-def make_cluster(folder: Path, num_prefill: int, num_decode: int, *, memory: int = 1 << 24, **config: Any) -> Cluster:
+def make_cluster(
+    folder: Path, num_prefill: int, num_decode: int, *, memory: int = 1 << 24, beside_s: float = 0.0, **config: Any
+) -> Cluster:
     (folder / "config.json").write_text(json.dumps(HYBRID))
     plan = read_plan(
         folder,
@@ -53,7 +55,7 @@ def make_cluster(folder: Path, num_prefill: int, num_decode: int, *, memory: int
         block_size=16,
         enable_events=True,
     )
-    speeds = dict.fromkeys(NodeRole, SPEEDS)
+    speeds = dict.fromkeys(NodeRole, replace(SPEEDS, beside_s=beside_s))
     return Cluster(num_prefill, num_decode, cache=plan.config, speeds=speeds, **config)
 
 
@@ -119,6 +121,24 @@ def test_pull_when_the_nodes_have_ranks_then_the_bytes_of_all_are_moved(tmp_path
     blocks_s = byte_s * num_blocks * 2 * block_bytes - OVERLAP * prompt_s
     assert blocks_s > 0
     assert served.ttft_s == pytest.approx(prompt_s + HANDOFF_S + byte_s * 2 * state_bytes + blocks_s)
+    check_conserved(cluster)
+
+
+def test_streams_when_nodes_share_a_machine_then_steps_are_longer_while_both_generate_and_placement_learns_it(
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster(tmp_path, 0, 2, beside_s=0.005)
+    for seed in range(40):  # of each two, one goes on alone for as long again
+        for number, num_tokens in enumerate((100, 200) if seed // 2 % 2 else (200, 100)):
+            prompt, answer = words(100 * seed + number, 16), words(100 * seed + 50 + number, num_tokens)
+            cluster.at(8.0 * seed, lambda prompt=prompt, answer=answer: cluster.submit(prompt, answer))
+    cluster.run()
+    for served in cluster.served:
+        num_steps = served.num_answer_tokens - 1
+        expected_s = num_steps * 0.021 + min(num_steps, 100) * 0.005
+        assert served.last_s - served.first_s == pytest.approx(expected_s, abs=0.02)
+    for node in cluster.nodes.values():
+        assert node.node.contention.beside_s == pytest.approx(0.005, rel=0.2)
     check_conserved(cluster)
 
 
@@ -239,6 +259,8 @@ def test_rates_when_given_for_all_or_by_role_then_are_read(tmp_path: Path) -> No
     assert read_speeds(file) == dict.fromkeys(NodeRole, SPEEDS)
     file.write_text(json.dumps({"roles": {"prefill": LOAD, "decode": {**LOAD, "max_num_seqs": 3}}}))
     assert read_speeds(file)[NodeRole.DECODE].max_num_seqs == 3
+    file.write_text(json.dumps({**LOAD, "contention_seconds": 0.005}))
+    assert read_speeds(file) == dict.fromkeys(NodeRole, replace(SPEEDS, beside_s=0.005))
 
 
 def test_rates_when_prefill_nodes_saw_few_rows_then_what_one_more_adds_is_as_on_decode_nodes(tmp_path: Path) -> None:
@@ -261,6 +283,12 @@ def test_rates_when_prefill_nodes_saw_few_rows_then_what_one_more_adds_is_as_on_
         ({**LOAD, "pull": None}, "pull.seconds_per_pull"),
         ({**LOAD, "decode": {"seconds_per_step": 0.1}}, "decode.seconds_per_row"),
         ({**LOAD, "prefill": {"seconds_per_step": 0, "seconds_per_token": "x"}}, "numbers above 0"),
+        ({**LOAD, "contention_seconds": -0.001}, "contention_seconds -0.001 must be a number from 0 on"),
+        ({**LOAD, "contention_seconds": True}, "contention_seconds True must be"),
+        (
+            {"roles": {"prefill": LOAD, "decode": {**LOAD, "contention_seconds": "x"}}},
+            "roles.decode.contention_seconds",
+        ),
     ],
 )
 def test_rates_when_something_is_missing_then_refused_by_name(body: Any, named: str, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""How much longer the steps of a node are while another node of its machine generates as well.
+
+Nodes of one machine read their weights over the same memory bus: on two cores of a CPU one more of them can cost each
+stream more than one more row of a batch does. What it costs is learned from what they report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from common.engine.pacing.regression import FadingRegression
+
+MIN_STEPS = 8
+"""Between two reports; fewer say little about a step."""
+IDLE_SHARE, BUSY_SHARE = 0.2, 0.6
+"""Of the time between two reports: up to the first a node counts as one that does not generate, from the second on as
+one that does."""
+HALF_LIFE, HALF_LIFE_S = 60.0, 1800.0
+"""Reports, and seconds, after which an older one counts half: nodes are seldom placed anew."""
+_HOLDS = (0.02, 0.05, 4.0)
+
+
+class DecodeTotals(NamedTuple):
+    """Of the steps of a node that only generated, since its start: how many, their rows, and seconds."""
+
+    num_steps: float = 0.0
+    num_rows: float = 0.0
+    seconds: float = 0.0
+
+    def since(self, last: DecodeTotals) -> DecodeTotals:
+        return DecodeTotals(*(now - before for now, before in zip(self, last, strict=True)))
+
+
+class Contention:
+    """Of one node. ``shares``: of the time before its last report, and of that before the one before, the part in which
+    it generated."""
+
+    def __init__(self) -> None:
+        self._regression = FadingRegression(_HOLDS, HALF_LIFE, HALF_LIFE_S)
+        self._last: tuple[DecodeTotals, float] | None = None
+        self._steps = DecodeTotals()
+        self.shares = (0.0, 0.0)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Of a step while no other node generates: seconds, and those of each row."""
+        fixed_s, row_s, _ = self._regression.coefficients
+        return fixed_s, row_s
+
+    @property
+    def beside_s(self) -> float:
+        """What a step is longer while another node generates; 0 until that was seen."""
+        return self._regression.coefficients[-1]
+
+    def update(self, totals: DecodeTotals | None, now: float, neighbours: Iterable[Contention]) -> None:
+        """A report came; ``totals`` is None where it does not say. ``neighbours``: of the other nodes of the machine.
+        They report as often, so their last two reports are of all the time between this node's last two."""
+        others = [each.shares for each in neighbours]
+        self._learn(self._steps, max(map(min, others), default=0.0), max(map(max, others), default=0.0), now)
+        last, self._last = self._last, None if totals is None else (totals, now)
+        steps, share = DecodeTotals(), 0.0
+        if totals is not None and last is not None and now > last[1]:
+            steps = totals.since(last[0])
+            if min(steps) < 0:  # of a node that has started again
+                steps = DecodeTotals()
+            share = steps.seconds / (now - last[1])
+        self._steps, self.shares = steps, (share, self.shares[0])
+
+    def _learn(self, steps: DecodeTotals, least: float, most: float, now: float) -> None:
+        """``least``, ``most``: shares of the neighbour that generated most of the time of ``steps``."""
+        num_steps, num_rows, seconds = steps
+        is_beside = least >= BUSY_SHARE
+        if num_steps >= MIN_STEPS and (is_beside or most <= IDLE_SHARE):
+            features = (1.0, num_rows / num_steps, float(is_beside))
+            self._regression.observe(features, seconds / num_steps, size=int(is_beside), now=now)

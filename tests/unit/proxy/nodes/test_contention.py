@@ -1,0 +1,99 @@
+"""What nodes of one machine make of each other's steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from proxy.nodes.contention import BUSY_SHARE, IDLE_SHARE, Contention, DecodeTotals
+
+FIXED_S, ROW_S, BESIDE_S = 0.007, 0.001, 0.002
+REPORT_S = 1.0
+
+
+class Machine:
+    """Two nodes that report in turn; each generates with so many rows, or does not."""
+
+    def __init__(self, seed: int = 1, noise: float = 0.03) -> None:
+        self.nodes = [Contention(), Contention()]
+        self._totals = [DecodeTotals(), DecodeTotals()]
+        self._now = 100.0
+        self._random, self._noise = random.Random(seed), noise
+
+    def report(self, rows: tuple[int, int], beside_s: float = BESIDE_S, part: float = 0.9) -> None:
+        """What both did for a second; ``part``: of the time of one that generates, in steps."""
+        self._now += REPORT_S
+        for index, num_rows in enumerate(rows):
+            if num_rows:
+                step_s = FIXED_S + ROW_S * num_rows + beside_s * (rows[1 - index] > 0)
+                step_s *= 1.0 + self._noise * self._random.uniform(-1, 1)
+                num_steps = int(part * REPORT_S / step_s)
+                new = DecodeTotals(num_steps, num_steps * num_rows, num_steps * step_s)
+                self._totals[index] = DecodeTotals(
+                    *map(float.__add__, map(float, self._totals[index]), map(float, new))
+                )
+        for index, node in enumerate(self.nodes):
+            node.update(self._totals[index], self._now + 0.1 * index, [self.nodes[1 - index]])
+
+
+def test_contention_when_two_nodes_generate_together_now_and_then_then_found() -> None:
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, turn // 5 % 2))
+    assert machine.nodes[0].beside_s == pytest.approx(BESIDE_S, rel=0.3)
+
+
+def test_contention_when_a_neighbour_makes_no_difference_then_next_to_nothing() -> None:
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, turn // 5 % 2), beside_s=0.0)
+    assert machine.nodes[0].beside_s < 0.1 * BESIDE_S
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["never", "always"])
+def test_contention_when_never_seen_with_and_without_then_none(other: int) -> None:
+    """All of it may be the node's own time then."""
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, other))
+    assert machine.nodes[0].beside_s < 0.25 * BESIDE_S
+
+
+def test_contention_when_learned_then_remembered_while_nothing_speaks_against_it() -> None:
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, turn // 5 % 2))
+    for turn in range(300):
+        machine.report((1 + turn % 6, 0))
+    assert machine.nodes[0].beside_s == pytest.approx(BESIDE_S, rel=0.3)
+
+
+def test_report_when_it_does_not_say_or_the_node_has_started_again_then_nothing_is_made_of_it() -> None:
+    node = Contention()
+    shares = []
+    reports = (100, 200, 10, 110, None, 210, 310)
+    for now, num_steps in enumerate(reports):
+        node.update(None if num_steps is None else DecodeTotals(num_steps, num_steps, 0.009 * num_steps), now, [])
+        shares.append(node.shares[0])
+    assert shares == pytest.approx([0.0, 0.9, 0.0, 0.9, 0.0, 0.0, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_counted"),
+    [
+        ((IDLE_SHARE, 0.0), True),
+        ((0.4, 0.0), False),
+        ((0.0, 1.0), False),
+        ((1.0, 0.0), False),
+        ((BUSY_SHARE, BUSY_SHARE), True),
+    ],
+)
+def test_report_when_a_neighbour_generated_for_a_part_of_the_time_then_not_counted(
+    shares: tuple[float, float], is_counted: bool
+) -> None:
+    node, other = Contention(), Contention()
+    other.shares = shares
+    for now in range(3):
+        node.update(DecodeTotals(100.0 * now, 100.0 * now, 0.9 * now), now, [other])
+    assert (node._regression.weight > 0.0) is is_counted
