@@ -19,6 +19,8 @@ one that does."""
 HALF_LIFE, HALF_LIFE_S = 60.0, 1800.0
 """Reports, and seconds, after which an older one counts half: nodes are seldom placed anew."""
 _HOLDS = (0.02, 0.05, 4.0)
+"""How strongly each coefficient is held (``FadingRegression``): what other nodes cost is nothing until several reports
+say otherwise, since one that was slow by chance would keep them from generating, and nothing would speak against it."""
 
 
 class DecodeTotals(NamedTuple):
@@ -40,6 +42,7 @@ class Contention:
         self._regression = FadingRegression(_HOLDS, HALF_LIFE, HALF_LIFE_S)
         self._last: tuple[DecodeTotals, float] | None = None
         self._steps = DecodeTotals()
+        self._beside_share = 0.0
         self.shares = (0.0, 0.0)
 
     @property
@@ -53,11 +56,18 @@ class Contention:
         """What a step is longer while another node generates; 0 until that was seen."""
         return self._regression.coefficients[-1]
 
+    def more_s(self, *, is_beside: bool) -> float:
+        """What a step is longer than the node's own measurements of late, of which some may be of steps beside
+        another node that generated; below 0: shorter."""
+        return self.beside_s * (is_beside - self._beside_share)
+
     def update(self, totals: DecodeTotals | None, now: float, neighbours: Iterable[Contention]) -> None:
         """A report came; ``totals`` is None where it does not say. ``neighbours``: of the other nodes of the machine.
         They report as often, so their last two reports are of all the time between this node's last two."""
         others = [each.shares for each in neighbours]
         self._learn(self._steps, max(map(min, others), default=0.0), max(map(max, others), default=0.0), now)
+        if self._steps.num_steps >= MIN_STEPS:
+            self._beside_share = min(1.0, max(map(sum, others), default=0.0) / 2)
         last, self._last = self._last, None if totals is None else (totals, now)
         steps, share = DecodeTotals(), 0.0
         if totals is not None and last is not None and now > last[1]:

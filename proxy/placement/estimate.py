@@ -156,13 +156,16 @@ class Estimator:
         stream_delay_weight: float,
         targets: Targets = NO_TARGETS,
         max_answer_tokens: int | None = None,
+        leaving: Node | None = None,
     ) -> None:
-        """``rates``: by node URL. ``max_answer_tokens``: None: not said."""
+        """``rates``: by node URL. ``max_answer_tokens``: None: not said. ``leaving``: one of the streams that run there
+        is the request itself, which may go elsewhere."""
         self._rates = rates
         self._queue_s = {node.url: node.load.queue_s(now) for node in nodes}
         self._weight = stream_delay_weight
         self._now = now
         self._targets = targets
+        self._leaving = leaving
         self._num_answer_tokens = min(max_answer_tokens or USUAL_ANSWER_TOKENS, USUAL_ANSWER_TOKENS)
 
     def queue_s(self, node: Node) -> float:
@@ -271,20 +274,18 @@ class Estimator:
     def stream_cost_s(self, node: Node, own: tuple[Charge, float] | None = None) -> float:
         """Of one more stream from its first token to its last: its own time, by which it makes others longer, those on
         other nodes of the machine too, and by which prompts that wait there, or will come, take longer beside it.
-        ``own``: it is one of those that run, and so much work was placed for it, at that time."""
+        ``own``: it is one of those that run there, and so much work was placed for it, at that time."""
         rates, num_tokens = self._rates[node.url], self._num_answer_tokens
-        num_rows = node.load.num_rows if own is None else max(0, node.load.num_rows - 1)
+        num_rows = self._num_rows(node)
         share = node.load.prompt_share(self._now, num_tokens * rates.decode_s(num_rows + 1), own)
         before_s, before_rate = self._pace(node, num_rows, share)
         after_s, after_rate = self._pace(node, num_rows + 1, share)
-        neighbours = [other for other in node.neighbours if other.load.num_rows > 0 and other.url in self._rates]
-        if neighbours:
-            before_s, after_s = before_s + node.contention.beside_s, after_s + node.contention.beside_s
         paces = [(num_rows, before_s, after_s)]  # of the others, without and with this one
         if num_rows == 0:
-            for other in neighbours:
-                pace_s = self._rates[other.url].decode_s(other.load.num_rows)
-                paces.append((other.load.num_rows, pace_s, pace_s + other.contention.beside_s))
+            for other in self._generating_beside(node):
+                num_others = self._num_rows(other)
+                pace_s = self._decode_s(other, num_others)
+                paces.append((num_others, pace_s, pace_s + other.contention.beside_s))
         lasts_s = num_tokens * after_s
         others_s = num_tokens * sum(rows * max(0.0, after - before) for rows, before, after in paces)
         prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
@@ -340,6 +341,18 @@ class Estimator:
         rates = self._rates[node.url]
         chunk, step_s = self._chunk(node, num_rows)
         with_prompts_s = step_s + chunk * rates.token_s
-        alone_s = rates.decode_s(num_rows) if num_rows else 0.0
+        alone_s = self._decode_s(node, num_rows) if num_rows else 0.0
         rate = chunk / with_prompts_s if with_prompts_s > 0 else 0.0
         return (1.0 - share) * alone_s + share * with_prompts_s, rate
+
+    def _decode_s(self, node: Node, num_rows: int) -> float:
+        """Of a step that only generates, beside the nodes of its machine that do the same now."""
+        is_beside = bool(self._generating_beside(node))
+        return self._rates[node.url].decode_s(num_rows) + node.contention.more_s(is_beside=is_beside)
+
+    def _generating_beside(self, node: Node) -> list[Node]:
+        return [other for other in node.neighbours if self._num_rows(other) > 0 and other.url in self._rates]
+
+    def _num_rows(self, node: Node) -> int:
+        """Without the request itself."""
+        return node.load.num_rows if node is not self._leaving else max(0, node.load.num_rows - 1)

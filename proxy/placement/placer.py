@@ -181,7 +181,7 @@ class Placer:
         num_left = None if request.max_answer_tokens is None else request.max_answer_tokens - num_output_tokens
         if node.role is not NodeRole.PREFILL or not decode or (num_left is not None and num_left < MIN_LEFT_TOKENS):
             return False
-        estimator = self._estimator([node, *decode], request, num_left, now)
+        estimator = self._estimator([node, *decode], request, num_left, now, leaving=node)
         num_tokens = entry.num_prompt_tokens + num_output_tokens
         [own] = [charge for charged, charge in entry.charges if charged is node]
         return self._guests.leaves(node, (own, entry.placed_s), num_tokens, decode, estimator, now)
@@ -208,7 +208,12 @@ class Placer:
         return NodeUnavailableError("; ".join(self._pool.reasons()) or "no decode node is ready")
 
     def _estimator(
-        self, nodes: Sequence[Node], request: PlacementRequest, max_answer_tokens: int | None, now: float
+        self,
+        nodes: Sequence[Node],
+        request: PlacementRequest,
+        max_answer_tokens: int | None,
+        now: float,
+        leaving: Node | None = None,
     ) -> Estimator:
         return Estimator(
             nodes,
@@ -217,6 +222,7 @@ class Placer:
             self._config.stream_delay_weight,
             request.targets,
             max_answer_tokens,
+            leaving,
         )
 
     # --- what may be chosen

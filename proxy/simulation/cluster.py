@@ -97,7 +97,8 @@ class Cluster:
         speeds: Mapping[NodeRole, Speeds],
         **config: Any,
     ) -> None:
-        """``cache``: of each node, with events. ``config``: fields of ``ProxyConfig``."""
+        """``cache``: of each node, with events. ``speeds``: with ``beside_s`` all nodes share one machine. ``config``:
+        fields of ``ProxyConfig``."""
         self.now = 0.0
         self.served: list[Served] = []
         self.num_handed_over = 0

@@ -8,7 +8,7 @@ of the first of them; whatever happens to the node meanwhile cuts that run after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from common.engine.finished_prompts import FinishedPrompts
@@ -16,6 +16,7 @@ from common.engine.live_sequences import LiveSequences
 from common.engine.outputs import OutputList
 from common.engine.pacing.step_model import StepShape
 from common.engine.plan import StepPlan
+from common.engine.rates import HALF_LIFE
 from common.engine.remote_prefixes import RemotePrefixes
 from common.engine.scheduler import Schedule, Scheduler, SchedulerConfig, shape_of
 from common.engine.sequence import Sequence as EngineSequence
@@ -110,6 +111,7 @@ class _Step:
     repeats: int
     number: int
     is_decode: bool
+    is_beside: bool
 
 
 class _NoDevice:
@@ -167,6 +169,7 @@ class SimulatedNode:
         self.neighbours: Iterable[SimulatedNode] = ()
         self.is_generating = False
         self._decode_totals = DecodeTotals()
+        self._beside_share = 0.0  # of the steps that only generated, as a node's own fit has them
 
     # --- what it is asked for
 
@@ -231,7 +234,7 @@ class SimulatedNode:
             max_num_seqs=speeds.max_num_seqs,
             chunk=speeds.chunk,
             prefill=speeds.prefill,
-            decode=speeds.decode,
+            decode=replace(speeds.decode, fixed_s=speeds.decode.fixed_s + self._beside_share * speeds.beside_s),
             decode_totals=self._decoded(step, int((self._time.now - step.started_s) / step.seconds))
             if (step := self._step) is not None and step.is_decode
             else self._decode_totals,
@@ -345,11 +348,12 @@ class SimulatedNode:
         assert shape is not None
         seconds = self.speeds.step_s(shape) if schedule.sequences else 0.0
         is_decode = bool(schedule.sequences) and not shape.num_prompt_tokens
-        if is_decode and any(other.is_generating for other in self.neighbours):
+        is_beside = is_decode and any(other.is_generating for other in self.neighbours)
+        if is_beside:
             seconds += self.speeds.beside_s
         self._num_steps += 1
         repeats = self._repeats(schedule, shape)
-        self._step = _Step(schedule, self._time.now, seconds, repeats, self._num_steps, is_decode)
+        self._step = _Step(schedule, self._time.now, seconds, repeats, self._num_steps, is_decode, is_beside)
         self._note_beginnings(schedule)
         self._run(self._step)
 
@@ -401,6 +405,8 @@ class SimulatedNode:
             self.busy_s["decode" if step.is_decode else "prompt"] += seconds
             if step.is_decode:
                 self._decode_totals = self._decoded(step, step.repeats)
+                fade = 0.5 ** (step.repeats / HALF_LIFE)
+                self._beside_share = fade * self._beside_share + (1.0 - fade) * step.is_beside
         for sequence in due:
             if sequence.is_prompt_done or self._prompts.finish(sequence, ROW):
                 self._append(sequence, step.repeats)

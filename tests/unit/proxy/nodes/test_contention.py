@@ -69,6 +69,21 @@ def test_contention_when_learned_then_remembered_while_nothing_speaks_against_it
     assert machine.nodes[0].beside_s == pytest.approx(BESIDE_S, rel=0.3)
 
 
+@pytest.mark.parametrize(("last", "alone_s", "together_s"), [((2, 0), 0.0, 1.0), ((2, 1), -1.0, 0.0)])
+def test_more_when_the_last_steps_were_beside_others_or_not_then_is_held_against_those(
+    last: tuple[int, int], alone_s: float, together_s: float
+) -> None:
+    """Those are what a node's own line is of."""
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, turn // 5 % 2))
+    for _ in range(4):
+        machine.report(last)
+    node = machine.nodes[0]
+    more = [node.more_s(is_beside=is_beside) / node.beside_s for is_beside in (False, True)]
+    assert more == pytest.approx([alone_s, together_s], abs=0.15)
+
+
 def test_report_when_it_does_not_say_or_the_node_has_started_again_then_nothing_is_made_of_it() -> None:
     node = Contention()
     shares = []

@@ -171,7 +171,7 @@ def on_one_machine(rig: Rig, beside_s: float) -> None:
     """Steps of the nodes take so much longer while both generate, and that was seen."""
     for node in rig.world.pool.nodes:
         other, totals = Contention(), DecodeTotals()
-        for turn in range(40):
+        for turn in range(44):  # at last alone: so are the steps of the line that the node reports
             num_rows, is_beside = 1.0 + turn % 4, turn // 4 % 2 > 0
             node.contention.update(totals, float(turn), [other])
             seconds = 50 * (DECODE_STEP_S + ROW_S * num_rows + beside_s * is_beside)
@@ -204,6 +204,22 @@ def test_stream_cost_when_it_is_the_first_of_a_node_then_streams_beside_it_on_th
     alone_s = DECODE_STEP_S + ROW_S * (2 * num_prefill_rows + 1)
     cost_s = estimator(rig, Targets()).stream_cost_s(prefill)
     assert cost_s == pytest.approx(0.5 * USUAL_ANSWER_TOKENS * alone_s, rel=0.01)
+
+
+@pytest.mark.parametrize("num_guests", [1, 2])
+def test_guest_when_it_is_the_only_one_then_its_leaving_makes_the_others_steps_shorter(num_guests: int) -> None:
+    rig = Rig()
+    prefill, decode = rig.world.pool.nodes
+    on_one_machine(rig, BESIDE_S)
+    rig.generate(num_guests, prefill.url)
+    rig.generate(4, decode.url)
+    nodes, rates = rig.world.pool.nodes, rig.world.placer._rates.rates(rig.world.pool.nodes, 0.0)
+    leaving = Estimator(nodes, rates, 0.0, 0.5, leaving=prefill)
+    more_s = BESIDE_S if num_guests > 1 else 0.0
+    there_s = DECODE_STEP_S + 5 * ROW_S + more_s + 4 * ROW_S
+    here_s = DECODE_STEP_S + num_guests * ROW_S + BESIDE_S + (ROW_S if num_guests > 1 else 4 * BESIDE_S)
+    found = [leaving.stream_cost_s(node) / 0.5 / USUAL_ANSWER_TOKENS for node in (decode, prefill)]
+    assert found == pytest.approx([there_s, here_s], rel=0.03)
 
 
 @pytest.mark.parametrize(("beside_s", "crosses"), [(0.0, True), (BESIDE_S, False)])
