@@ -45,7 +45,8 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """``load`` of ``/internal/v1/info``. None: nothing was measured yet. ``decode``: of steps that only generate, by
-    their rows; ``row_s``: what each of those adds to a step with prompts."""
+    their rows, and ``decode_totals`` of all of them since the node's start; ``row_s``: what a row adds to a step with
+    prompts."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -107,11 +107,11 @@ class NodeInfo:
 class Node:
     """One node. ``num_in_flight`` counts the legs that this proxy has open on it. ``origin``: who named it.
 
-    ``load``: how fast it is and what it has to do. ``neighbours``: the other nodes of its machine, as far as addresses
-    tell; ``contention``: what they make of its steps. ``breaker``: how its legs went. ``hold_reason``: why the proxy
-    itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as its last leg has ended.
-    ``heard_s``: when it was last ready. ``silent_since_s``: when the first probe began that it has not answered at
-    all; None while it answers.
+    ``load``: how fast it is and what it has to do. ``machine``: the host at which it is reached, once it was ready;
+    ``neighbours``: the other nodes there; ``contention``: what they make of its steps. ``breaker``: how its legs went.
+    ``hold_reason``: why the proxy itself keeps work from it, whatever it says; ``is_leaving``: it is gone as soon as
+    its last leg has ended. ``heard_s``: when it was last ready. ``silent_since_s``: when the first probe began that it
+    has not answered at all; None while it answers.
     """
 
     url: str
@@ -130,6 +130,7 @@ class Node:
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     breaker: Breaker = field(default_factory=Breaker)
     load: NodeLoad = field(default_factory=NodeLoad)
+    machine: str = ""
     contention: Contention = field(default_factory=Contention)
     neighbours: Sequence[Node] = ()
 
@@ -202,6 +203,7 @@ class Node:
         if self.info.epoch is not None and info.epoch != self.info.epoch:
             self.breaker.reset()
         self.info, self.is_refused, self.heard_s = info, False, time.monotonic()
+        self.machine, _ = self.transfer_address
         self.take_load(info.load, self.heard_s, neighbours)
         if self.hold_reason is not None:
             self._enter(NodeState.DRAINING, self.hold_reason)

@@ -259,10 +259,9 @@ class NodePool:
             self._announce(node)
 
     def _neighbours(self, node: Node) -> list[Node]:
-        """The other nodes that are up at the same host."""
-        host, _ = node.transfer_address
-        others = (other for other in self._nodes.values() if other is not node and other.is_up)
-        return [other for other in others if other.transfer_address[0] == host]
+        """The other nodes that are up at the same host; none before its first report."""
+        others = (other for other in self._nodes.values() if other.machine == node.machine and other is not node)
+        return [other for other in others if other.is_up]
 
     def _refusal(self, node: Node, info: NodeInfo) -> str | None:
         """Why what ``node`` says about itself does not fit; None when it does."""

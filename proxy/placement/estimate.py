@@ -348,7 +348,7 @@ class Estimator:
     def _decode_s(self, node: Node, num_rows: int) -> float:
         """Of a step that only generates, beside the nodes of its machine that do the same now."""
         is_beside = bool(self._generating_beside(node))
-        return self._rates[node.url].decode_s(num_rows) + node.contention.more_s(is_beside=is_beside)
+        return max(0.0, self._rates[node.url].decode_s(num_rows) + node.contention.more_s(is_beside=is_beside))
 
     def _generating_beside(self, node: Node) -> list[Node]:
         return [other for other in node.neighbours if self._num_rows(other) > 0 and other.url in self._rates]

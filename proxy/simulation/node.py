@@ -319,7 +319,7 @@ class SimulatedNode:
                 self._run(step)
 
     def _begin(self) -> None:
-        """Plans a step if there is anything to do."""
+        """A step, if there is anything to do; tells neighbours that run beside it, or no longer do."""
         self._plan()
         is_generating = self._step is not None and self._step.is_decode
         if is_generating is not self.is_generating:
