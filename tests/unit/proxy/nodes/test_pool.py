@@ -101,6 +101,9 @@ def test_nodes_when_at_the_same_host_then_are_neighbours_while_they_are_up() -> 
                 prefill, decode, apart = pool.nodes
                 await until(lambda: (prefill.neighbours, decode.neighbours) == ([decode], [prefill]))
                 assert (apart.is_up, list(apart.neighbours)) == (True, [])
+                for is_ready in (False, True):
+                    nodes[0].is_ready = is_ready
+                    await until(lambda is_ready=is_ready: bool(decode.neighbours) is is_ready)
                 pool.remove(prefill, "removed by the operator")
                 await until(lambda: not decode.neighbours)
 

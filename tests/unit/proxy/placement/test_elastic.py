@@ -178,7 +178,7 @@ def on_one_machine(rig: Rig, beside_s: float) -> None:
             totals = DecodeTotals(totals.num_steps + 50, totals.num_rows + 50 * num_rows, totals.seconds + seconds)
             other.shares = (float(is_beside), other.shares[0])
         node.neighbours = [each for each in rig.world.pool.nodes if each is not node]
-        node.load.update(report(decode=Measured(DECODE_STEP_S, ROW_S)), 0.0)
+        node.load.update(report(decode=Measured(DECODE_STEP_S, ROW_S), chunk=128), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,17 @@ def test_guest_when_prompts_come_to_its_node_then_leaves_for_a_decode_node() -> 
     assert not rig.world.placer.leaves(request, lambda node: True, 10), "it was looked at a moment ago"
     rig.world.now += LOOK_S
     assert rig.world.placer.leaves(request, lambda node: True, 10)
+
+
+@pytest.mark.parametrize("beside_s", [0.0, 2 * BESIDE_S])
+def test_guest_when_it_makes_many_others_slow_then_leaves_for_a_decode_node(beside_s: float) -> None:
+    """There it only makes a step longer by a row."""
+    rig = Rig()
+    request = generating_on(rig, NodeRole.PREFILL)
+    on_one_machine(rig, beside_s)
+    [decode] = [node for node in rig.world.pool.nodes if node.role is NodeRole.DECODE]
+    rig.generate(4, decode.url)
+    assert rig.world.placer.leaves(request, lambda node: True, 10) is (beside_s > 0.0)
 
 
 @pytest.mark.parametrize("why", ["nobody may", "full", "nearly done", "on a decode node", "another just left"])
