@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 """As nodes have it (``--block-size``)."""
 
 
-def measured_speeds(service: Service, others: Iterable[Service]) -> dict[NodeRole, Speeds]:
+def measured_speeds(service: Service, others: Collection[Service]) -> dict[NodeRole, Speeds]:
     """Of a role without nodes, those of the other one; of what its nodes have not done, those of ``others``' nodes. Of
     what nodes of one machine make of each other's steps, the most that any of the proxies has learned."""
     learned = {node["url"]: node["contention"] for each in (service, *others) for node in _status(each)["nodes"]}

@@ -347,8 +347,10 @@ class Estimator:
 
     def _decode_s(self, node: Node, num_rows: int) -> float:
         """Of a step that only generates, beside the nodes of its machine that do the same now."""
-        is_beside = bool(self._generating_beside(node))
-        return max(0.0, self._rates[node.url].decode_s(num_rows) + node.contention.more_s(is_beside=is_beside))
+        seconds = self._rates[node.url].decode_s(num_rows)
+        if node.contention.beside_s == 0.0:
+            return seconds
+        return max(0.0, seconds + node.contention.more_s(is_beside=bool(self._generating_beside(node))))
 
     def _generating_beside(self, node: Node) -> list[Node]:
         return [other for other in node.neighbours if self._num_rows(other) > 0 and other.url in self._rates]

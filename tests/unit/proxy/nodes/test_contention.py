@@ -7,6 +7,8 @@ import random
 import pytest
 
 from proxy.nodes.contention import BUSY_SHARE, IDLE_SHARE, Contention, DecodeTotals
+from proxy.status.board import _describe
+from tests.unit.proxy.placement.world import make_pool
 
 FIXED_S, ROW_S, BESIDE_S = 0.007, 0.001, 0.002
 REPORT_S = 1.0
@@ -67,6 +69,18 @@ def test_contention_when_learned_then_remembered_while_nothing_speaks_against_it
     for turn in range(300):
         machine.report((1 + turn % 6, 0))
     assert machine.nodes[0].beside_s == pytest.approx(BESIDE_S, rel=0.3)
+
+
+def test_status_when_contention_was_learned_then_says_it_and_what_a_step_takes_without() -> None:
+    machine = Machine()
+    for turn in range(60):
+        machine.report((1 + turn % 6, turn // 5 % 2))
+    node = make_pool(1, 1).nodes[0]
+    node.contention = machine.nodes[0]
+    said = _describe(node)["contention"]
+    assert said["seconds_per_step"] == pytest.approx(FIXED_S, rel=0.1)
+    assert said["seconds_per_row"] == pytest.approx(ROW_S, rel=0.2)
+    assert said["contention_seconds"] == node.contention.beside_s > 0.5 * BESIDE_S
 
 
 @pytest.mark.parametrize(("last", "alone_s", "together_s"), [((2, 0), 0.0, 1.0), ((2, 1), -1.0, 0.0)])

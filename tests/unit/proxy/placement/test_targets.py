@@ -205,11 +205,3 @@ def test_gauge_when_scraped_then_names_both_roles(start_cluster: StartCluster) -
     for role in ("prefill", "decode"):
         assert cluster.metric("tandem_proxy_recommended_nodes", node_role=role) == 1
     assert json.loads(cluster.client.get("/status.json").text)["recommended_nodes"] == {"prefill": 1, "decode": 1}
-
-
-def test_status_when_nothing_is_known_of_nodes_of_one_machine_then_says_that_it_costs_nothing(
-    start_cluster: StartCluster,
-) -> None:
-    cluster = start_cluster(1, 1)
-    nodes = cluster.client.get("/status.json").json()["nodes"]
-    assert [node["contention"]["contention_seconds"] for node in nodes] == [0.0, 0.0]
