@@ -235,9 +235,7 @@ class SimulatedNode:
             chunk=speeds.chunk,
             prefill=speeds.prefill,
             decode=replace(speeds.decode, fixed_s=speeds.decode.fixed_s + self._beside_share * speeds.beside_s),
-            decode_totals=self._decoded(step, int((self._time.now - step.started_s) / step.seconds))
-            if (step := self._step) is not None and step.is_decode
-            else self._decode_totals,
+            decode_totals=self._decoded_by_now(),
             row_s=speeds.row_s,
             pull=speeds.pull,
             kv_bytes_per_token=self._kv_bytes_per_token,
@@ -304,6 +302,12 @@ class SimulatedNode:
         remote.holder.release(remote.lease_id)
         self.wake()
 
+    def _decoded_by_now(self) -> DecodeTotals:
+        step = self._step
+        if step is None or not step.is_decode:
+            return self._decode_totals
+        return self._decoded(step, int((self._time.now - step.started_s) / step.seconds))
+
     def _decoded(self, step: _Step, repeats: int) -> DecodeTotals:
         """After so many of its run, which is not counted yet."""
         num_steps, num_rows, seconds = self._decode_totals
@@ -329,6 +333,7 @@ class SimulatedNode:
                     other._cut(other._step)
 
     def _plan(self) -> None:
+        """The next step, or none."""
         scheduler = self.scheduler
         if not scheduler.has_work():
             return
