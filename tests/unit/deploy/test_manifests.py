@@ -173,8 +173,9 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
     assert isinstance(proxy, ProxyConfig)
     assert isinstance(prefill, NodeConfig)
     assert isinstance(decode, NodeConfig)
-    assert places(prefill.peers) == places(proxy.decode) == {("tandem-decode", DEFAULT_PORTS["decode"])}
-    assert places(decode.peers) == places(proxy.prefill) == {("tandem-prefill", DEFAULT_PORTS["prefill"])}
+    assert places(proxy.decode) == {("tandem-decode", DEFAULT_PORTS["decode"])}
+    assert places(proxy.prefill) == {("tandem-prefill", DEFAULT_PORTS["prefill"])}
+    assert places(prefill.peers) == places(decode.peers) == places(proxy.prefill) | places(proxy.decode)
     assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
 
 
@@ -199,11 +200,9 @@ def test_compose_when_its_environment_is_read_then_configures_processes_that_fin
     assert isinstance(proxy, ProxyConfig)
     assert isinstance(prefill, NodeConfig)
     assert isinstance(decode, NodeConfig)
-    for name, config, urls, peer in (
-        ("prefill", prefill, proxy.prefill, decode),
-        ("decode", decode, proxy.decode, prefill),
-    ):
-        assert urls == peer.peers == (f"dns+http://{name}:{config.port}",)
+    assert proxy.prefill == (f"dns+http://prefill:{prefill.port}",)
+    assert proxy.decode == (f"dns+http://decode:{decode.port}",)
+    assert prefill.peers == decode.peers == proxy.prefill + proxy.decode
     assert {each.cluster_key_file for each in (proxy, prefill, decode)} == {"/run/secrets/cluster_key"}
     for name in ("proxy", "prefill" + suffix, "decode" + suffix):
         assert services[name]["restart"] == "unless-stopped"
