@@ -1,12 +1,14 @@
 """Asks the process of this container whether it is well: ``python -m common.cli.probe /health`` (or ``/ready``).
 
 For container health checks, where neither curl nor the flags of the process are at hand: address and port are those of
-``TANDEM_HOST`` and ``TANDEM_PORT``. Status 0 on a 200, else 1 with the reason.
+``TANDEM_HOST`` and ``TANDEM_PORT``, asked over TLS where ``TANDEM_SSL_CERTFILE`` is set. Status 0 on a 200, else 1 with the
+reason.
 """
 
 from __future__ import annotations
 
 import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -27,9 +29,12 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stderr.write("TANDEM_PORT is not set: the port of this process is not known\n")
         return 2
     host = environment.get("TANDEM_HOST", "")
-    url = f"http://{ANY_ADDRESS.get(host, host)}:{port}{argv[0]}"
+    scheme = "https" if environment.get("TANDEM_SSL_CERTFILE") else "http"
+    url = f"{scheme}://{ANY_ADDRESS.get(host, host)}:{port}{argv[0]}"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        # The certificate names the address that clients use, not this one.
+        context = ssl._create_unverified_context() if scheme == "https" else None  # noqa: S323
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310
             answer.read()
     except (urllib.error.URLError, OSError, ValueError) as exc:
         sys.stderr.write(f"{url}: {exc}\n")

@@ -92,7 +92,7 @@ def welcome(config: ProxyConfig) -> str:
     """What to print when everything is ready: the chat page and a command to try."""
     body = json.dumps({"messages": _EXAMPLE, "max_tokens": 32, "temperature": 0, "stream": True})
     key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
-    url = _url(config.host, config.port)
+    url = _url(config)
     return (
         f"\nTandem is ready at {url}  (Ctrl-C stops it)\n\n"
         f"  chat: {url}/chat   status: {url}/\n\n"
@@ -102,12 +102,13 @@ def welcome(config: ProxyConfig) -> str:
 
 def _spec(module: str, name: str, config: NodeConfig | ProxyConfig, is_restarted: bool) -> ChildSpec:
     argv = (sys.executable, "-m", module, *to_argv(config))
-    return ChildSpec(name, argv, _url(config.host, config.port), is_restarted)
+    return ChildSpec(name, argv, _url(config), is_restarted)
 
 
-def _url(host: str, port: int) -> str:
+def _url(config: NodeConfig | ProxyConfig) -> str:
+    host, is_tls = config.host, isinstance(config, ProxyConfig) and config.ssl_certfile is not None
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
-    return f"http://{shown}:{port}"
+    return f"{'https' if is_tls else 'http'}://{shown}:{config.port}"
 
 
 def _print(text: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import ssl
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common.cli.probe import main
+from tests.support.certificate import make_certificate
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -22,7 +25,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    yield from serve(http.server.HTTPServer(("127.0.0.1", 0), Handler))
+
+
+def serve(server: http.server.HTTPServer) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield str(server.server_address[1])
@@ -34,6 +40,19 @@ def port() -> Iterator[str]:
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", ""])
 def test_probe_when_process_is_well_then_status_0(port: str, host: str) -> None:
     assert main(["/health"], {"TANDEM_HOST": host, "TANDEM_PORT": port}) == 0
+
+
+def test_probe_when_process_serves_https_then_asks_so_whatever_name_the_certificate_has(tmp_path: Path) -> None:
+    tls = make_certificate(tmp_path)
+    assert tls.keyfile is not None
+    server = http.server.HTTPServer(("127.0.0.2", 0), Handler)  # the certificate is for 127.0.0.1
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.certfile, tls.keyfile)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    for port in serve(server):
+        environment = {"TANDEM_HOST": "127.0.0.2", "TANDEM_PORT": port, "TANDEM_SSL_CERTFILE": tls.certfile}
+        assert main(["/health"], environment) == 0
+        assert main(["/ready"], environment) == 1
 
 
 def test_probe_when_process_is_not_ready_then_status_1_and_the_reason(

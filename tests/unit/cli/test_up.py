@@ -18,6 +18,7 @@ import pytest
 from common.cli.flags import parse_up
 from common.cli.up import child_specs
 from common.config.node import parse_node_config
+from tests.support.certificate import make_certificate
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, child_environment, free_port
 
@@ -133,6 +134,13 @@ def test_up_when_signalled_then_status_0_and_no_child_left(start_up: StartUp, nu
     up.process.send_signal(number)
     assert up.wait_exit() == 0
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_up_when_the_proxy_serves_https_then_is_ready_and_says_so(start_up: StartUp, tmp_path: Path) -> None:
+    tls = make_certificate(tmp_path)
+    up = start_up("--ssl-certfile", tls.certfile, "--ssl-keyfile", str(tls.keyfile)).wait_ready()
+    assert f"Tandem is ready at https://127.0.0.1:{up.port}" in up.output
+    assert f"curl -N https://127.0.0.1:{up.port}/v1" in up.output
 
 
 @pytest.mark.full  # with real nodes in tests/e2e/test_deploy.py

@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.server import serve
 from common.server.connection import BoundedProtocol
 from common.server.serve import FAILED_STATUS, Tls, bind_socket, raise_file_limit, run_app
+from tests.support.certificate import make_certificate
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, Process, child_environment, free_port
 
@@ -35,18 +36,7 @@ START_S = 120.0
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """Signed by itself, for localhost."""
-    folder = tmp_path_factory.mktemp("tls")
-    tls = Tls(str(folder / "cert.pem"), str(folder / "key.pem"))
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-            *("-keyout", str(tls.keyfile), "-out", tls.certfile),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return tls
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
