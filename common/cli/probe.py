@@ -1,8 +1,8 @@
 """Asks the process of this container whether it is well: ``python -m common.cli.probe /health`` (or ``/ready``).
 
 For container health checks, where neither curl nor the flags of the process are at hand: address and port are those of
-``TANDEM_HOST`` and ``TANDEM_PORT``, asked over TLS where ``TANDEM_SSL_CERTFILE`` is set. Status 0 on a 200, else 1 with the
-reason.
+``TANDEM_HOST`` and ``TANDEM_PORT``, asked over TLS where ``TANDEM_SSL_CERTFILE`` is set. Status 0 on a 200, else 1 with
+the reason.
 """
 
 from __future__ import annotations
