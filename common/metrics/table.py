@@ -224,7 +224,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _gauge(
         "proxy_recommended_nodes",
-        "Nodes of each role that the load of the last minute asks for.",
+        "Nodes of each role that the load of the last minute asks for, not rounded: those of several proxies add up.",
         "node_role",
         roles=PROXY,
     ),

@@ -40,6 +40,10 @@ class ReplicaAdvice:
 
     def nodes(self) -> Mapping[NodeRole, int]:
         """By role, at least one of each that the pool has nodes of."""
+        return {role: max(1, math.ceil(wanted - 1e-9)) for role, wanted in self.wanted().items()}
+
+    def wanted(self) -> Mapping[NodeRole, float]:
+        """The same before it is rounded up: what several proxies ask for adds up."""
         nodes, now = self._pool.nodes, self._clock()
         by_role = {role: [node for node in nodes if node.role is role] for role in NodeRole}
         if not by_role[NodeRole.DECODE]:
@@ -53,7 +57,7 @@ class ReplicaAdvice:
         self._wanted = {
             role: kept * self._wanted.get(role, wanted) + (1.0 - kept) * wanted for role, wanted in current.items()
         }
-        return {role: max(1, math.ceil(wanted - 1e-9)) for role, wanted in self._wanted.items()}
+        return self._wanted
 
     @staticmethod
     def _prompt_nodes(nodes: list[Node], now: float) -> float:

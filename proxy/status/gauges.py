@@ -26,6 +26,6 @@ def read_gauges(
         "node_up": {(node.url,): float(node.is_up) for node in nodes},
         "breaker_state": {(node.url,): float(node.breaker.state.value) for node in nodes},
         "breaker_opened_total": {(node.url,): float(node.breaker.num_opened) for node in nodes},
-        "proxy_recommended_nodes": {(role.value,): float(num) for role, num in replicas.nodes().items()},
+        "proxy_recommended_nodes": {(role.value,): num for role, num in replicas.wanted().items()},
         "prefix_index_entries": {(node.url,): index.num_entries(node.url) for node in nodes},
     }

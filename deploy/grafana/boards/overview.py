@@ -91,9 +91,12 @@ ROWS = (
             ),
             Panel(
                 "Nodes that the load asks for",
-                "By role, as the proxy reckons from the last minute's prompts and tokens. For an autoscaler.",
+                "By role, as the proxies reckon from the last minute's prompts and tokens. For an autoscaler.",
                 "short",
-                (("{{node_role}}", "max by (node_role) (tandem_proxy_recommended_nodes)"),),
+                (
+                    ("prefill", 'sum(tandem_proxy_recommended_nodes{node_role="prefill"})'),
+                    ("decode", 'max(tandem_proxy_recommended_nodes{node_role="decode"})'),
+                ),
             ),
             Panel(
                 "Time in steps",
