@@ -18,7 +18,7 @@ class Job(PlacementRequest):
     Attributes:
         route: the path of its legs.
         headers: what every node gets of the client's headers.
-        arrival_s: on ``time.monotonic``'s clock, as ``admitted_s``: when admission let it in; 0: at once.
+        admitted_s: on ``time.monotonic``'s clock, as ``arrival_s``: when admission let it in; 0: at once.
         encoder: of the bodies of all legs.
         key_sources: instead of ``prompt_keys``, once the answer has begun.
     """

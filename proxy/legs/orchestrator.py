@@ -349,12 +349,11 @@ class Orchestrator:
         if node.is_vllm:
             return dict(job.headers)
         headers = {**job.headers, **self._node_headers}
-        if (ttft_s := job.targets.ttft_s) is not None:
-            # What goes on elsewhere is as urgent as it was at first.
-            waited_s = 0.0 if RESUME_KEY in job.body else time.monotonic() - job.arrival_s
-            headers[TTFT_TARGET_HEADER] = _milliseconds(ttft_s - waited_s)
-        if (itl_s := job.targets.itl_s) is not None:
-            headers[ITL_TARGET_HEADER] = _milliseconds(itl_s)
+        targets = job.targets_left(time.monotonic())
+        if targets.ttft_s is not None:
+            headers[TTFT_TARGET_HEADER] = _milliseconds(targets.ttft_s)
+        if targets.itl_s is not None:
+            headers[ITL_TARGET_HEADER] = _milliseconds(targets.itl_s)
         return headers
 
     def _decode_headers(self, run: Run, node: Node, prefill_node: str | None) -> dict[str, str]:
@@ -368,10 +367,9 @@ class Orchestrator:
 
 
 def _too_late(placement: Placement, targets: Targets) -> RequestDroppedError:
-    assert placement.ttft_s is not None
     assert targets.ttft_s is not None
     return RequestDroppedError(
-        f"the first token would come after {1e3 * placement.ttft_s:.0f} ms, "
+        f"the first token would come after {1e3 * (targets.ttft_s + placement.late_s):.0f} ms, "
         f"the target is {1e3 * targets.ttft_s:.0f} ms ({TTFT_TARGET_HEADER} or --ttft-target-ms)",
         dropped=DROPPED_LATE,
         code="target_unreachable",

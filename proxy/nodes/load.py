@@ -187,12 +187,20 @@ class NodeLoad:
             self.placed_s = self.placed_s - charge.compute_s if self.num_placed else 0.0
             self._backlog_s, self._backlog_at_s = min(self._drained_s(now), self.placed_s), now
 
-    def end_stream(self, charge: Charge, lasted_s: float) -> None:
-        """The charge's stream has ended, after it was settled. Once for each charge."""
+    def withdraw(self, charge: Charge, came_s: float, now: float) -> None:
+        """Nobody wants the charge, of ``came_s``, any more: what must be left of it is not waited for. Before it is
+        settled."""
+        left_s = max(0.0, charge.compute_s - (now - came_s))
+        self._backlog_s, self._backlog_at_s = max(0.0, self._drained_s(now) - left_s), now
+
+    def end_stream(self, charge: Charge, lasted_s: float | None) -> None:
+        """The charge's stream has ended, after it was settled, ``lasted_s`` after its prompt was computed; None: it
+        never began. Once for each charge."""
         if charge.is_stream:
             self.num_streams -= 1
             self.num_generating -= 1
-            self.stream_s += 0.1 * (lasted_s - self.stream_s)
+            if lasted_s is not None:
+                self.stream_s += 0.1 * (lasted_s - self.stream_s)
 
     def queue_s(self, now: float) -> float:
         """Until the node would begin with one more prompt."""

@@ -4,12 +4,16 @@ Pure choice among usable nodes: no waiting, no I/O. What a try has shown to be b
 
 Life of a placement: 1 ``place``: what the nodes have of the prompts, then the policies; the work is charged to the
 nodes at once, so that the next request sees it, 2 ``started``, with the first byte: the prompts are computed, the
-estimate is compared with what it took, 3 ``finished``, on every way out: nothing of the request is charged any more. A
-further ``place`` of the same request replaces what the one before charged.
+estimate is compared with what it took. The first byte of an answer that is no stream is its last: there the prompts
+count as computed when the estimate says so, and what is then left of them is in the nodes' reports, 3 ``finished``, on
+every way out: nothing of the request is charged any more. A further ``place`` of the same request replaces what the one
+before charged.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +55,8 @@ class _Open:
     claims: Sequence[Claim]
     placed_s: float
     num_prompt_tokens: int
+    is_settled: bool = False
+    computed_s: float | None = None
     is_started: bool = False
     looked_s: float = 0.0
 
@@ -85,6 +91,8 @@ class Placer:
         self._sessions = SessionNodes()
         self._guests = Guests()
         self._open: dict[int, _Open] = {}
+        self._whole: list[tuple[float, int, _Open]] = []  # answers that are no streams; when their prompts are computed
+        self._numbers = itertools.count()
 
     @property
     def name(self) -> str:
@@ -104,11 +112,14 @@ class Placer:
         Raises NodeUnavailableError when nobody is left who may generate.
         """
         self.finished(request)
+        self._settle_whole(self._clock())
         decode = [node for node in self._pool.usable(NodeRole.DECODE) if node not in avoided.decode]
         prefill = [node for node in self._pool.usable(NodeRole.PREFILL) if node not in avoided.prefill]
-        if not decode:
-            # Prefill nodes do both, where they may: nothing is handed over between them.
-            decode, prefill = [node for node in self.generators() if node not in avoided.decode], []
+        if not any(node.is_usable for node in decode):
+            others = [node for node in self.generators() if node not in avoided.decode]
+            if others and others[0].role is NodeRole.PREFILL:
+                # They do both, where they may: nothing is handed over between them.
+                decode, prefill = others, []
         if not decode:
             raise self.no_decode_node()
         if not all(node in prefill for node in began):
@@ -122,19 +133,23 @@ class Placer:
             prompts = [Prompt(each.num_tokens, {}) for each in prompts]
         options = self._options(request, prompts, decode, prefill, began, avoided)
         now = self._clock()
+        targets = request.targets_left(now)
         session_url = self._sessions.get(request.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
-        estimator = self._estimator(nodes, request, request.max_answer_tokens, now)
+        estimator = self._estimator(nodes, targets, request.max_answer_tokens, now)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
-        late_s = _late_s(choice, request.targets)
+        late_s = _late_s(choice, targets)
         crosses = choice.crosses or choice.decode.role is NodeRole.PREFILL
         placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, crosses, late_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
-        self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now, num_tokens)
+        entry = _Open(request, placement, keys, choice.charges, claims, now, num_tokens)
+        self._open[id(request)] = entry
+        if not request.is_stream:
+            heapq.heappush(self._whole, (now + choice.ttft_s, next(self._numbers), entry))
         self._sessions.put(request.session_id, choice.decode.url)
         return placement
 
@@ -145,6 +160,7 @@ class Placer:
         if entry is None or entry.is_started:
             return
         now = self._clock()
+        entry.is_started = True
         self._settle(entry, now, is_computed=is_answer)
         if not is_answer:
             return
@@ -164,10 +180,10 @@ class Placer:
         if entry is None:
             return
         now = self._clock()
-        if not entry.is_started:
-            self._settle(entry, now, is_computed=False)
+        self._settle(entry, now, is_computed=False)
+        lasted_s = now - entry.computed_s if entry.is_started and entry.computed_s is not None else None
         for node, charge in entry.charges:
-            node.load.end_stream(charge, now - entry.placed_s)
+            node.load.end_stream(charge, lasted_s)
 
     def leaves(self, request: PlacementRequest, may_follow: Callable[[Node], bool], num_output_tokens: int) -> bool:
         """Whether a stream that a prefill node generates, ``num_output_tokens`` so far, is to go on at one of the
@@ -176,22 +192,28 @@ class Placer:
         if entry is None or not entry.is_started or now - entry.looked_s < LOOK_S or not self._guests.may_leave(now):
             return False
         entry.looked_s = now
+        self._settle_whole(now)
         node = entry.placement.decode
-        decode = [each for each in self._pool.usable(NodeRole.DECODE) if each.info.pull and may_follow(each)]
+        usable = [each for each in self._pool.usable(NodeRole.DECODE) if each.is_usable]
+        decode = [each for each in usable if each.info.pull and may_follow(each)]
         num_left = None if request.max_answer_tokens is None else request.max_answer_tokens - num_output_tokens
         if node.role is not NodeRole.PREFILL or not decode or (num_left is not None and num_left < MIN_LEFT_TOKENS):
             return False
-        estimator = self._estimator([node, *decode], request, num_left, now, leaving=node)
+        estimator = self._estimator([node, *decode], request.targets, num_left, now, leaving=node)
         num_tokens = entry.num_prompt_tokens + num_output_tokens
         [own] = [charge for charged, charge in entry.charges if charged is node]
         return self._guests.leaves(node, (own, entry.placed_s), num_tokens, decode, estimator, now)
 
     def generators(self) -> list[Node]:
-        """Who may be asked to generate now: decode nodes, then prefill nodes where roles are elastic."""
+        """Who may be asked to generate now: decode nodes, then prefill nodes where roles are elastic. Decode nodes that
+        are only late are asked when nobody else could answer."""
         nodes = list(self._pool.usable(NodeRole.DECODE))
+        others = []
         if self._config.elastic and isinstance(self._decode_policy, Cost):
-            nodes += [node for node in self._pool.usable(NodeRole.PREFILL) if node.may_generate]
-        return nodes
+            others = [node for node in self._pool.usable(NodeRole.PREFILL) if node.may_generate]
+        if others:
+            nodes = [node for node in nodes if node.is_usable]
+        return [*nodes, *others]
 
     def place_prefill(self, avoided: Avoided) -> Node | None:
         """A prefill node for one prompt; None when none is left."""
@@ -199,7 +221,7 @@ class Placer:
 
     def place_decode(self, avoided: Avoided) -> Node | None:
         """Somebody else to generate; a prefill node when no decode node is left."""
-        nodes = self._pool.usable(NodeRole.DECODE)
+        nodes = [node for node in self._pool.usable(NodeRole.DECODE) if node.is_usable]
         if all(node in avoided.decode for node in nodes):
             nodes = self.generators()
         return pick(self._decode_policy, nodes, tried=avoided.decode)
@@ -210,7 +232,7 @@ class Placer:
     def _estimator(
         self,
         nodes: Sequence[Node],
-        request: PlacementRequest,
+        targets: Targets,
         max_answer_tokens: int | None,
         now: float,
         leaving: Node | None = None,
@@ -220,7 +242,7 @@ class Placer:
             self._rates.rates(self._pool.nodes, now),
             now,
             self._config.stream_delay_weight,
-            request.targets,
+            targets,
             max_answer_tokens,
             leaving,
         )
@@ -308,9 +330,20 @@ class Placer:
         sources = [node.pull_source() for node in nodes]
         return [source for source in sources if source is not None]
 
+    def _settle_whole(self, now: float) -> None:
+        while self._whole and self._whole[0][0] <= now:
+            _, _, entry = heapq.heappop(self._whole)
+            self._settle(entry, now, is_computed=True)
+
     def _settle(self, entry: _Open, now: float, *, is_computed: bool) -> None:
-        entry.is_started = True
+        """Nothing happens when that was done before."""
+        if entry.is_settled:
+            return
+        entry.is_settled = True
+        entry.computed_s = now if is_computed else None
         for node, charge in entry.charges:
+            if not is_computed:
+                node.load.withdraw(charge, entry.placed_s, now)
             node.load.settle(charge, now)
         for claim in entry.claims:
             self._in_progress.end(claim, is_computed=is_computed)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import InvalidRequestError
 from common.wire.headers import PLACEMENT_HEADER, SESSION_HEADER
+from common.wire.resume import RESUME_KEY
 from proxy.nodes.node import Node, NodeRole
 from proxy.placement.estimate import NO_TARGETS, Targets
 from proxy.prefix_index.prompt_keys import PromptKeys
 
+LEAST_LEFT_S = 0.001
+"""Of a target that is over already: no target would mean something else."""
 MAX_SESSION_ID_LENGTH = 256
 """Characters: a session's id is kept in memory (``proxy.placement.sessions``)."""
 
@@ -62,6 +65,7 @@ class PlacementRequest:
         prompt_keys: one entry per prompt, None for those that the proxy could not tokenise; or empty.
         session_id: as ``X-Session-Id`` says.
         targets: what the request is to keep.
+        arrival_s: on ``time.monotonic``'s clock: from when on its first token is waited for; None: from its placement.
         max_answer_tokens: of one answer; None: not said.
     """
 
@@ -73,7 +77,15 @@ class PlacementRequest:
     session_id: str | None = None
     placement_header: PlacementHeader = PlacementHeader.AUTO
     targets: Targets = NO_TARGETS
+    arrival_s: float | None = None
     max_answer_tokens: int | None = None
+
+    def targets_left(self, now: float) -> Targets:
+        """The targets, with what is left of the time to the first token; of a stream that goes on elsewhere, all of
+        it: it is as urgent as it was at first."""
+        if self.targets.ttft_s is None or self.arrival_s is None or RESUME_KEY in self.body:
+            return self.targets
+        return replace(self.targets, ttft_s=max(LEAST_LEFT_S, self.targets.ttft_s - (now - self.arrival_s)))
 
 
 @dataclass(slots=True)

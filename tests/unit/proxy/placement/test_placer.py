@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +287,98 @@ def test_finished_when_called_on_any_way_out_then_nothing_is_charged_any_more() 
         load = node.load
         assert (load.num_streams, load.num_charges, load.num_placed, load.placed_tokens) == (0, 0, 0, 0)
         assert load.queue_s(rig.now) == 0.0
+
+
+def test_whole_answers_when_their_prompts_must_be_computed_then_wait_for_nothing_and_generate() -> None:
+    rig = Rig(1, 1)
+    jobs = [make_request(tokens(5000, seed), is_stream=False) for seed in range(8)]
+    last = [rig.placer.place(job, NOBODY) for job in jobs][-1]
+    assert last.ttft_s is not None
+    [prefill], [decode] = rig.prefill, rig.decode
+    assert prefill.load.queue_s(rig.now) > 0.9 * (last.ttft_s - 0.5)
+    assert decode.load.num_rows == 0
+    rig.now += last.ttft_s / 2
+    rig.place(tokens(100, 99))
+    assert 0 < decode.load.num_rows < 8
+    rig.now += last.ttft_s
+    rig.placer.place(make_request(tokens(100, 98)), NOBODY)
+    assert (decode.load.num_rows, decode.load.num_streams) == (8, 10)
+    assert prefill.load.placed_tokens == 200
+    for job in jobs:
+        rig.placer.started(job, is_answer=True)
+        rig.placer.finished(job)
+    assert (decode.load.num_rows, decode.load.num_streams) == (0, 2)
+
+
+def test_whole_answer_when_it_fails_before_or_after_its_prompt_was_due_then_nothing_is_left() -> None:
+    for waits_s in (0.0, 1000.0):
+        rig = Rig(1, 1)
+        job = make_request(tokens(5000), is_stream=False)
+        rig.placer.place(job, NOBODY)
+        rig.now += waits_s
+        rig.placer.finished(job)
+        rig.now += 1000.0
+        rig.placer.finished(job)
+        rig.placer.place(job, NOBODY)
+        rig.placer.finished(job)
+        for node in rig.pool.nodes:
+            assert (node.load.num_charges, node.load.num_generating, node.load.placed_tokens) == (0, 0, 0)
+
+
+def test_placements_when_they_come_to_nothing_then_change_no_estimate() -> None:
+    rig = Rig(1, 1)
+    rig.placer.place(make_request(tokens(3000, 0)), NOBODY)
+    [prefill], [decode] = rig.prefill, rig.decode
+    decode.load.stream_s = 20.0
+    rig.now += prefill.load.queue_s(rig.now) / 2
+    queue_s = prefill.load.queue_s(rig.now)
+    for seed in range(1, 21):
+        job = make_request(tokens(3000, seed))
+        rig.placer.place(job, NOBODY)
+        rig.placer.finished(job)
+    assert prefill.load.queue_s(rig.now) == pytest.approx(queue_s)
+    assert decode.load.stream_s == 20.0
+
+
+def test_placement_when_given_up_while_it_is_computed_then_the_rest_of_it_is_not_waited_for() -> None:
+    rig = Rig(1, 1)
+    first, second = make_request(tokens(3000, 0)), make_request(tokens(3000, 1))
+    rig.placer.place(first, NOBODY)
+    rig.placer.place(second, NOBODY)
+    both_s = rig.prefill[0].load.queue_s(rig.now)
+    rig.now += both_s / 4
+    rig.placer.finished(first)
+    assert rig.prefill[0].load.queue_s(rig.now) == pytest.approx(both_s / 2)
+
+
+def test_stream_when_it_ends_then_what_it_lasted_is_counted_from_its_first_token() -> None:
+    rig = Rig(1, 1)
+    job = make_request(tokens(3000))
+    rig.placer.place(job, NOBODY)
+    rig.now += 100.0
+    rig.placer.started(job, is_answer=True)
+    rig.now += 12.0
+    before_s = rig.decode[0].load.stream_s
+    rig.placer.finished(job)
+    assert rig.decode[0].load.stream_s == pytest.approx(before_s + 0.1 * (12.0 - before_s))
+
+
+# --- nodes that are only late
+
+
+def test_place_when_the_decode_node_is_only_late_then_a_prefill_node_generates_and_without_roles_the_late_one() -> None:
+    for elastic in (True, False):
+        rig = Rig(1, 1, elastic=elastic)
+        [prefill], [decode] = rig.prefill, rig.decode
+        decode.silent_since_s = time.monotonic()
+        decode.client = SimpleNamespace(heard_s=0.0)  # type: ignore[assignment]
+        decode.mark_suspect("no connection")
+        assert decode.is_late(5.0)
+        assert rig.decode == [decode]
+        placement = rig.place(tokens(1000))
+        assert placement.decode is (prefill if elastic else decode)
+        assert rig.placer.generators() == [prefill if elastic else decode]
+        assert rig.placer.place_decode(NOBODY) is (prefill if elastic else decode)
 
 
 def test_queue_when_nobody_answers_then_it_drains_with_time_but_not_to_nothing() -> None:

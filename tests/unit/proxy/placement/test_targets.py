@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
+from common.wire.resume import RESUME_KEY
 from proxy.metrics.proxy_metrics import ProxyMetrics
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
@@ -56,6 +57,25 @@ def test_late_when_it_would_be_late_without_the_others_too_then_is_not_told() ->
     world = World(1, 1)
     for seed in range(6):
         assert place(world, seed, targets=Targets(ttft_s=0.01)) == 0.0
+
+
+def test_late_when_it_has_waited_already_then_has_only_the_rest_of_its_target() -> None:
+    alone_s = World(1, 1).placer.place(make_request(tokens(1000, 1)), Avoided()).ttft_s
+    assert alone_s is not None
+    late = []
+    for waited_s in (0.0, 1.5 * alone_s, 4 * alone_s):
+        world = World(1, 1)
+        world.now = 100.0
+        for seed in range(2):
+            place(world, seed)
+        late.append(place(world, 2, targets=Targets(ttft_s=3.5 * alone_s), arrival_s=100.0 - waited_s))
+    assert late[0] == 0.0
+    assert late[1] > 0.5 * alone_s
+    assert late[2] == 0.0  # beyond its target whatever is done: waiting would not help it
+    world = World(1, 1)
+    world.now = 100.0
+    resumed = make_request(tokens(1000, 3), targets=Targets(ttft_s=1.0), arrival_s=0.0, body={RESUME_KEY: {}})
+    assert resumed.targets_left(100.0) == resumed.targets
 
 
 def test_late_when_the_estimate_is_a_little_above_the_target_then_is_not_told() -> None:
