@@ -145,7 +145,7 @@ def _turn(
     answer = [(hash((arrival.at_s, turn)) + number) % 1_000_003 for number in range(arrival.mix.num_answer_tokens)]
 
     def go_on() -> None:
-        kept[arrival.mix] += not served.is_shed and targets.are_kept(served)
+        kept[arrival.mix] += not served.is_refused and targets.are_kept(served)
         if turn + 1 < len(arrival.prompts):
             longer: list[Any] = [*prompt, *answer]
             further = functools.partial(_turn, cluster, arrival, targets, is_told, turn + 1, longer, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,14 +38,14 @@ MAX_INDEX_ENTRIES = 10_000_000
 
 @dataclass(slots=True)
 class Served:
-    """One request, with the times of its first and last token."""
+    """One request, with the times of its first and last token; one that ``is_refused`` has none."""
 
     num_prompt_tokens: int
     num_answer_tokens: int
     targets: Targets
     came_s: float
     way: str = ""
-    is_shed: bool = False
+    is_refused: bool = False
     first_s: float = 0.0
     last_s: float = 0.0
 
@@ -59,7 +60,7 @@ class Served:
 
     @property
     def is_in_time(self) -> bool:
-        if self.is_shed:
+        if self.is_refused:
             return False
         targets = self.targets
         is_late = targets.ttft_s is not None and self.ttft_s > targets.ttft_s
@@ -107,6 +108,10 @@ class Cluster:
         self._num_open = 0
         self._num_requests = 0
         self._root = chain_root(cache.root_key)
+        # As caches are planned for a context: beside the null block one is spare, without which a request that fits
+        # waits for ever for the end of its own prompt, which it goes on from.
+        held = ((num_blocks - 2) * cache.block_size for num_blocks in cache.num_blocks)
+        self._max_tokens = min(cache.geometry.max_position or math.inf, *held)
         self._config = ProxyConfig(decode=("http://unused",), **config)
         self._pool = NodePool(
             [f"http://prefill-{number}" for number in range(num_prefill)],
@@ -157,19 +162,23 @@ class Cluster:
         on_end: Callable[[], None] = lambda: None,
     ) -> Served:
         """Now. ``boundaries``: positions in the prompt that are worth a state. ``on_end``: at its last token; a request
-        that is turned away has none."""
-        self._num_open += 1
+        that is turned away, late or longer than an empty node or the model can hold, has none."""
         served = Served(len(prompt), len(answer), targets, self.now)
+        if len(prompt) + len(answer) > self._max_tokens:
+            return self._refuse(served, "too_long")
         job = self._place(prompt, answer, served, boundaries, on_end)
         placement = job.placement
         served.way = "crossing" if placement.crosses else "local" if placement.is_local else "remote"
         if placement.late_s and self._config.shed_late:
             self._placer.finished(job.request)
-            served.way, served.is_shed = "shed", True
-            self.served.append(served)
-            self._num_open -= 1
-        else:
-            self._start(job)
+            return self._refuse(served, "shed")
+        self._num_open += 1
+        self._start(job)
+        return served
+
+    def _refuse(self, served: Served, way: str) -> Served:
+        served.way, served.is_refused = way, True
+        self.served.append(served)
         return served
 
     def _place(

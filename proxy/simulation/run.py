@@ -145,7 +145,7 @@ def figures(cluster: Cluster) -> dict[str, Any]:
     if not served:
         return {"requests": 0}
     came_s = [each.came_s for each in served]
-    answered = [each for each in served if not each.is_shed]
+    answered = [each for each in served if not each.is_refused]
     lasted_s = max(max((each.last_s for each in answered), default=0.0) - min(came_s), 1e-9)
     span_s = max(came_s) - min(came_s) or lasted_s
     num_in_time = sum(each.is_in_time for each in served)
@@ -163,7 +163,7 @@ def figures(cluster: Cluster) -> dict[str, Any]:
             )
             for part in (50, 90, 99)
         },
-        "hit_rate": 1.0 - sum(node.num_computed for node in cluster.nodes.values()) / max(1, num_prompt),
+        "hit_rate": 1.0 - sum(node.num_computed for node in cluster.nodes.values()) / num_prompt if num_prompt else 0.0,
         "utilisation": _utilisation(cluster, lasted_s),
         "ways": dict(Counter(each.way for each in served)),
     }
@@ -250,4 +250,6 @@ def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) ->
     text = "".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + "\n" for line in lines
     )
+    if num_too_long := rows[0].get("ways", {}).get("too_long"):  # the same for all: their nodes are alike
+        text += f"{num_too_long} of {rows[0]['requests']} requests do not fit into a node or the model's context\n"
     return text + ("" if best is not None else "no cluster serves enough of the requests in time\n")

@@ -226,7 +226,28 @@ def test_request_that_would_be_late_alone_then_is_served_all_the_same(tmp_path: 
         prompt = words(number, 2000)
         cluster.at(0.0, lambda prompt=prompt: cluster.submit(prompt, [1, 2], targets=Targets(ttft_s=0.5)))  # type: ignore[misc]
     cluster.run()
-    assert [each.is_shed for each in cluster.served] == [False] * 3
+    assert [each.is_refused for each in cluster.served] == [False] * 3
+
+
+@pytest.mark.parametrize(("memory", "longest"), [(400_000, 1216), (1 << 24, 2048)])
+def test_request_when_it_is_longer_than_an_empty_node_or_the_model_holds_then_too_long_and_the_others_are_served(
+    memory: int, longest: int, tmp_path: Path
+) -> None:
+    cluster = make_cluster(tmp_path, 1, 1, memory=memory)
+    # The third is all cached, and its end stays while it is admitted.
+    for number, num_tokens in enumerate((longest, longest + 1, longest, 40)):
+        prompt = words(1, num_tokens - 3)
+        cluster.at(10.0 * number, lambda prompt=prompt: cluster.submit(prompt, [1, 2, 3]))  # type: ignore[misc]
+
+    def check_over() -> None:
+        assert len(cluster.served) == 4
+
+    cluster.at(100.0, check_over)
+    cluster.run()
+    assert [each.way == "too_long" for each in cluster.served] == [False, True, False, False]
+    check_conserved(cluster)
+    found = figures(cluster)
+    assert (found["ways"]["too_long"], found["attainment"]) == (1, 0.75)
 
 
 def test_clusters_when_named_then_are_read() -> None:
@@ -343,6 +364,13 @@ def test_command_when_given_a_number_of_nodes_then_compares_all_ways_and_marks_o
 
 
 GOOD = ("--cluster", "1+1", "--rates", "rates.json")
+
+
+def test_command_when_requests_do_not_fit_then_the_table_says_how_many(tmp_path: Path) -> None:
+    table = simulate(tmp_path, *GOOD, "--kv-cache-memory", "120000")
+    assert table.returncode == 0, table.stderr
+    assert "\n30 of 30 requests do not fit into a node or the model's context\n" in table.stdout
+    assert "0.0%" in table.stdout
 
 
 @pytest.mark.parametrize(
