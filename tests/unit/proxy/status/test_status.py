@@ -235,6 +235,12 @@ def test_exposition_when_read_then_gives_the_wanted_metrics_only() -> None:
     }
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e999"])
+def test_exposition_when_a_value_is_not_finite_then_the_others_are_read(value: str) -> None:
+    text = f'tandem_preemptions_total {value}\ntandem_leases{{state="active"}} {value}\n'
+    assert read_exposition(text + EXPOSITION) == read_exposition(EXPOSITION)
+
+
 def test_rates_when_counters_moved_then_are_of_the_last_samples() -> None:
     def sample(num: float) -> dict[str, Any]:
         return {
