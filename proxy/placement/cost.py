@@ -252,14 +252,6 @@ def _remote(
     base_s: float,
 ) -> _Way:
     """Each prompt goes to the prefill node that is done with it first, after those before it."""
-    first = bids[0][0]
-    if len(prompts) == 1:
-        blocks_s, rest_s = estimator.handoff_s(decode, prompts[0])
-        if blocks_s <= first.hidden_s:  # the usual case: the cheapest one hides the blocks' way
-            fill, room_s = first.fill, decode.load.room_s()
-            ttft_s, wait_s = room_s + first.ready_s + rest_s, room_s + estimator.queue_s(first.node)
-            cost_s = estimator.ttft_price_s(ttft_s) + base_s + fill.waste_s
-            return _Way(decode, ttft_s, cost_s, fill.num_computed, bids=(first,), wait_s=wait_s)
     last_s, waste_s, num_computed = 0.0, 0.0, 0
     taken_s: dict[str, float] = {}
     chosen: list[_Bid] = []
@@ -267,7 +259,9 @@ def _remote(
         blocks_s, rest_s = estimator.handoff_s(decode, prompt)
         best_s, best = math.inf, offered[0]
         for bid in offered:
-            seconds = bid.ready_s + bid.fill.waste_s
+            seconds = _price_s(bid)
+            if seconds >= best_s:
+                break  # so are those after it; what is added here is never below 0
             if taken_s:
                 seconds += taken_s.get(bid.node.url, 0.0)
             if blocks_s > bid.hidden_s:
