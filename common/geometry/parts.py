@@ -13,7 +13,7 @@ states by head, Mamba-1's by channel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ RawConfig = Mapping[str, Any]
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _STATEFUL = ("linear_attention", "conv")
 _STATELESS = ("mlp", "moe")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "axial")
+"""Those whose frequencies are fixed. transformers chooses those of dynamic and longrope by the longest row of a step,
+so that a prompt's K/V would depend on what else is in the step."""
 
 
 def get(config: RawConfig, name: str, default: Any) -> Any:
@@ -91,11 +94,26 @@ def layer_kinds(raw: Sequence[str]) -> list[str]:
 
 
 def common_fields(config: RawConfig, *, hidden: int, vocab: int, positions: int) -> dict[str, int]:
+    for place, rope in _rope_fields(config):
+        name = "rope_type" if "rope_type" in rope else "type"
+        if (rope_type := get(rope, name, "default")) not in _ROPE_TYPES:
+            raise ConfigError(
+                f"config.json: {place}.{name} is {rope_type!r}, must be one of {', '.join(_ROPE_TYPES)}",
+                param="--model",
+            )
     return {
         "hidden_size": int(get(config, "hidden_size", hidden)),
         "vocab_size": int(get(config, "vocab_size", vocab)),
         "max_position": int(get(config, "max_position_embeddings", positions)),
     }
+
+
+def _rope_fields(config: RawConfig) -> Iterator[tuple[str, RawConfig]]:
+    """Name and content of the fields about rotary positions, and of those by layer type inside."""
+    for place in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(place), Mapping):
+            yield place, rope
+            yield from ((f"{place}.{name}", each) for name, each in rope.items() if isinstance(each, Mapping))
 
 
 def mamba2_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -240,6 +241,37 @@ def test_geometry_when_config_cannot_be_served_then_config_error_says_why(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         model_geometry(config, dtype)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize(
+    ("nest", "field"),
+    [
+        (lambda kind: {"rope_parameters": {"rope_type": kind}}, "rope_parameters.rope_type"),
+        (lambda kind: {"rope_scaling": {"type": kind, "factor": 2.0}}, "rope_scaling.type"),
+        (
+            lambda kind: {"rope_parameters": {"sliding_attention": None, "full_attention": {"rope_type": kind}}},
+            "rope_parameters.full_attention.rope_type",
+        ),
+    ],
+)
+def test_geometry_when_rotary_frequencies_depend_on_the_step_then_config_error_names_the_field(
+    rope_type: str, nest: Callable[[str], dict[str, Any]], field: str
+) -> None:
+    for config in (
+        {"model_type": "llama", **nest(rope_type)},
+        {"model_type": "gemma3", "text_config": nest(rope_type)},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            model_geometry(config, "float32")
+        assert f"{field} is {rope_type!r}, must be one of default, linear, llama3, yarn, " in caught.value.message
+
+
+@pytest.mark.parametrize("rope_type", [None, "default", "linear", "llama3", "yarn", "proportional", "axial"])
+def test_geometry_when_rotary_frequencies_are_fixed_then_is_read(rope_type: str | None) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        config = {"model_type": "llama", "max_position_embeddings": 77, name: {"rope_type": rope_type, "type": "mrope"}}
+        assert model_geometry(config, "float32").max_position == 77
 
 
 @pytest.mark.parametrize(("model_type", "reason"), REFUSED_FAMILIES.items())
