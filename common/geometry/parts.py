@@ -94,6 +94,7 @@ def layer_kinds(raw: Sequence[str]) -> list[str]:
 
 
 def common_fields(config: RawConfig, *, hidden: int, vocab: int, positions: int) -> dict[str, int]:
+    max_position = int(get(config, "max_position_embeddings", positions))
     for place, rope in _rope_fields(config):
         name = "rope_type" if "rope_type" in rope else "type"
         if (rope_type := get(rope, name, "default")) not in _ROPE_TYPES:
@@ -101,10 +102,13 @@ def common_fields(config: RawConfig, *, hidden: int, vocab: int, positions: int)
                 f"config.json: {place}.{name} is {rope_type!r}, must be one of {', '.join(_ROPE_TYPES)}",
                 param="--model",
             )
+        if rope_type == "yarn" and rope.get("factor") and rope.get("original_max_position_embeddings"):
+            # Published configs keep the limit that the model was trained to, beside the factor that extends it.
+            max_position = max(max_position, int(rope["original_max_position_embeddings"] * rope["factor"]))
     return {
         "hidden_size": int(get(config, "hidden_size", hidden)),
         "vocab_size": int(get(config, "vocab_size", vocab)),
-        "max_position": int(get(config, "max_position_embeddings", positions)),
+        "max_position": max_position,
     }
 
 

@@ -222,6 +222,30 @@ def test_position_limit_and_sizes_when_given_then_taken_over() -> None:
     assert (geometry.max_position, geometry.vocab_size, geometry.hidden_size) == (77, 5, 64)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"model_type": "qwen3", "max_position_embeddings": 40960, "rope_scaling": YARN}, 131072),
+        ({"model_type": "qwen3", "max_position_embeddings": 262144, "rope_parameters": YARN}, 262144),
+        ({"model_type": "qwen3_5", "text_config": {"rope_parameters": {"full_attention": YARN}}}, 131072),
+        (
+            {"model_type": "qwen3", "max_position_embeddings": 40960, "rope_scaling": {"type": "yarn", "factor": 4}},
+            40960,
+        ),
+        ({"model_type": "llama", "max_position_embeddings": 131072, "rope_scaling": LLAMA3}, 131072),
+        ({"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": LLAMA3}, 4096),
+    ],
+)
+def test_position_limit_when_yarn_extends_the_trained_one_then_the_extended_one(
+    fields: dict[str, Any], expected: int
+) -> None:
+    assert model_geometry(fields, "float32").max_position == expected
+
+
 @pytest.mark.parametrize(
     ("config", "dtype", "message"),
     [
