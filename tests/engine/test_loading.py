@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -86,6 +87,42 @@ def test_load_model_when_layers_are_missing_in_the_file_then_refuses(copied: Pat
     edit_config(copied, num_hidden_layers=5, layer_types=types)
     with pytest.raises(ConfigError, match="missing_keys"):
         load_model(str(copied))
+
+
+def quantise(folder: Path) -> None:
+    """Matrices in FP8 of unchanged shape, each with its scale beside it, as modelopt writes them."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[f"{name}_scale"] = weights[name].abs().amax() / 448
+        weights[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(1.0)
+        weights[name] = (weights[name] / weights[f"{name}_scale"]).to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", tiered(("llama", "jamba", "qwen3_5_vl"), ("llama",)))
+def test_load_model_when_weights_have_scales_that_nobody_would_apply_then_refuses(tmp_path: Path, family: str) -> None:
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    quantise(folder)
+    with pytest.raises(ConfigError, match=r"\d\d scales of quantised weights .*, e\.g\. model\..*_proj\.input_scale"):
+        load_model(str(folder))
+    edit_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method is 'modelopt', must be one of .*, fp8,"):
+        load_model(str(folder))
+
+
+def test_load_model_when_the_text_model_is_quantised_in_an_unknown_way_then_refuses(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_5_vl"), tmp_path / "model"))
+    text = {**read_config(folder)["text_config"], "quantization_config": {"quant_method": "modelopt"}}
+    edit_config(folder, text_config=text)
+    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method is 'modelopt'"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["mtp.0.weight", "model.layers.9.mlp.up_proj.weight", "vision.logit_scale"])
+def test_load_model_when_other_tensors_are_left_over_then_is_loaded(copied: Path, name: str) -> None:
+    weights = load_file(copied / "model.safetensors") | {name: torch.zeros(2)}
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(copied)).geometry.num_layers == 4
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from common.errors import ConfigError
 from common.kv_cache.spec import DTYPE_BYTES
@@ -23,6 +24,10 @@ from common.kv_cache.spec import DTYPE_BYTES
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 """What is fetched of a hub repository: no pickled weights."""
+_SCALE = re.compile(
+    r"(.*\.|.*(weight|input|output|activation|proj)_)?(scales?|scale_inv|scale_2|zero_point|qweight|qzeros|absmax|SCB)"
+)
+"""What quantised weights mean nothing without. Other tensors may be left over: heads, towers, old buffers."""
 
 
 def resolve_folder(model: str, revision: str | None) -> Path:
@@ -102,6 +107,7 @@ def load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_r
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        quantization = _quantization(config)
         # A vision-language model of which transformers has no text-only class is loaded whole; it takes text as it is.
         is_text = type(config) in AutoModelForCausalLM._model_mapping
         model, report = (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_pretrained(
@@ -115,10 +121,26 @@ def load_weights(folder: Path, dtype: torch.dtype, device: torch.device, trust_r
             f"--model {str(folder)!r} cannot be loaded: {type(exc).__name__}: {exc}", param="--model"
         ) from exc
     wrong = {name: sorted(map(str, report[name])) for name in ("missing_keys", "mismatched_keys") if report[name]}
+    if not quantization and (scales := sorted(filter(_SCALE.fullmatch, report["unexpected_keys"]))):
+        wrong["scales of quantised weights without a quantization_config"] = scales
     if wrong:
         examples = "; ".join(f"{len(keys)} {name}, e.g. {keys[0]}" for name, keys in wrong.items())
         raise ConfigError(f"--model {str(folder)!r}: the weights do not fit the config: {examples}", param="--model")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    """The config's own, where transformers would read it. Raises ConfigError where it would go on without it."""
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    if found and not AutoHfQuantizer.supports_quant_method(found):
+        known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+        raise ConfigError(
+            f"config.json: quantization_config.quant_method is {found.get('quant_method')!r}, must be one of {known}",
+            param="--model",
+        )
+    return found
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
