@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -52,7 +53,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log = tmp_path / "compilations"
     log.touch()
     wrapper = tmp_path / "counting-c++"
-    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo made >> "{log}";; esac\nexec "{real}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *-shared*.o\\ *) echo made >> "{log}";; esac\nexec "{real}" "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     return log
@@ -216,6 +217,45 @@ def test_load_library_when_it_does_not_compile_then_gives_the_compilers_reason(
     with pytest.raises(BuildError, match="undeclared_name"):
         load_library(tmp_path / "cache", sources)
     assert list((tmp_path / "cache" / "ops").glob("*.so")) == []
+
+
+def test_load_library_when_the_compiler_does_not_know_some_flags_then_takes_the_next(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    (sources / "one.cpp").write_text('extern "C" int tandem_attention() { return FLAG; }\n')
+    flags = (("-DFLAG=1", "-fno-such-flag-known"), ("-DFLAG=2",), ("-DFLAG=3",))
+    assert load_library(tmp_path / "cache", sources, flags).tandem_attention() == 2
+    assert count(compilations) == 1
+    with pytest.raises(BuildError, match="no-such-flag-known"):
+        load_library(tmp_path / "cache", sources, flags[:1])
+
+
+@pytest.mark.parametrize("killed", ["-c", "empty.cpp"], ids=["source", "probe"])
+def test_load_library_when_the_compiler_is_killed_once_then_no_worse_library_is_kept(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    (sources / "one.cpp").write_text('extern "C" int tandem_attention() { return FLAG; }\n')
+    wrapper, once = tmp_path / "killed-c++", tmp_path / "once"
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$*" in *{killed}\\ *) [ -e "{once}" ] || '
+        f'{{ touch "{once}"; echo "error: Killed" >&2; exit 1; }};; esac\nexec "{os.environ["CXX"]}" "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    with contextlib.suppress(BuildError):
+        load_library(tmp_path / "cache", sources, (("-DFLAG=1",), ("-DFLAG=2",)))
+    assert once.exists()
+    assert load_library(tmp_path / "cache", sources, (("-DFLAG=1",), ("-DFLAG=2",))).tandem_attention() == 1
+
+
+def test_load_library_when_the_cache_is_ready_and_cannot_be_written_then_is_read(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    lock = Path(load_library(tmp_path, sources)._name).with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()  # not even root, whom modes do not hold, opens this for writing
+    assert load_library(tmp_path, sources).tandem_attention() == 7
+    assert count(compilations) == 1
 
 
 def test_load_library_when_the_cache_cannot_be_written_then_says_where(

@@ -132,6 +132,8 @@ def _path_of_compiled(
     folder = cache_dir / "ops"
     path = folder / f"{name}-{_digest(compiler.encode(), _run([compiler, '--version']).encode())}.so"
     try:
+        if path.exists() and is_good(path):  # before the lock, for which a read-only folder has no place
+            return path
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not (path.exists() and is_good(path)):
@@ -171,18 +173,27 @@ def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tup
     units = [source for source in sources if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
         target = Path(scratch) / path.name
-        reasons = []
-        for flags in machine_flags:
+        flags = _choose_flags(compiler, machine_flags, Path(scratch) / "empty.cpp")
+        _build([compiler, *_FLAGS, *flags], units, target)
+        target.replace(path)
+    logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), time.monotonic() - begin_s)
+
+
+def _choose_flags(compiler: str, machine_flags: Sequence[tuple[str, ...]], empty: Path) -> tuple[str, ...]:
+    """The first of ``machine_flags`` that ``empty`` can be compiled and linked with: what fails with the sources may be
+    for want of memory or disk, and would leave a slow library under the name of the best. Raises BuildError."""
+    empty.touch()
+    reasons = []
+    for flags in machine_flags:
+        for _ in range(2):  # once can be chance, even here
             try:
-                _build([compiler, *_FLAGS, *flags], units, target)
+                _run([compiler, *_FLAGS, *flags, "-shared", str(empty), "-o", str(empty.with_suffix(".so"))])
+                return flags
             except BuildError as exc:
-                reasons.append(str(exc))
-                continue
-            target.replace(path)
-            seconds = time.monotonic() - begin_s
-            logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), seconds)
-            return
-    raise BuildError(reasons[0])
+                if exc.__cause__ is not None:  # it did not run, which says nothing about its flags
+                    raise
+                reasons.append(exc)
+    raise reasons[0]
 
 
 def _build(command: list[str], units: Sequence[Path], target: Path) -> None:
