@@ -41,33 +41,37 @@ class FolderWatch:
         if room is not None:
             room.begin_look()
         folders = self._store.folders()
+        # Whatever raises comes before anything is noted as known: nobody would hear of what a failed look found.
+        listed = [each for each in map(self._list, folders) if each is not None]
         for folder in self._listings.keys() - set(folders):
             changes.removed += filter(None, self._listings.pop(folder).headers.values())
-        for folder in folders:
-            self._look_into(folder, changes)
+        for folder, listing, names in listed:
+            self._look_into(folder, listing, names, changes)
         self._num_bytes += sum(map(file_bytes, changes.added)) - sum(map(file_bytes, changes.removed))
         if room is not None:
             room.end_look(self._num_bytes)
         return changes
 
-    def _look_into(self, folder: Path, changes: Changes) -> None:
-        listing = self._listings.setdefault(folder, _Listing())
+    def _list(self, folder: Path) -> tuple[Path, _Listing, set[str]] | None:
+        """With the names that are there; None: it is as it was, or gone. Raises OSError."""
+        known = self._listings.get(folder, _Listing())
         try:
             now_s, changed_ns = time.time(), folder.stat().st_mtime_ns
-            if listing.is_settled and changed_ns == listing.changed_ns:
-                return
-            paths = {path.name: path for path in folder.iterdir()}
+            if known.is_settled and changed_ns == known.changed_ns:
+                return None
+            names = {path.name for path in folder.iterdir()}
         except FileNotFoundError:
-            return  # gone meanwhile: the next look tells
-        listing.changed_ns, listing.is_settled = changed_ns, now_s - changed_ns / 1e9 > SETTLED_S
-        for name in listing.headers.keys() - paths.keys():
+            return None  # gone meanwhile: the next look tells
+        return folder, _Listing(changed_ns, now_s - changed_ns / 1e9 > SETTLED_S, known.headers), names
+
+    def _look_into(self, folder: Path, listing: _Listing, names: set[str], changes: Changes) -> None:
+        self._listings[folder] = listing
+        for name in listing.headers.keys() - names:
             header = listing.headers.pop(name)
             if header is not None:
                 changes.removed.append(header)
-        for name, path in paths.items():
-            if name in listing.headers:
-                continue
-            found = self._store.look(path)
+        for name in names - listing.headers.keys():
+            found = self._store.look(folder / name)
             if isinstance(found, str):
                 if found != "missing":  # gone, or an object, meanwhile
                     changes.useless[found] += 1

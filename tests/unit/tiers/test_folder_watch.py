@@ -1,0 +1,77 @@
+"""Looks at a folder of which a part cannot be read: nothing that is there is forgotten, or swept away."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from common.kv_cache.tiers.stored_prefix import StoredPrefix
+from common.node.tiers.prefix_objects import PrefixObjects
+from common.node.tiers.scanner import TierScanner
+from common.tiers.catalogue import Catalogue
+from common.tiers.folder import ObjectFolder
+from common.tiers.folder_watch import FolderWatch
+from tests.unit.tiers.test_catalogue import DEEP, FULL, MODEL
+
+SECRET = b"s" * 32
+
+
+@dataclass
+class Scan:
+    """A scanner over a folder with one prefix, ``DEEP``, that somebody else wrote long ago; looks when it is told."""
+
+    folder: Path
+    whole: list[StoredPrefix] = field(default_factory=list)
+    useless: list[dict[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        store = ObjectFolder(self.folder, SECRET, syncs=False)
+        for header in DEEP:
+            store.put(header, [memoryview(bytes(header.payload_bytes))])
+        self.catalogue = Catalogue(16, [FULL])
+        self.scanner = TierScanner(
+            store, FolderWatch(store, MODEL), cast(PrefixObjects, None), self.catalogue, self._on_change,
+            self.useless.append,
+        )  # fmt: skip
+
+    def _on_change(self, whole: Sequence[StoredPrefix], gone: Sequence[bytes]) -> None:
+        assert not gone
+        self.whole += whole
+
+    def look(self) -> None:
+        self.scanner._look()
+
+    def check_whole(self) -> None:
+        assert [prefix.position for prefix in self.whole] == [595]
+        assert self.catalogue.useless() == []
+        assert len(list(self.folder.rglob("*.kv"))) == len(DEEP)
+
+
+@pytest.fixture
+def scan(tmp_path: Path) -> Scan:
+    return Scan(tmp_path)
+
+
+def test_look_when_a_part_of_the_folder_cannot_be_listed_once_then_nothing_is_lost_or_swept(
+    scan: Scan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = max(path for path in scan.folder.iterdir() if path.is_dir())  # looked at last
+    iterdir = Path.iterdir
+
+    def fail(self: Path) -> Iterator[Path]:
+        if self == refused:
+            raise OSError(errno.ESTALE, "injected")
+        return iterdir(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail)
+        with pytest.raises(OSError, match="injected"):
+            scan.look()
+    assert not scan.scanner.has_looked
+    scan.look()
+    scan.check_whole()
