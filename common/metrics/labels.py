@@ -191,7 +191,8 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         "reason",
         {
             "missing": "deleted by somebody else",
-            "unreadable": "the disk failed, or it is no plain file",
+            "unreadable": "it is no plain file",
+            "io": "a failing disk, too many open files; the object stays, the tier is not read for 30 s",
             "short": "another length than its header says",
             "header": "damaged, or made without the key",
             "digest": "other bytes than were written",

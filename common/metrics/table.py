@@ -198,7 +198,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _counter(
         "tier_read_errors_total",
-        "Objects of a tier that could not be used: deleted, and computed again.",
+        "Objects of a tier that could not be used: computed again, and deleted where they are bad.",
         "tier",
         "reason",
         roles=NODES,

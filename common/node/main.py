@@ -17,10 +17,15 @@ from typing import NoReturn
 from common.config.node import parse_node_config
 from common.metrics.table import Role
 from common.server.garbage import keep_collections_short
-from common.server.serve import bind_socket, end_process, run_app, run_main
+from common.server.serve import bind_socket, end_process, raise_file_limit, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
 from common.tiers.folder import open_folder
+
+FILES_PER_REQUEST = 3
+"""Connections of its client, to the node that it is pulled from, and of the node that reads it."""
+SPARE_FILES = 512
+"""Open files for all but requests: weights, the transport, objects of tiers, probes and feeds."""
 
 
 def run_node(role: Role, *, default_port: int) -> NoReturn:
@@ -31,6 +36,7 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
         configure_logging(config.log_level, config.log_format, role=role.value, node=config.node_name or role.value)
         config.warn_if_exposed()
         check_tracing(config.otlp_traces_endpoint)
+        raise_file_limit(FILES_PER_REQUEST * (config.max_num_seqs + config.max_queue) + SPARE_FILES, flag="--max-queue")
         sock = bind_socket(config.host, config.port)
         config = dataclasses.replace(config, port=sock.getsockname()[1])
         gc.disable()

@@ -39,6 +39,8 @@ SUFFIX = ".kv"
 MAX_BUFFERS = 512
 """Buffers of one ``preadv`` or ``pwritev``: below IOV_MAX, which is 1,024 on Linux."""
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
+"""Of opening a symbolic link, or a socket. Any other error may pass: the file stays."""
 OLD_S = 3600.0
 """Age at which a file that another process may have begun is taken for a dead one's."""
 
@@ -118,7 +120,7 @@ class ObjectFolder:
                 raise ObjectReadError("short")
             _read_all(descriptor, buffers, HEADER_BYTES)
         except OSError as exc:
-            raise ObjectReadError("unreadable") from exc
+            raise ObjectReadError("io") from exc
         finally:
             os.close(descriptor)
         digest = hmac.new(self._secret, digestmod=sha256)
@@ -168,7 +170,7 @@ class ObjectFolder:
 
     def look(self, path: Path) -> ObjectHeader | str:
         """What a file says of itself. What is damaged, cut short or a dead writer's is deleted: then why. "missing": it
-        went, or a writer gave it its name, since it was listed."""
+        went, or a writer gave it its name, since it was listed. "io": the system would not say."""
         try:
             if path.suffix != SUFFIX:
                 if self._is_nobodys(path):
@@ -190,10 +192,10 @@ class ObjectFolder:
             return "missing"
         except ObjectReadError as exc:
             reason = exc.reason
-            if reason == "missing":
-                return reason  # by now there may be a new one under that name
+            if reason in ("missing", "io"):
+                return reason  # by now there may be a new one under that name; or nothing is known of it
         except OSError:
-            reason = "unreadable"
+            return "io"
         # In a shared folder, what cannot be read with this key may be another cluster's.
         if not (self._is_shared and reason == "header"):
             with contextlib.suppress(OSError):
@@ -221,7 +223,7 @@ class ObjectFolder:
         except FileNotFoundError:
             raise ObjectReadError("missing") from None
         except OSError as exc:
-            raise ObjectReadError("unreadable") from exc
+            raise ObjectReadError("unreadable" if exc.errno in NO_FILE_ERRORS else "io") from exc
         return descriptor
 
     def _read_header(self, descriptor: int) -> tuple[ObjectHeader, bytes, int]:

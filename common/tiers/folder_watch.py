@@ -75,7 +75,7 @@ class FolderWatch:
             if isinstance(found, str):
                 if found != "missing":  # gone, or an object, meanwhile
                     changes.useless[found] += 1
-                listing.is_settled = False  # a temporary file becomes an object
+                listing.is_settled = False  # a temporary file becomes an object, an error passes
             elif found.fingerprint == self._fingerprint:
                 listing.headers[name] = found
                 changes.added.append(found)

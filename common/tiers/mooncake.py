@@ -162,7 +162,7 @@ class MooncakeStore:
             with self._use() as client:
                 return bytes(client.get(key))
         except OSError as exc:
-            raise ObjectReadError("unreadable") from exc
+            raise ObjectReadError("io") from exc
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[Any]:

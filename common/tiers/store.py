@@ -15,8 +15,8 @@ from common.tiers.object_header import ObjectHeader
 
 
 class ObjectReadError(Exception):
-    """``reason``: missing, unreadable (an I/O error, or no plain file), short, header (not ours, or damaged), other
-    (whole, but not what was asked for) or digest."""
+    """``reason``: missing, unreadable (no plain file), short, header (not ours, or damaged), other (whole, but not what
+    was asked for), digest, or io: the system refused, which says nothing of the object."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -91,7 +91,7 @@ class TimedReads:
             except Exception:
                 # Whatever went wrong: the reader must hear of it, and the thread go on.
                 logger.exception("a read raised")
-                reason = "unreadable"
+                reason = "io"
             with self._lock:
                 was_over, job.is_over = job.is_over, True
                 self._num_stuck -= was_over
@@ -103,7 +103,7 @@ class TimedReads:
                 except Exception:
                     # As above; nobody else would end the wait any more.
                     logger.exception("delivering a read raised")
-                    reason = "unreadable"
+                    reason = "io"
             job.on_outcome(reason)
 
     def _watch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -348,6 +349,39 @@ def test_read_when_it_hangs_then_the_prompt_is_computed_and_the_next_reads_are_n
             assert await node.generate(PROMPT) == (expected, 0)
             assert len(node.pulls) == 1  # the tier rests
             released.set()
+            await node.check()
+
+    run(main())
+
+
+def test_read_when_the_system_refuses_it_once_then_nothing_is_deleted_and_the_next_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            await node.forget_memory()
+            files, num_objects = objects_in(tmp_path / "tier"), node.metric("tier_objects")
+            open_file, refused, deleted = os.open, threading.Event(), list[ObjectHeader]()
+
+            def refuse_first(path: Any, flags: int, *args: Any, **fields: Any) -> int:
+                if flags & os.O_NONBLOCK and Path(path) in files and not refused.is_set():
+                    refused.set()
+                    raise OSError(errno.EMFILE, "injected")
+                return open_file(path, flags, *args, **fields)
+
+            monkeypatch.setattr(os, "open", refuse_first)
+            monkeypatch.setattr(ObjectFolder, "delete", lambda self, header: deleted.append(header))
+            monkeypatch.setattr("common.node.tiers.node_tier.READ_REST_S", 0.0)
+            await node.generate(PROMPT)
+            assert node.metric("tier_read_errors_total") == node.metric("tier_read_errors_total", reason="io") == 1
+            await node.flush()  # what was decided before is done by then
+            assert deleted == []
+            assert set(files) <= set(objects_in(tmp_path / "tier"))
+            assert node.metric("tier_objects") >= num_objects
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, len(PROMPT))
             await node.check()
 
     run(main())

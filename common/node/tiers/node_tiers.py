@@ -63,7 +63,7 @@ LEARNT_AT_ONCE = 256
 """Prefixes of a folder that are taken in between two steps: 3 ms."""
 MAX_REMEMBERED = 8192
 """Prefixes of a folder, the latest used ones, that the eviction policy is told of: it keeps as many in mind."""
-UNTOUCHED = ("deadline", "stuck")
+UNTOUCHED = ("deadline", "stuck", "io")
 """Reasons of a read that say nothing of the object."""
 
 

@@ -76,7 +76,8 @@ class TierScanner:
         if whole or gone:
             self._on_change(whole, gone)
         found = Counter({reason: count for reason, count in changes.useless.items() if reason not in EXPECTED})
-        if time.monotonic() >= self._next_sweep_s:
+        # What could not be looked into may be what others need.
+        if time.monotonic() >= self._next_sweep_s and not changes.useless["io"]:
             num_swept = sum(map(self._store.sweep, self._catalogue.useless()))
             self._next_sweep_s = time.monotonic() + SWEEP_S
             logger.info(

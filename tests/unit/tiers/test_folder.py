@@ -410,7 +410,7 @@ def fail() -> None:
 def test_reads_when_they_end_in_time_then_one_outcome_each() -> None:
     reads = TimedReads()
     good, bad, broken = submit(reads, lambda: None), submit(reads, fail), submit(reads, lambda: 1 / 0)
-    for each, reason in ((good, ""), (bad, "digest"), (broken, "unreadable")):
+    for each, reason in ((good, ""), (bad, "digest"), (broken, "io")):
         assert each.arrived.wait(30)
         assert (each.outcomes, each.num_delivered) == ([reason], reason == "")
     reads.close()
@@ -462,7 +462,7 @@ def test_read_when_what_it_brought_cannot_be_delivered_then_it_has_an_outcome_an
 
     reads.submit(lambda: deliver, 30.0, outcomes.on_outcome)
     assert outcomes.arrived.wait(30)
-    assert outcomes.outcomes == ["unreadable"]
+    assert outcomes.outcomes == ["io"]
     after = submit(reads, lambda: None)
     assert after.arrived.wait(30)
     assert after.outcomes == [""]

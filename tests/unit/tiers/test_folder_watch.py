@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from common.kv_cache.tiers.stored_prefix import StoredPrefix
 from common.node.tiers.prefix_objects import PrefixObjects
 from common.node.tiers.scanner import TierScanner
+from common.tiers import folder as folder_module
 from common.tiers.catalogue import Catalogue
 from common.tiers.folder import ObjectFolder
 from common.tiers.folder_watch import FolderWatch
@@ -75,3 +78,23 @@ def test_look_when_a_part_of_the_folder_cannot_be_listed_once_then_nothing_is_lo
     assert not scan.scanner.has_looked
     scan.look()
     scan.check_whole()
+
+
+@pytest.mark.parametrize("name", ["open", "fstat", "pread"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO])
+def test_look_when_the_system_refuses_a_file_once_then_it_stays_and_is_found_next_time(
+    scan: Scan, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    call, calls = getattr(os, name), itertools.count()
+
+    def refuse_first(*args: Any) -> Any:
+        if not next(calls):
+            raise OSError(number, "injected")
+        return call(*args)
+
+    monkeypatch.setattr(folder_module.os, name, refuse_first)
+    scan.look()
+    assert (scan.whole, scan.useless) == ([], [{"io": 1}])
+    scan.look()
+    scan.check_whole()
+    assert len(scan.useless) == 1
