@@ -64,7 +64,7 @@ class ObjectFolder:
         self.folder = folder
         self._alone_until = alone_until if alone_until is not None else 0.0 if is_shared else math.inf
         self._secret = secret
-        self._is_shared = is_shared
+        self.is_shared = is_shared
         self._syncs = syncs
         self.room = room
 
@@ -197,7 +197,7 @@ class ObjectFolder:
         except OSError:
             return "io"
         # In a shared folder, what cannot be read with this key may be another cluster's.
-        if not (self._is_shared and reason == "header"):
+        if not (self.is_shared and reason == "header"):
             with contextlib.suppress(OSError):
                 path.unlink()
         return reason

@@ -18,6 +18,9 @@ SETTLED_S = 2.0
 """A sub-folder that changed this short before it was listed is listed again: times of change are that coarse on some
 filesystems."""
 
+PASSING = ("temporary", "missing", "io")
+"""What a look finds that may be another thing at the next one, though the sub-folder does not change."""
+
 
 @dataclass(slots=True)
 class _Listing:
@@ -75,7 +78,10 @@ class FolderWatch:
             if isinstance(found, str):
                 if found != "missing":  # gone, or an object, meanwhile
                     changes.useless[found] += 1
-                listing.is_settled = False  # a temporary file becomes an object, an error passes
+                if found in PASSING:
+                    listing.is_settled = False
+                elif found == "header" and self._store.is_shared:
+                    listing.headers[name] = None  # it stays: another cluster's
             elif found.fingerprint == self._fingerprint:
                 listing.headers[name] = found
                 changes.added.append(found)

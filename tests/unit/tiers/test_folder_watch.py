@@ -98,3 +98,16 @@ def test_look_when_the_system_refuses_a_file_once_then_it_stays_and_is_found_nex
     scan.look()
     scan.check_whole()
     assert len(scan.useless) == 1
+
+
+def test_look_when_an_object_of_a_shared_folder_is_of_another_key_then_it_is_opened_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = DEEP[0]
+    ObjectFolder(tmp_path, b"another cluster's secret").put(header, [memoryview(bytes(header.payload_bytes))])
+    store = ObjectFolder(tmp_path, SECRET, is_shared=True)
+    watch = FolderWatch(store, MODEL)
+    assert watch.look().useless == {"header": 1}
+    monkeypatch.setattr(store, "look", None)
+    assert watch.look().useless == {}  # though the sub-folder has just changed, and is listed again
+    assert len(list(tmp_path.rglob("*.kv"))) == 1
