@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import random
@@ -407,6 +408,32 @@ def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
             await node.check()
 
     run(main())
+
+
+def test_node_when_its_folder_hangs_in_a_lock_then_it_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, hung, released = fcntl.flock, threading.Event(), threading.Event()
+
+    def hang(descriptor: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            hung.set()
+            released.wait()
+        flock(descriptor, operation)
+
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            await node.until(lambda: node.tiers is not None and node.tiers.is_scanned)
+            monkeypatch.setattr(fcntl, "flock", hang)
+            await node.until(hung.is_set)
+
+    monkeypatch.setattr("common.node.tiers.node_tiers.CLOSE_S", 0.2)
+    emergency = threading.Timer(10.0, released.set)
+    emergency.start()
+    run(main())  # with all that asyncio waits for at its end
+    assert not released.is_set()
+    emergency.cancel()
+    released.set()
 
 
 @pytest.mark.parametrize("reason", ["full", pytest.param("io", marks=pytest.mark.full)])

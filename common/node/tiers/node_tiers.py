@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ WRITE_LEASE_S = 60.0
 """Longest time that memory is kept for a write: a disk that hangs must not keep it for ever."""
 LOOK_TIMEOUT_S = 2.0
 CLOSE_S = 5.0
-"""Longest wait for a write that has begun, when the node ends."""
+"""Longest waits for a write that has begun, and for a tier's files to be closed, when the node ends."""
 LEARNT_AT_ONCE = 256
 """Prefixes of a folder that are taken in between two steps: 3 ms."""
 MAX_REMEMBERED = 8192
@@ -122,7 +123,10 @@ class NodeTiers:
             await asyncio.to_thread(writer.close, CLOSE_S)
         for each in self._tiers.values():
             if each.use is not None:
-                await asyncio.to_thread(each.use.close)
+                # A daemon thread: the filesystem may hang, and Python waits for a thread pool's threads at exit.
+                thread = threading.Thread(target=each.use.close, name="tier-close", daemon=True)
+                thread.start()
+                await asyncio.to_thread(thread.join, CLOSE_S)
 
     def _scanner(self, each: NodeTier, watch: Watch) -> TierScanner:
         catalogue = Catalogue(self._manager.config.block_size, self._leaving.first_needed)
