@@ -499,6 +499,31 @@ def test_memory_when_it_changes_while_it_is_written_then_the_object_is_not(
     run(main())
 
 
+def test_write_when_a_caller_names_its_lease_like_one_of_a_tier_then_both_hold_their_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            tiers = node.tiers
+            assert tiers is not None
+            assert tiers._looking is not None
+            tiers._looking.cancel()
+            await node.until(lambda: tiers.is_scanned)
+            await node.generate(PROMPT)
+            keys, name = node.manager.prefix_keys(PROMPT), "tier-write-1"
+
+            def lease_and_look() -> int:
+                lease = node.manager.lease_prefix(keys, len(PROMPT), name, float("inf"), deeper_than=0)
+                assert lease is not None
+                tiers._look(is_whole=True)
+                return tiers._num_writes
+
+            assert await node.engine.call(lease_and_look) >= 1
+            await node.until(lambda: node.metric("tier_bytes_total", op="write") > 0)
+            await node.engine.call(lambda: node.manager.release_lease(name))
+            await node.check()
+
+    run(main())
+
+
 # --- small pools
 
 NUM_CONVERSATIONS = 40

@@ -151,6 +151,7 @@ class LeaseManager:
         output_row: Any | None,
     ) -> LeasedPrefix:
         """``own_tails``: those of ``tails`` that are not the checkpoint's, () when all are."""
+        assert lease_id not in self._leases, f"lease {lease_id} exists"  # before anything is pinned for it
         coordinator = self._coordinator
         pinned = _append(full, own_tails)
         for group, table in zip(coordinator.groups, pinned, strict=True):

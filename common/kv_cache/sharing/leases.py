@@ -87,13 +87,17 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, lease_id: object) -> bool:
+        """Engine thread only."""
+        return lease_id in self._leases
+
     def active(self) -> tuple[Lease, ...]:
         """Engine thread only."""
         return tuple(self._leases.values())
 
     def add(self, lease: Lease, deadline_s: float) -> None:
+        assert lease.lease_id not in self
         with self._lock:
-            assert lease.lease_id not in self._leases, f"lease {lease.lease_id} exists"
             self._leases[lease.lease_id] = lease
             self._deadlines[lease.lease_id] = deadline_s
 

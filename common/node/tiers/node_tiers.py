@@ -233,7 +233,7 @@ class NodeTiers:
         each = self._tiers[key]
         deletes = [header for other in write.dropped for header in self._unneeded(each, other)]
         self._num_writes += 1
-        lease_id = f"tier-write-{self._num_writes}"
+        lease_id = f"tier write {self._num_writes}"  # with blanks, which no name has that a caller may send
         objects = self._source(write, lease_id)
         if objects is None:
             index.drop(prefix)

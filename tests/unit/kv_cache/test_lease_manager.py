@@ -131,6 +131,18 @@ def test_lease_prefix_when_it_is_a_whole_prompt_then_with_its_row() -> None:
     assert (lease.num_tokens, lease.output_row) == (12, world.row(A[:12]))
 
 
+def test_lease_when_its_name_is_taken_then_nothing_is_pinned_for_it() -> None:
+    world = World(make_config())
+    world.prefill("a", A[:12])
+    world.manager.free("a", donate=True)
+    assert lease_prefix(world, A[:12]) is not None
+    with pytest.raises(AssertionError, match="lease lease exists"):
+        world.manager.lease_closure(world.keys(A[:12]).key_at(12), "lease", 5.0)
+    world.check()
+    assert world.manager.release_lease("lease")
+    assert world.manager.stats().blocks["leased"] == 0
+
+
 def test_lease_prefix_when_the_model_is_dense_then_the_deepest_boundary_or_tail() -> None:
     world = World(make_config(state=False))
     world.prefill("a", A[:10], plan_end=False)
