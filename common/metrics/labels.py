@@ -180,7 +180,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         ("tier_skipped_total",),
         "reason",
         {
-            "late": "evicted before it was looked at",
+            "late": "evicted before it was looked at, or while the tier's disk refused writes or hung",
             "value": "less likely to return than `--kv-tier-min-return`",
             "rate": "no budget (`--kv-tier-write-rate`)",
             "full": "worth less than what would have had to go",

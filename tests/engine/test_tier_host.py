@@ -4,7 +4,9 @@ nothing behind that a start would miss."""
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,34 @@ def test_state_when_host_memory_gives_another_then_it_is_not_believed(tmp_path: 
             assert node.metric("tier_read_errors_total", tier="host", reason="missing") >= 1
             await node.check()
 
+    run(main())
+
+
+def test_host_memory_when_the_disk_below_hangs_then_it_takes_on_what_leaves_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, released = ObjectFolder.put, threading.Event()
+
+    def hang(self: ObjectFolder, *args: Any) -> int:
+        released.wait()
+        return put(self, *args)
+
+    async def main() -> None:
+        async with TierNode("host:512KiB", disk(tmp_path), kv_tier_min_return=0.0, **SMALL) as node:
+            assert node.tiers is not None
+            indexes = {each.kind: each.tier.index for each in node.tiers._tiers.values()}
+            await node.until(lambda: node.tiers is not None and node.tiers.is_scanned)
+            for seed in range(16):  # many times what host memory holds, so that the disk is to take what goes
+                await node.generate(tokens(seed, 100))
+                key = node.manager.prefix_keys(tokens(seed, 100)).key_at(100)
+                await node.until(lambda key=key: key in indexes["host"])  # type: ignore[misc]
+            assert indexes["disk"].unwritten  # they hang
+            assert node.metric("tier_skipped_total", tier="disk", reason="late") > 0
+            released.set()
+            await settled(node)
+
+    monkeypatch.setattr(ObjectFolder, "put", hang)
+    monkeypatch.setattr("common.node.tiers.node_tiers.WRITE_HANG_S", 0.3)
     run(main())
 
 

@@ -71,14 +71,17 @@ class Tier:
         self.skipped: Counter[str] = Counter()
         self.is_fed_by_tier = False
         """Whether what it is offered has waited in a faster tier, and not in memory alone."""
+        self.rests_until_s = 0.0
+        """Of ``clock``: it takes nothing in before, and lets nothing go for it."""
         self._outlook = outlook
+        self._clock = clock
         self._budget = WriteBudget(settings.write_rate, clock)
         self._refused: dict[bytes, str] = {}
 
     def take(self, prefix: StoredPrefix) -> tuple[int, list[StoredPrefix]] | None:
         """Takes ``prefix`` in. Returns the bytes to be written for it, and the prefixes that went for it; None: it is
         here, or is not to be written (yet)."""
-        if not self.wants(prefix.key):
+        if self._clock() < self.rests_until_s or not self.wants(prefix.key):
             return None
         probability = self._probability(prefix.key)
         num_bytes = self.index.missing(prefix)

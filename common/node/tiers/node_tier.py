@@ -17,7 +17,7 @@ MEASURED_FOR_S = 60.0
 READ_REST_S = 30.0
 """For so long nothing is read from a tier that let a read wait until its deadline."""
 WRITE_REST_S = 10.0
-"""For so long nothing is written to a tier that refused a write."""
+"""For so long nothing is written to a tier that refused a write, or of which none ends."""
 
 
 class Closable(Protocol):
@@ -42,7 +42,7 @@ class NodeTier:
         self.tier = Tier(settings, outlook, time.monotonic)
         self.store = store
         self.read_times = LinearCost()
-        self._no_reads_until = self._no_writes_until = 0.0
+        self._no_reads_until = 0.0
 
     @property
     def kind(self) -> str:
@@ -50,7 +50,7 @@ class NodeTier:
 
     @property
     def may_write(self) -> bool:
-        return time.monotonic() >= self._no_writes_until
+        return time.monotonic() >= self.tier.rests_until_s
 
     @property
     def may_read(self) -> bool:
@@ -69,7 +69,7 @@ class NodeTier:
 
     def rest_from_writes(self, seconds: float | None = None) -> None:
         """``seconds``: default WRITE_REST_S."""
-        self._no_writes_until = time.monotonic() + (WRITE_REST_S if seconds is None else seconds)
+        self.tier.rests_until_s = time.monotonic() + (WRITE_REST_S if seconds is None else seconds)
 
     def measure(self, s_per_token: float) -> None:
         """Brings the break-even up to date. ``s_per_token``: of computing a prompt here."""

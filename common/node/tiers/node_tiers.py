@@ -53,6 +53,8 @@ MIN_SLOTS = 8
 """States that a look goes through at least, and for each prompt that waits."""
 MAX_WRITES = 4
 """Prefixes that are leased to be written at a time, for each tier: they cannot be evicted meanwhile."""
+WRITE_HANG_S = 10.0
+"""A tier of which no write ends for so long is not waited for: what is above it goes on without."""
 MAX_OFFERS = 16
 """Prefixes whose closure one look finds at most."""
 WRITE_LEASE_S = 60.0
@@ -99,6 +101,7 @@ class NodeTiers:
         self._writers = {key: TierWriter(each.store, each.kind) for key, each in self._tiers.items()}
         self._scanners = [self._scanner(each, each.watch) for each in tiers if each.watch is not None]
         self._writing: Counter[int] = Counter()
+        self._moved_s: dict[int, float] = {}  # when a write last ended, or began with none before it
         self._num_writes = 0
         self._num_remembered = 0
         self._reading: dict[bytes, TierPrefix] = {}
@@ -179,6 +182,9 @@ class NodeTiers:
     def _look(self, *, is_whole: bool) -> float:
         """How long it took. ``is_whole``: at all that is cached, not only at what goes next."""
         started_s = time.monotonic()
+        for key, each in self._tiers.items():
+            if self._writing[key] and started_s - self._moved_s[key] > WRITE_HANG_S:
+                each.rest_from_writes()
         if self._stack.has_shared and self._has_room(is_shared=True):
             for prefix in self._leaving.fresh(self._may_go):
                 self._begin(self._stack.publish(prefix))
@@ -208,12 +214,11 @@ class NodeTiers:
         return self._may_go(checkpoint) and self._stack.wants(checkpoint.key)
 
     def _has_room(self, *, is_shared: bool) -> bool:
-        """Whether a further write may begin: a tier whose disk hangs stops no other."""
-        return all(
-            self._writing[key] < MAX_WRITES and each.may_write
-            for key, each in self._tiers.items()
-            if each.tier.settings.is_shared == is_shared
-        )
+        """Whether a further write may begin: a tier that is busy is waited for, one that rests stops no other."""
+        writable = [
+            key for key, each in self._tiers.items() if each.tier.settings.is_shared == is_shared and each.may_write
+        ]
+        return bool(writable) and all(self._writing[key] < MAX_WRITES for key in writable)
 
     def _look_at_all(self) -> None:
         """With what is in host memory, which this node's end takes with it."""
@@ -241,6 +246,8 @@ class NodeTiers:
             return
         index.pin(prefix.key)
         index.unwritten.add(prefix.key)
+        if not self._writing[key]:
+            self._moved_s[key] = time.monotonic()
         self._writing[key] += 1
 
         def on_done(num_bytes: int, reason: str) -> None:
@@ -263,6 +270,7 @@ class NodeTiers:
         each, prefix, index = self._tiers[id(write.tier)], write.prefix, write.tier.index
         self._manager.release_lease(lease_id)
         self._writing[id(write.tier)] -= 1
+        self._moved_s[id(write.tier)] = time.monotonic()
         index.unpin(prefix.key)
         index.unwritten.discard(prefix.key)
         self._metrics.inc("tier_bytes_total", num_bytes, tier=each.kind, op="write")
