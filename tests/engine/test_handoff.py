@@ -7,16 +7,21 @@ same comparison fails, so it would notice.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from common.errors import RequestAbortedError
+from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.sharing.remote_prefix import PullPlan
+from common.wire.handoff import Rendezvous
 from common.wire.manifest import PrefillReport
 from tests.support.models import FAMILIES, tiered
-from tests.support.pair import Answer, Pair
+from tests.support.pair import HOST, PORT, Answer, Pair
 from tests.support.reference import Mismatch, Reference, random_tokens, reference
 
 NUM_TOKENS = 10
@@ -197,4 +202,48 @@ def test_row_when_the_model_is_in_half_precision_with_a_float32_residual_then_is
     answer = pair.ask({"half": random_tokens(40, seed=241)}, NUM_TOKENS)["half"]
     assert answer.manifest.output_row_dtype == "bfloat16"
     assert len(answer.token_ids) == NUM_TOKENS
+    pair.close()
+
+
+class WatchedKeys(PrefixKeys):
+    """Hashing takes long, but on an event loop, where it must not happen."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.hashed_by: list[threading.Thread] = []
+        self.released = threading.Event()
+
+    def _hash_to(self, num_blocks: int) -> None:
+        self.hashed_by.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            self.released.wait(30)
+        super()._hash_to(num_blocks)
+
+
+def test_handoff_when_its_caller_leaves_while_the_prompt_is_hashed_then_on_a_thread_and_the_leg_is_called_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, prompt = Pair("mamba2"), random_tokens(90, seed=251)
+    config = pair.decode.model.cache_config
+    keys = WatchedKeys(config.root_key, config.block_size, prompt)
+    monkeypatch.setattr(pair.decode.model.manager, "prefix_keys", lambda *args, **fields: keys)
+
+    async def read() -> None:
+        async with pair._handoffs.read(Rendezvous(HOST, PORT, "left"), prompt, None):
+            raise AssertionError("no leg has come")
+
+    async def leave() -> None:
+        reading = asyncio.create_task(read())
+        async with asyncio.timeout(30):
+            while not keys.hashed_by:
+                await asyncio.sleep(0.001)
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=30)
+        assert reading.cancelled()
+
+    pair._runner.run(leave())
+    keys.released.set()
+    assert threading.main_thread() not in keys.hashed_by
+    with pytest.raises(RequestAbortedError):
+        pair.hand_out_late("left", prompt)
     pair.close()

@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
@@ -142,13 +143,15 @@ class HandoffReader:
         if isinstance(handoff, Manifest):
             self._check_compatible(handoff)
             manifests = fixed = self._fixed_stream(handoff)
-            reading = self._read_manifest(handoff, url, keys, fixed)
+            read = partial(self._read_manifest, handoff, url, keys, fixed)
         else:
             manifests = stream = self._rendezvous_stream(handoff, url, keys)
-            reading = self._read_rendezvous(handoff, url, keys, stream)
+            read = partial(self._read_rendezvous, handoff, url, keys, stream)
         try:
             try:
-                result = await reading
+                # 128,000 tokens are hashed in 16 ms, in which no stream would get a token.
+                await asyncio.to_thread(keys.key_at, keys.num_tokens)
+                result = await read()
             except PrefillLegRejectedError:
                 raise
             except TransferError as exc:
@@ -221,21 +224,21 @@ class HandoffReader:
     # --- a prompt that is being computed
 
     def _rendezvous_stream(self, rendezvous: Rendezvous, url: str, keys: PrefixKeys) -> RendezvousManifestStream:
-        prefix_key = keys.key_at(keys.num_tokens)  # hashed here, so that no thread hashes later
+        num_tokens = keys.num_tokens  # hashed by the time that anything is read
 
         def read(manifest: Manifest | PartialManifest) -> ReadablePrefix:
             try:
                 self._check_compatible(manifest)
             except InvalidRequestError as exc:
                 raise TransferError(f"{url}: {exc.message}", code=TransferCode.FINGERPRINT_MISMATCH) from exc
-            if isinstance(manifest, Manifest) and manifest.prefix_key != prefix_key:
+            if isinstance(manifest, Manifest) and manifest.prefix_key != keys.key_at(num_tokens):
                 raise TransferError(
-                    f"{url} computed another prompt of {manifest.num_tokens} tokens than this one of {keys.num_tokens}",
+                    f"{url} computed another prompt of {manifest.num_tokens} tokens than this one of {num_tokens}",
                     code=PullReason.WRONG_CONTENT,
                 )
-            if manifest.num_tokens > keys.num_tokens:
+            if manifest.num_tokens > num_tokens:
                 raise TransferError(
-                    f"{url} has {manifest.num_tokens} tokens of a prompt of {keys.num_tokens}",
+                    f"{url} has {manifest.num_tokens} tokens of a prompt of {num_tokens}",
                     code=PullReason.WRONG_CONTENT,
                 )
             return ReadablePrefix.of(manifest, self._loaded)
