@@ -276,7 +276,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         ("proxy_migrations_total",),
         "outcome",
         {
-            "resumed": "its node broke, and it went on at another one",
+            "resumed": "its node broke, or did not take it over, and it went on at another one",
             "gave_up": "its node broke, and it ended with an error event",
             "handed_over": "a prefill node had begun it, and a decode node goes on",
         },

@@ -65,7 +65,7 @@ class Run:
     """One request in progress: what was ``given``, and the ``job`` that is left of it. ``waits_s``: until it was
     admitted, and then until it was tokenised. ``resumable``: None when its stream is not to go on elsewhere.
     ``handoff``: what the decode leg is given, until its answer begins. ``left``: who generated it, and handed it
-    over."""
+    over; ``is_owed``: nobody has gone on with it since, and it has not gone back: the proxy chose to move it."""
 
     given: Job
     job: Job
@@ -75,6 +75,7 @@ class Run:
     avoided: Avoided = field(default_factory=Avoided)
     handoff: Handoff = LOCAL
     left: Node | None = None
+    is_owed: bool = False
 
 
 class Orchestrator:
@@ -122,7 +123,7 @@ class Orchestrator:
                 await self._run_legs(run)
                 return
             except StreamLeavesError as exc:
-                run.left = exc.node
+                run.left, run.is_owed = exc.node, True
                 if not await self._move(run):
                     raise LegFailedError(f"{exc}, and nobody is left to go on with it") from exc
                 logger.info("stream is handed over request_id=%s: %s", job.request_id, exc)
@@ -130,13 +131,14 @@ class Orchestrator:
             except (LegFailedError, DeadlineExceededError) as exc:
                 if not client.is_started:
                     self._give_up(exc)
+                is_owed = run.is_owed
                 # What is the client's own fault any other node would say too.
-                if progress is None or exc.status < 500:
+                if (progress is None and not is_owed) or exc.status < 500:
                     raise
-                if num_migrations == self._migration_limit or not await self._move(run):
+                if (num_migrations == self._migration_limit and not is_owed) or not await self._move(run):
                     self._metrics.inc("proxy_migrations_total", outcome="gave_up")
                     raise
-                num_migrations += 1
+                num_migrations += not is_owed
                 logger.warning("stream goes on elsewhere request_id=%s: %s", job.request_id, exc)
                 self._metrics.inc("proxy_migrations_total", outcome="resumed")
 
@@ -179,7 +181,7 @@ class Orchestrator:
         self._placer.started(run.job, is_answer=status == 200)
         for job in (run.job, run.given):
             job.begin_answer(may_go_on=job is run.given and run.resumable is not None)
-        run.handoff = LOCAL
+        run.handoff, run.is_owed = LOCAL, False
 
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""
@@ -222,7 +224,7 @@ class Orchestrator:
             for source in given.key_sources
         ]
         header = given.placement_header
-        if run.left is not None and run.left is progress.node:
+        if run.is_owed:
             header = PlacementHeader.LOCAL  # from the state that it left behind, and not behind the prompts there
         run.job = dataclasses.replace(
             given, body=body, prompt_keys=prompt_keys, encoder=BodyEncoder(), placement_header=header
@@ -234,6 +236,7 @@ class Orchestrator:
         if run.left is None or run.left not in self._placer.generators() or run.left not in run.avoided.decode:
             return False
         run.avoided.decode = [node for node in run.avoided.decode if node is not run.left]
+        run.is_owed = False
         return True
 
     # --- both legs at once

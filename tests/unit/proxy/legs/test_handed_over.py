@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,12 @@ import pytest
 
 from common.config.values import PriorityTargets
 from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
+from proxy.nodes.load import LoadReport
+from proxy.nodes.node import Node
 from proxy.placement.guests import LOOK_S
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
+from tests.unit.proxy.fake_node import FakeNode, Fault
 
 NUM_CHUNKS = 60
 PAUSE_S = 0.2
@@ -54,25 +57,29 @@ class Reader(threading.Thread):
 
 @contextmanager
 def guest(
-    start_cluster: StartCluster, body: dict[str, Any] = STREAM, **config: Any
+    start_cluster: StartCluster, body: dict[str, Any] = STREAM, num_decode: int = 1, **config: Any
 ) -> Iterator[tuple[Cluster, Reader]]:
     """A stream that the prefill node generates, because there was no decode node when it came; now there is one."""
-    cluster = start_cluster(1, 1, pull=True, resume=True, policy="cost", **config)
-    [prefill], [decode] = cluster.prefill, cluster.decode
-    for node in (prefill, decode):
+    cluster = start_cluster(1, num_decode, pull=True, resume=True, policy="cost", **config)
+    nodes = [*cluster.prefill, *cluster.decode]
+    for node in nodes:
         node.load, node.num_chunks, node.chunk_pause_s = FAST, NUM_CHUNKS, PAUSE_S
-    decode.is_ready = False
-    url = cluster.servers[decode.name].url
-    wait_for(lambda: cluster.metric("tandem_node_up", node=url) == 0, "the decode node to be gone")
+    urls = [cluster.servers[node.name].url for node in cluster.decode]
+
+    def decode_nodes(*, are_ready: bool) -> None:
+        for node in cluster.decode:
+            node.is_ready = are_ready
+        wait_for(lambda: {cluster.metric("tandem_node_up", node=url) for url in urls} == {are_ready}, "decode nodes")
+
+    decode_nodes(are_ready=False)
     reader = Reader(cluster, body)
     reader.start()
     wait_for(lambda: reader.events, "the first event")
-    decode.is_ready = True
-    wait_for(lambda: cluster.metric("tandem_node_up", node=url) == 1, "the decode node")
+    decode_nodes(are_ready=True)
     try:
         yield cluster, reader
     finally:
-        for node in (prefill, decode):
+        for node in nodes:
             node.chunk_pause_s = 0.001
         reader.join()
 
@@ -119,16 +126,91 @@ def test_stream_when_its_prefill_node_has_no_other_work_then_stays(start_cluster
     assert handed_over(cluster) == 0
 
 
-def test_stream_when_the_node_that_it_was_handed_to_refuses_it_then_error_event(
+REFUSALS: dict[str, dict[str, Any]] = {
+    "draining": {"refuses_as_draining": True},
+    "full": {"fault": Fault.STATUS, "status": 429},
+    "400": {"refuses_resume": True},
+    "breaks": {"fault": Fault.BREAK_EARLY},
+}
+
+
+def proxy_nodes(cluster: Cluster) -> Sequence[Node]:
+    assert cluster.proxy is not None
+    nodes: Sequence[Node] = cluster.proxy.app.state.service.pool.nodes
+    return nodes
+
+
+def refuse(node: FakeNode, refusal: str) -> None:
+    for name, value in REFUSALS[refusal].items():
+        setattr(node, name, value)
+
+
+@pytest.mark.parametrize(("num_decode", "migration_limit"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_stream_when_nobody_takes_it_over_then_its_prefill_node_goes_on_without_a_seam(
+    start_cluster: StartCluster, refusal: str, num_decode: int, migration_limit: int
+) -> None:
+    with guest(start_cluster, num_decode=num_decode, migration_limit=migration_limit) as (cluster, reader):
+        [prefill] = cluster.prefill
+        for node in cluster.decode:
+            refuse(node, refusal)
+        prefill.load = BUSY
+        wait_for(lambda: len(prefill.bodies) == 2, "the stream to be back")
+        assert not reader.is_done
+    assert reader.is_done
+    assert [event["index"] for event in reader.events] == list(range(NUM_CHUNKS))
+    assert set(reader.nodes) == {prefill.name}
+    assert len(prefill.bodies) == 2
+    assert [node.num_refused + len(node.bodies) for node in cluster.decode] == [1] * num_decode
+    assert handed_over(cluster) == 1
+    for node in proxy_nodes(cluster):
+        wait_for(
+            lambda node=node: node.num_in_flight == node.load.num_charges == 0, "what was charged to be given back"
+        )
+
+
+def test_stream_when_another_decode_node_takes_it_over_and_breaks_then_that_alone_is_a_migration(
+    start_cluster: StartCluster,
+) -> None:
+    slow = {**FAST, "decode": {"seconds_per_step": 0.1, "seconds_per_row": 0.0}}
+    with guest(start_cluster, num_decode=2, migration_limit=1) as (cluster, reader):
+        [prefill], [full, other] = cluster.prefill, cluster.decode
+        refuse(full, "full")
+        other.load, other.fault = slow, Fault.BREAK_LATE
+        wait_for(
+            lambda: LoadReport.from_json(slow) in [node.info.load for node in proxy_nodes(cluster)], "the slow one"
+        )
+        prefill.load = BUSY
+        wait_for(lambda: len(prefill.bodies) == 2, "the stream to be back")
+    assert reader.is_done
+    assert [event["index"] for event in reader.events] == list(range(NUM_CHUNKS))
+    num = reader.nodes.index(other.name)
+    assert reader.nodes == [prefill.name] * num + [other.name] + [prefill.name] * (NUM_CHUNKS - num - 1)
+    assert [len(node.bodies) for node in (full, other)] == [1, 1]
+
+
+def test_stream_when_its_prefill_node_does_not_take_it_back_either_then_error_event(
     start_cluster: StartCluster,
 ) -> None:
     with guest(start_cluster) as (cluster, reader):
-        cluster.decode[0].refuses_resume = True
-        cluster.prefill[0].load = BUSY
-        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.refuses_resume = decode.refuses_resume = True
+        prefill.load = BUSY
+        wait_for(lambda: len(prefill.bodies) == 2, "the stream to be back")
     assert not reader.is_done
     assert "error" in reader.events[-1]
-    assert handed_over(cluster) == 1
+    assert (len(prefill.bodies), len(decode.bodies)) == (2, 1)
+
+
+def test_stream_when_who_took_it_over_breaks_later_then_error_event(start_cluster: StartCluster) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        decode.fault = Fault.BREAK_LATE
+        prefill.load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
+    assert "error" in reader.events[-1]
+    assert reader.nodes[-1] == decode.name
+    assert len(prefill.bodies) == 1
 
 
 def test_legs_when_a_request_has_targets_then_nodes_are_told_what_is_left_of_them(start_cluster: StartCluster) -> None:
