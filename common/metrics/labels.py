@@ -254,7 +254,7 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
     LabelValues(
         ("proxy_targets_total",),
         "target",
-        {"ttft": "the first token's time", "itl": "the mean time between two tokens"},
+        {"ttft": "the first token's time", "itl": "the mean time between two tokens of a choice"},
     ),
     LabelValues(("proxy_targets_total",), "kept", {"yes": "in time", "no": "late, or turned away for it"}),
     LabelValues(

@@ -208,12 +208,12 @@ class GenerateService:
     def _count_targets(self, job: Job, client: ClientStream) -> None:
         """Of a stream that came to its end. One that was turned away because it would not have kept its target is
         counted there (``_fail``); what was refused for another reason, or left by its client, says nothing."""
-        targets, record, answer_s = job.targets, client.record, client.entry.answer_s
-        if not job.is_stream or targets == NO_TARGETS:
+        targets, record, answer_s, gaps = job.targets, client.record, client.entry.answer_s, client.gaps
+        if gaps is None or targets == NO_TARGETS:
             return
         if record.outcome in (Outcome.STOP, Outcome.LENGTH) and answer_s is not None:
             self._metrics.count_target("ttft", answer_s - job.arrival_s, targets.ttft_s)
-            num_gaps = (record.num_output_tokens or 0) - len(job.prompts or (None,))
+            num_gaps = (record.num_output_tokens or 0) / gaps.num_choices - 1
             if num_gaps > 0:
                 self._metrics.count_target("itl", (time.monotonic() - answer_s) / num_gaps, targets.itl_s)
 

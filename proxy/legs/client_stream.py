@@ -21,6 +21,7 @@ from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
 from proxy.dialects.conversion import Conversion
 from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
+from proxy.metrics.token_gaps import TokenGaps
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ _DROPPED_HEADERS = frozenset(
 
 class ClientStream:
     """What one request may send to its client. Not thread-safe; one task sends. ``on_start`` gets the status when the
-    answer begins, and again when it goes on from another node. ``record`` gets the outcome with the last byte. With a
-    ``conversion`` everything that is sent here is a chat's, and the client gets what it makes of it."""
+    answer begins, and again when it goes on from another node. ``record`` gets the outcome with the last byte.
+    ``gaps``: of its stream, from the first leg on that answers with one. With a ``conversion`` everything that is sent
+    here is a chat's, and the client gets what it makes of it."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -51,6 +53,7 @@ class ClientStream:
         self.status: int | None = None
         self.entry = RecentRequest()
         self.record = RequestRecord()
+        self.gaps: TokenGaps | None = None
         self.is_finished = False
         self.on_start: Callable[[int], None] | None = None
         self.conversion: Conversion | None = None

@@ -120,7 +120,8 @@ class DecodeLegs:
         self, node: Node, job: Job, answer: NodeStream, leg: Leg, client: ClientStream, progress: StreamProgress
     ) -> None:
         has_begun = has_passed = False
-        gaps = TokenGaps(self._metrics.observe_token_gap, num_choices=job.num_choices)
+        # The pause between two legs is a gap like any other.
+        gaps = client.gaps = client.gaps or TokenGaps(self._metrics.observe_token_gap, num_choices=job.num_choices)
         chunks = answer.chunks(self._idle_s)
         async for chunk in chunks:
             if not has_begun:

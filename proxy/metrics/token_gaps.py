@@ -10,18 +10,19 @@ _TOKEN = b'"finish_reason"'
 
 
 class TokenGaps:
-    """Of one stream. Of several choices nothing is measured: their tokens take turns, which says nothing of either."""
+    """Of one client's stream, over all nodes that it comes from. Of several choices nothing is measured: their tokens
+    take turns, which says nothing of either."""
 
     def __init__(self, observe: Callable[[float], None], *, num_choices: int) -> None:
         self._observe = observe
-        self._is_on = num_choices == 1
+        self.num_choices = num_choices
         self._last_s: float | None = None
 
     def passed(self, data: bytes) -> int:
         """A piece of the stream went out; returns how many tokens it has, of all choices. They share the gap before
         it, which counts once."""
         num_tokens = data.count(_TOKEN)
-        if not num_tokens or not self._is_on:
+        if not num_tokens or self.num_choices != 1:
             return num_tokens
         now_s = time.monotonic()
         if self._last_s is not None:

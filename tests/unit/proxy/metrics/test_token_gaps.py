@@ -9,6 +9,7 @@ import pytest
 
 from proxy.metrics.token_gaps import TokenGaps
 from tests.unit.proxy.conftest import StartCluster
+from tests.unit.proxy.fake_node import NUM_CHUNKS, Fault
 
 
 def event(**fields: object) -> bytes:
@@ -49,3 +50,14 @@ def test_stream_when_passed_on_then_the_gaps_between_its_tokens_are_counted(
     assert cluster.metric("tandem_request_itl_seconds_count", role="proxy") == count
     assert cluster.metric("tandem_request_itl_seconds_bucket", le="+Inf") == count
     assert cluster.metric("tandem_request_itl_seconds_sum", role="proxy") >= 0.05 * count  # half of what was slept
+
+
+def test_stream_when_it_goes_on_at_another_node_then_the_pause_is_one_of_its_gaps(start_cluster: StartCluster) -> None:
+    cluster = start_cluster(1, 2, resume=True, migration_limit=1)
+    for node in cluster.decode:
+        node.has_choices = True
+    cluster.decode[0].fault = Fault.BREAK_LATE  # 50 ms after its first token
+    body = {"prompt": "a", "stream": True}
+    assert cluster.client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+    # The other node's tokens come at once: if they do in one piece, each has a part of the pause.
+    assert cluster.metric("tandem_request_itl_seconds_sum", role="proxy") >= 0.05 / (NUM_CHUNKS - 1)

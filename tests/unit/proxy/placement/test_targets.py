@@ -139,6 +139,19 @@ def test_streams_when_they_end_then_their_targets_are_counted_and_shown(start_cl
     assert set(cluster.client.get("/status.json").json()["targets_kept"]) == {"ttft", "itl"}
 
 
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}])
+def test_streams_when_they_have_several_choices_then_the_time_between_tokens_is_that_of_each(
+    start_cluster: StartCluster, fields: dict[str, Any]
+) -> None:
+    cluster = start_cluster(itl_target_ms=200)
+    [node] = cluster.decode
+    node.has_choices, node.num_chunks, node.chunk_pause_s = True, 6, 0.1  # three tokens of each
+    body = {"prompt": "abc", "stream": True, **fields}
+    assert cluster.client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+    late = {"target": "itl", "kept": "no"}
+    wait_for(lambda: cluster.metric("tandem_proxy_targets_total", **late) == 1, "the stream to be counted as late")
+
+
 def test_targets_when_kept_or_not_then_counted_as_that() -> None:
     metrics = ProxyMetrics()
     for seconds, target_s in ((0.5, 1.0), (2.0, 1.0), (None, 1.0), (9.0, None)):
