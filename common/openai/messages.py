@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.images.source import ImageSource
 from common.wire.fields import shown
-from common.wire.json_text import JsonBounds, parse_json
+from common.wire.json_text import INVALID_JSON, JsonBounds, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -33,7 +33,8 @@ Message = dict[str, Any]
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments, with the JSON ``text`` that the client gave them in."""
+    """A call's arguments, with the ``text`` that the client gave them in: of one that is no JSON object there are none.
+    Models write such calls, and mend them when they get them back with the error."""
 
     def __init__(self, value: Mapping[str, Any], text: str) -> None:
         super().__init__(value)
@@ -190,11 +191,13 @@ def _parse_tool_calls(where: str, value: object, bounds: JsonBounds) -> list[dic
     return calls
 
 
-def _parse_arguments(where: str, text: str, bounds: JsonBounds) -> object:
+def _parse_arguments(where: str, text: str, bounds: JsonBounds) -> Mapping[str, Any]:
     if not text.strip():
         return {}
+    value: object = None
     try:
         value = parse_json(text.encode(), bounds, where)
-        return Arguments(value, text) if isinstance(value, Mapping) else value
     except InvalidRequestError as exc:
-        raise InvalidRequestError(exc.message, param=where) from exc
+        if exc.code != INVALID_JSON:
+            raise InvalidRequestError(exc.message, param=where) from exc
+    return Arguments(value if isinstance(value, Mapping) else {}, text)

@@ -32,6 +32,9 @@ MAX_DIGITS = 20
 MAX_DEPTH = 64
 """Levels of nested objects and lists: code that walks a deeper body recursively could exhaust its stack."""
 
+INVALID_JSON = "invalid_json"
+"""The code of errors about what a text is, not about how much it holds."""
+
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 _MAYBE_BEYOND_64_BITS = b"0" * 19
 _MARKS = b'"[{,'
@@ -172,7 +175,7 @@ def _refuse_constant(name: str, what: str) -> NoReturn:
 
 
 def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, code="invalid_json")
+    return InvalidRequestError(message, code=INVALID_JSON)
 
 
 def _without_escapes(raw: bytes) -> bytes:

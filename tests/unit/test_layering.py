@@ -260,8 +260,8 @@ ORDER: dict[str, tuple[str, ...]] = {
         "vocabulary",
     ),
     "common.text.answers": (
-        "deltas",
         "values",
+        "deltas",
         "formats",
         "history",
         "reader",

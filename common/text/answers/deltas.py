@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from common.text.answers.values import escaped
+
+_IN_JSON = re.compile(r"\\.?|[\"\x00-\x1f]", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,8 @@ class DeltaSink:
         self.num_calls = 0
         self.is_call_open = False
         self._delta = AnswerDelta()
+        self._is_in_string = False
+        self._half_escape = ""
 
     def take(self) -> AnswerDelta:
         """What came since the last time."""
@@ -66,11 +73,13 @@ class DeltaSink:
         self._delta.calls.append(CallDelta(self.num_calls, self._spelled(name), "", call_id))
         self.num_calls += 1
         self.is_call_open = True
+        self._is_in_string, self._half_escape = False, ""
 
     def arguments(self, text: str) -> None:
+        text, self._half_escape = self._half_escape + text, ""
+        text = _IN_JSON.sub(self._mended, self._spelled(text))
         if not text:
             return
-        text = self._spelled(text)
         calls, index = self._delta.calls, self.num_calls - 1
         if calls and calls[-1].index == index:
             calls[-1].arguments += text
@@ -79,6 +88,18 @@ class DeltaSink:
 
     def end_call(self) -> None:
         self.is_call_open = False
+
+    def _mended(self, found: re.Match[str]) -> str:
+        """A control character in a string is escaped: many models write line breaks as they are, which is no JSON."""
+        mark = found.group()
+        if mark == "\\":  # the piece ends in the middle of an escape
+            self._half_escape = mark
+            return ""
+        if mark == '"':
+            self._is_in_string = not self._is_in_string
+        if not self._is_in_string or mark[-1] >= " ":
+            return mark
+        return mark[:-1] * 2 + escaped(mark[-1])  # a backslash before one stands for itself
 
     def _spelled(self, text: str) -> str:
         if self._texts and not text.isascii():

@@ -14,12 +14,12 @@ _COMPACT = re.compile(r'\{"(?:[^"\\]|\\.)*":\S')
 
 
 def call_arguments(call: Mapping[str, Any], *, as_text: bool) -> Any:
-    """The arguments of one call: an object, or the client's own text. Text without any blank between its parts was
-    written again on its way through a client, so that the object is nearer to what the model wrote."""
+    """The arguments of one call: an object, or the client's own text. An object's text without any blank between its
+    parts was written again on its way through a client, so that the object is nearer to what the model wrote."""
     arguments = call["function"].get("arguments")
     if not as_text or not isinstance(arguments, Arguments):
         return arguments
-    return dict(arguments) if _COMPACT.match(arguments.text) else arguments.text
+    return dict(arguments) if arguments and _COMPACT.match(arguments.text) else arguments.text
 
 
 def with_calls_in_content(message: Mapping[str, Any], layout: CallLayout) -> dict[str, Any]:

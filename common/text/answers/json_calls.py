@@ -1,7 +1,8 @@
 """Calls written as JSON: ``{"name": "f", "arguments": {...}}``, one or several, in a list or not.
 
-Arguments are passed on as they are written. A missing bracket at the end, other keys and another order of keys are
-taken, and so is a bracket too many; what breaks off before a name is known is no call.
+Arguments are passed on as they are written, control characters in strings escaped (``DeltaSink``). A missing bracket at
+the end, other keys and another order of keys are taken, and so is a bracket too many; what breaks off before a name is
+known is no call.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def _held_arguments(reader: TextReader, close: str) -> Generator[None, None, str
     text = "".join(parts)
     if text.startswith('"'):
         try:
-            inner = json.loads(text)
+            inner = json.loads(text, strict=False)
             if not inner.strip():
                 return "{}"
-            return inner if isinstance(json.loads(inner), dict) else text
+            return inner if isinstance(json.loads(inner, strict=False), dict) else text
         except ValueError:
             return text
     return "{}" if text == "null" else text
@@ -267,6 +268,6 @@ def kimi_calls(
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text, strict=False), dict)
     except (ValueError, RecursionError):
         return False

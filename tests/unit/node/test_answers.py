@@ -308,6 +308,38 @@ def test_history_when_arguments_are_written_in_other_ways_then_the_template_gets
         assert codec_of(template).encode_chat(parse_chat(history('{"city":   "Bern"}'))) == by_object
 
 
+@pytest.mark.parametrize("template", sorted(set(TEMPLATES) - {"no_calls", "hermes_may_think"}))
+def test_history_when_the_model_wrote_a_call_wrong_then_it_is_taken_back(template: str) -> None:
+    codec = codec_of(template)
+    body = {**BODY, "chat_template_kwargs": {"enable_thinking": False}}
+    text = calls_text(codec, {"city": "Bern", "days": 3})
+
+    def arguments(answer: str, ends_by: str = "stop") -> str:
+        [call] = message(codec, answer, body, ends_by=ends_by)["tool_calls"]
+        for at_once in (1, 7):
+            assert streamed(codec, answer, body, ends_by=ends_by, at_once=at_once)["tool_calls"] == [call]
+        found: str = call["function"]["arguments"]
+        assert codec.encode_chat(parse_chat(history(found, call["id"])))
+        return found
+
+    assert json.loads(arguments(text.replace("Bern", "Be\n\trn"))) == {"city": "Be\n\trn", "days": 3}
+    assert arguments(text.replace("3", "True"))
+    assert arguments(text[: text.index("Bern") + 2], "length")
+
+
+@pytest.mark.parametrize("given", ['{"city":True}', '{"city": ', "no JSON", "[1]", "null", '"text"', "9" * 5000])
+def test_history_when_arguments_are_no_object_then_they_are_text_where_the_template_takes_it(given: str) -> None:
+    for template in ("hermes", "kimi", "granite", "xml", "python"):
+        codec = codec_of(template)
+        assert codec.answer_format.tools is not None
+        request, empty = parse_chat(history(given)), parse_chat(history({}))
+        prompt = codec.apply_template(request, request.messages, tokenize=False)
+        if codec.answer_format.tools.takes_text:
+            assert given in prompt
+        else:
+            assert prompt == codec.apply_template(empty, empty.messages, tokenize=False)
+
+
 def test_history_when_the_template_writes_no_calls_then_they_are_content() -> None:
     codec = codec_of("no_calls", Overrides("hermes"))
     text = codec.decode(codec.encode_chat(parse_chat(history('{"city": "Bern"}'))))

@@ -381,10 +381,6 @@ def test_continue_final_message_turns_the_generation_prompt_off() -> None:
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-        ),
     ],
 )
 def test_bad_message_names_its_place(messages: Any, param: str) -> None:

@@ -118,6 +118,22 @@ def test_piece_when_nothing_may_follow_that_changes_it_then_it_comes_at_once() -
     assert parser.feed('ty": "B').calls[0].arguments == 'ty": "B'
 
 
+def test_strings_of_json_when_they_have_control_characters_then_those_are_escaped() -> None:
+    arguments = '{\n"a": "1\n\\"2\t\\\n\x00\\\\", "b\r": {"c": "\x1f"}\n}'
+    whole = {"a": '1\n"2\t\\\n\0\\', "b\r": {"c": "\x1f"}}
+    for kind, text in (
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>"),
+        ("hermes", '<tool_call>{"arguments": ' + arguments + ', "name": "f"}</tool_call>'),
+        ("kimi_k2", f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"),
+    ):
+        for pieces in ([text], list(text)):
+            total, _ = parse(AnswerFormat(TOOL_FORMATS[kind]), pieces)
+            assert [json.loads(each) for each in total.arguments] == [whole]
+    inner = '<tool_call>{"name": "f", "arguments": "{\n\\"a\\": \\"1\n2\\"}"}</tool_call>'
+    total, _ = parse(AnswerFormat(TOOL_FORMATS["hermes"]), [inner])
+    assert json.loads(total.arguments[0]) == {"a": "1\n2"}
+
+
 def test_tools_when_the_request_has_none_then_calls_are_content() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     parser = AnswerParser(CASES[0].answer_format, has_tools=False, in_reasoning=False, types=TYPES, characters={})
