@@ -19,6 +19,8 @@ Json = dict[str, Any]
 
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_MEDIA_TYPE = "text/event-stream"
+SSE_AT_WORK = b": at work\n\n"
+"""A comment, which clients pass over: tokens come, but none that is shown."""
 
 
 # --- envelopes --------------------------------------------------------------------------------------------------------

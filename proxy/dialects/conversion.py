@@ -17,6 +17,7 @@ import orjson
 
 from common.errors import TandemError
 from common.openai.errors import error_body, read_error
+from common.openai.responses import SSE_AT_WORK
 from proxy.dialects.chat_answer import ChatAnswer, Step, StepKind
 
 Event = dict[str, Any]
@@ -24,6 +25,7 @@ Event = dict[str, Any]
 
 _END = b"\n\n"
 _DATA = b"data: "
+_COMMENT = b":"
 _DONE = b"[DONE]"
 MAX_FIELD_CHARS = 200
 """Of an error's ``param`` that is looked at."""
@@ -31,10 +33,11 @@ MAX_FIELD_CHARS = 200
 
 class Conversion(abc.ABC):
     """Of one request. ``names``: what a chat's field is called in the body that the client sent; ``headers``: of every
-    answer."""
+    answer; ``at_work``: what a comment becomes, by which a node says that it is."""
 
     names: Mapping[str, str] = {}
     headers: Mapping[str, str] = {}
+    at_work = SSE_AT_WORK
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -62,10 +65,17 @@ class Conversion(abc.ABC):
         """The events that are due now; ``data`` may be cut anywhere. Raises TandemError for what no node streams."""
         *lines, self._rest = (self._rest + data).split(_END)
         try:
-            events = [event for line in lines for event in self._take(line)]
+            return b"".join(piece for line in lines for piece in self._converted(line))
         except (ValueError, TypeError, AttributeError) as exc:
             raise _garbage(exc) from exc
-        return b"".join(sse(event) for event in events)
+
+    def _converted(self, line: bytes) -> Iterator[bytes]:
+        if line.startswith(_COMMENT):
+            if self._has_begun and not self._has_ended:
+                yield self.at_work
+            return
+        for event in self._take(line):
+            yield sse(event)
 
     def _take(self, line: bytes) -> Iterator[Event]:
         if not line.startswith(_DATA) or self._has_ended:

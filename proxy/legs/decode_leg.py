@@ -128,7 +128,8 @@ class DecodeLegs:
                 leg.begin_answer()
                 has_begun = True
             data = progress.feed(chunk)
-            if data:
+            # Comments are passed on, but no answer begins with one: there is no token yet.
+            if data and (client.is_started or b"data:" in data):
                 if not client.is_started:
                     self._metrics.observe_ttft(time.monotonic() - job.arrival_s)
                     await client.start_stream(answer.status, answer.headers)

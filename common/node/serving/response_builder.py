@@ -40,6 +40,9 @@ rest, which takes milliseconds."""
 THREAD_BODY_TOKENS = 200
 """Tokens, each with up to 20 alternatives, beyond which what a client reads of them is put together off the event loop:
 it takes up to 10 ms."""
+SILENCE_S = 15.0
+"""Seconds after which a stream says that the node is at work, though reasoning is hidden or text is held back: proxies
+take a long silence for a node's end."""
 
 JobOutputs = AsyncGenerator[tuple[PromptJob, RequestOutput], None]
 RunJob = Callable[[GenerationRequest, PromptJob], JobOutputs]
@@ -61,6 +64,7 @@ class ResponseBuilder:
         jobs: list[PromptJob],
         trace: RequestTrace | None,
         record: RequestRecord,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._run_job = run_job
         self._finish = finish
@@ -73,6 +77,7 @@ class ResponseBuilder:
         self._tells_prompt = request.output.return_token_ids or request.sampling.prompt_logprobs is not None
         self._num_cached_tokens = 0
         self._record = record
+        self._silence_s = silence_s
         resume = request.resume
         self._unreported: list[int] = []
         self._has_reported = False
@@ -136,10 +141,12 @@ class ResponseBuilder:
         """Server-sent events. Raises only before the first one; later failures become an error event."""
         chunk = responses.chat_chunk if self._is_chat else responses.completion_chunk
         is_started = False
+        told_s = time.monotonic()
         try:
             async with contextlib.aclosing(self._deltas()) as deltas:
                 async for delta in deltas:
                     self._unreported += delta.output_token_ids
+                    event = b""
                     if delta.is_visible:
                         make = partial(self._event, delta)
                         # A prompt that is echoed, or whose tokens are told.
@@ -147,8 +154,11 @@ class ResponseBuilder:
                         num_tokens = len(delta.token_ids) + (len(self._job_of(delta).token_ids) if tells else 0)
                         is_long = num_tokens > THREAD_BODY_TOKENS
                         event = await asyncio.to_thread(make) if is_long else make()
+                    elif time.monotonic() - told_s >= self._silence_s:
+                        event = responses.SSE_AT_WORK
+                    if event:
                         yield self._state_line(delta) + event if self._request.reports_state else event
-                        is_started = True
+                        is_started, told_s = True, time.monotonic()
             include_usage = self._request.output.include_usage
             if include_usage or self._shows_trace:
                 usage = self._usage() if include_usage else None

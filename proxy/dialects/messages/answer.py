@@ -11,7 +11,7 @@ from starlette.responses import Response
 from common.errors import TandemError
 from common.openai.errors import read_error
 from proxy.dialects.chat_answer import Part, PartKind, Step
-from proxy.dialects.conversion import Conversion, Event
+from proxy.dialects.conversion import Conversion, Event, sse
 from proxy.dialects.messages.request import NAMES
 
 REQUEST_ID_NAME = "request-id"
@@ -30,6 +30,7 @@ _ERRORS: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_PING: Event = {"type": "ping"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -37,6 +38,7 @@ class MessagesConversion(Conversion):
     """``request_id`` names the answer. ``has_marks``: the client asked for its prompt to be kept."""
 
     names = NAMES
+    at_work = sse(_PING)
 
     def __init__(self, request_id: str, *, has_marks: bool) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class MessagesConversion(Conversion):
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self._message([])}
-        yield {"type": "ping"}
+        yield _PING
 
     def begin_part(self, step: Step) -> Iterator[Event]:
         block = self._block(step.part, is_begun=True)

@@ -59,44 +59,55 @@ def calls_text(codec: TextCodec, *arguments: Json) -> str:
     return tools.layout.write([(name.format(i), each) for i, each in enumerate(arguments)])
 
 
-def answers(
-    codec: TextCodec, answer: str, body: Json, *, ends_by: str = "stop", at_once: int = 1, num_known: int = 0
-) -> list[Json]:
-    """What a node says to ``body`` when the model says ``answer``: one object, or those of the events. ``at_once``:
-    tokens of one engine output. ``num_known``: tokens that the client has from another node."""
+async def response_builder(
+    codec: TextCodec,
+    answer: str,
+    body: Json,
+    *,
+    ends_by: str = "stop",
+    at_once: int = 1,
+    num_known: int = 0,
+    pause_s: float = 0.0,
+    **options: Any,
+) -> ResponseBuilder:
+    """A node's for ``body``, when the model says ``answer``. ``at_once``: tokens of one engine output, each of which
+    takes ``pause_s``. ``num_known``: tokens that the client has from another node."""
     token_ids = [*codec.encode(answer, add_special_tokens=False), *([END] if ends_by == "stop" else [])]
+    http = HttpRequest({"type": "http", "headers": [], "state": {"request_id": "r", "body_bytes": 0}})
+    resume = {"tandem_resume": {"output_token_ids": token_ids[:num_known]}} if num_known else {}
+    request = parse_chat({**body, **resume}, is_from_peer=True)
+    cache_config: Any = SimpleNamespace(geometry=SimpleNamespace(vocab_size=codec.vocab_size), keeps_boundaries=False)
+    reader = PromptReader(codec, None, cache_config=cache_config, max_model_len=4000, metrics=Metrics(Role.DECODE))
+    jobs = await reader.jobs(http, request)
+
+    async def outputs(_: object, job: Any) -> AsyncGenerator[tuple[Any, RequestOutput], None]:
+        for fork in range(request.output.n):
+            for start in range(num_known, len(token_ids), at_once):
+                await asyncio.sleep(pause_s)
+                some = token_ids[start : start + at_once]
+                is_last = start + at_once >= len(token_ids)
+                logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in some]
+                yield (
+                    job,
+                    RequestOutput(
+                        request_id=job.request_id,
+                        index=fork,
+                        token_ids=some,
+                        logprobs=logprobs if job.sampling.logprobs is not None else None,
+                        finish_reason=FinishReason(ends_by) if is_last else None,
+                    ),
+                )
+
+    record = RequestRecord(Metrics(Role.DECODE), "chat")
+    return ResponseBuilder("m", outputs, lambda *_: None, http, request, jobs, None, record, **options)
+
+
+def answers(codec: TextCodec, answer: str, body: Json, **options: Any) -> list[Json]:
+    """What a node says: one object, or those of the events."""
 
     async def run() -> list[Json]:
-        http = HttpRequest({"type": "http", "headers": [], "state": {"request_id": "r", "body_bytes": 0}})
-        resume = {"tandem_resume": {"output_token_ids": token_ids[:num_known]}} if num_known else {}
-        request = parse_chat({**body, **resume}, is_from_peer=True)
-        cache_config: Any = SimpleNamespace(
-            geometry=SimpleNamespace(vocab_size=codec.vocab_size), keeps_boundaries=False
-        )
-        reader = PromptReader(codec, None, cache_config=cache_config, max_model_len=4000, metrics=Metrics(Role.DECODE))
-        jobs = await reader.jobs(http, request)
-
-        async def outputs(_: object, job: Any) -> AsyncGenerator[tuple[Any, RequestOutput], None]:
-            for fork in range(request.output.n):
-                for start in range(num_known, len(token_ids), at_once):
-                    some = token_ids[start : start + at_once]
-                    is_last = start + at_once >= len(token_ids)
-                    logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in some]
-                    yield (
-                        job,
-                        RequestOutput(
-                            request_id=job.request_id,
-                            index=fork,
-                            token_ids=some,
-                            logprobs=logprobs if job.sampling.logprobs is not None else None,
-                            finish_reason=FinishReason(ends_by) if is_last else None,
-                        ),
-                    )
-
-        builder = ResponseBuilder(
-            "m", outputs, lambda *_: None, http, request, jobs, None, RequestRecord(Metrics(Role.DECODE), "chat")
-        )
-        if not request.output.stream:
+        builder = await response_builder(codec, answer, body, **options)
+        if not body.get("stream"):
             return [json.loads(bytes((await builder.whole()).body))]
         events = [event async for event in builder.events()]
         assert events.pop() == b"data: [DONE]\n\n"

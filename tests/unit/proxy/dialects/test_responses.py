@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from common.errors import InvalidRequestError, QueueFullError, TandemError
 from common.openai.errors import error_body
 from common.openai.protocol import parse_chat
+from common.openai.responses import SSE_AT_WORK
 from proxy.dialects.dialect import convert_responses
 from proxy.dialects.responses.answer import ECHO_BYTES, Echo, ResponsesConversion
 from proxy.dialects.responses.body import read_responses_body
@@ -319,6 +320,16 @@ def test_stream_when_cut_anywhere_then_events_are_the_same_bytes() -> None:
     for seed in range(1000):
         converting = conversion()
         assert b"".join(converting.feed(piece) for piece in cut(data, seed)) == expected
+
+
+def test_comment_when_a_node_sends_one_within_its_stream_then_is_passed_on() -> None:
+    first, *rest = CHATS["text"].events()
+    plain, commented = conversion(), conversion()
+    assert commented.feed(SSE_AT_WORK) == b""
+    assert commented.feed(first) == plain.feed(first)
+    assert commented.feed(SSE_AT_WORK) == SSE_AT_WORK
+    assert commented.feed(b"".join(rest)) == plain.feed(b"".join(rest))
+    assert commented.feed(SSE_AT_WORK) == b""
 
 
 def test_reasoning_when_a_summary_is_asked_for_then_comes_as_the_summary() -> None:
