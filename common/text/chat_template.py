@@ -29,7 +29,7 @@ class ChatTemplate:
     """One compiled template. Raises jinja2's TemplateSyntaxError for source that is none."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self.source = source
         self._template = _environment().from_string(source)
 
     def render(
@@ -52,7 +52,7 @@ class ChatTemplate:
         chat = [_with_reasoning(message) for message in messages]
         final = ""
         if continue_final_message:
-            final = _final_content(chat[-1], self._source)
+            final = _final_content(chat[-1], self.source)
             chat[-1]["content"] = final + _CONTINUE_TAG
         text = self._template.render(
             messages=chat,

@@ -80,9 +80,7 @@ class LightTokenizer:
     ) -> str | Sequence[int]:
         """Text, or its token ids with ``tokenize``. Raises what the template raises, ValueError without a template."""
         assert not return_dict, "only plain results are made here"
-        template = self._template if tools is None else self._tool_template
-        if template is None:
-            raise ValueError("Cannot use chat template functions because tokenizer.chat_template is not set")
+        template = self._template_for(tools)
         if "conversations" in variables:
             raise TypeError("conversations is no name for a template's argument: transformers uses it itself")
         text = template.render(
@@ -93,3 +91,15 @@ class LightTokenizer:
             variables={**self._special_tokens, **variables},
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The source of the template that a chat is rendered by. Raises ValueError without one."""
+        return self._template_for(tools).source if chat_template is None else chat_template
+
+    def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
+            raise ValueError("Cannot use chat template functions because tokenizer.chat_template is not set")
+        return template

@@ -48,6 +48,8 @@ class Tokenizer(Decoder, Protocol):
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any: ...
 
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
+
     def __len__(self) -> int: ...
 
 
@@ -84,6 +86,8 @@ TAIL_TOKENS = (64, 1024, 16_384)
 """Of a prompt, in which the beginning of the assistant's turn is looked for; most have it in the first."""
 CUT_TOKENS = 8
 """More tokens than a cut may add to a text."""
+_NAMES_DEVELOPER = re.compile(r"""["']developer["']""")
+"""In a template's source."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -326,7 +330,7 @@ class TextCodec:
         """Text or token ids of ``messages`` with the request's tools and arguments; in a text with images, what the
         model's processor writes for one. Raises what the template raises."""
         rendered = self.tokenizer.apply_chat_template(
-            [self._for_template(message) for message in messages],
+            [self._for_template(request, message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             return_dict=False,
             **options,
@@ -340,8 +344,13 @@ class TextCodec:
             return rendered.replace(*rules.marker)
         return rendered
 
-    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with its calls as the template needs them."""
+    def _for_template(self, request: ChatRequest, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its calls and its role as the template needs them. One that does not know the developer would
+        drop what it says, or write a role that the model has never seen: there it is the system's."""
+        if message["role"] == "developer" and not _NAMES_DEVELOPER.search(
+            self.tokenizer.get_chat_template(request.chat_template, request.tools or None)
+        ):
+            return {**message, "role": "system"}
         tools = self.answer_format.tools if message.get("tool_calls") else None
         if tools is None:
             return dict(message)

@@ -76,7 +76,6 @@ def saved_boundaries(node: Node) -> float:
 @pytest.mark.parametrize(
     ("route", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "the template knows no such role"}]}),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"tokenize": False}}),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"conversations": 1}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "far too long " * 9000}]}),

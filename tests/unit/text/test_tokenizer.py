@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequestError
+from common.models.synthetic import build_tokenizer
+from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from tests.unit.text.vocabulary import EOS
@@ -66,6 +68,21 @@ def test_special_tokens_of_a_text_when_not_asked_for_then_are_left_out(sentencep
     for special in (True, False):
         request = parse_completion({"prompt": "world", "add_special_tokens": special})
         assert codec.encode_prompts(request) == [codec.encode("world", add_special_tokens=special)]
+
+
+def test_developer_when_the_template_does_not_name_it_then_is_the_system() -> None:
+    chats = [chat("brief", role, tools=tools) for tools in ([], [{"a": 1}]) for role in ("system", "developer")]
+    for name in ("'developer'", '"developer"', ""):
+        tokenizer = build_tokenizer(300, 1000)
+        branch = f"{{% if message.role == {name} %}}as told: {{% endif %}}" if name else "{# the app's developer #}"
+        tokenizer.chat_template = f"{{% for message in messages %}}{branch}[{{{{ message.role }}}}]{{% endfor %}}"
+        codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+        parts = take_apart(codec)
+        for each in (codec, TextCodec(parts.create_tokenizer(), vocab_size=len(tokenizer))):
+            system, developer, *others = map(each.encode_chat, chats)
+            assert [system, developer] == others
+            assert each.decode(system) == "[system]"
+            assert each.decode(developer) == ("as told: [developer]" if name else "[system]")
 
 
 def test_template_that_refuses_is_the_requests_fault(codec: TextCodec) -> None:
