@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.wire.fields import is_int
+from proxy.dialects.text_logprobs import TextLogprobs
 
 
 class PartKind(enum.Enum):
@@ -68,6 +69,7 @@ class ChatAnswer:
         self.trace: Mapping[str, Any] | None = None
         self._usage: Mapping[str, Any] = {}
         self._open: Part | None = None
+        self._logprobs = TextLogprobs()
 
     @property
     def has_calls(self) -> bool:
@@ -114,14 +116,18 @@ class ChatAnswer:
     def end(self) -> list[Step]:
         """Nothing is added any more."""
         part, self._open = self._open, None
-        return [] if part is None else [Step(StepKind.END, part)]
+        if part is None:
+            return []
+        last = self._logprobs.end() if part.kind is PartKind.TEXT else ()
+        return [*([self._grow(part, "", last)] if last else ()), Step(StepKind.END, part)]
 
     def _take_choice(self, choice: Mapping[str, Any]) -> Iterator[Step]:
         delta = choice.get("delta") or choice.get("message") or {}
         # Both names are in use, for the same text.
         yield from self._add(PartKind.REASONING, delta.get("reasoning_content") or delta.get("reasoning"))
-        logprobs = _mapping(choice, "logprobs").get("content")
-        yield from self._add(PartKind.TEXT, delta.get("content"), logprobs or ())
+        text = delta.get("content") or ""
+        entries = _mapping(choice, "logprobs").get("content") or ()
+        yield from self._add(PartKind.TEXT, text, self._logprobs.add(entries, text, self.num_reasoning_tokens))
         for index, call in enumerate(delta.get("tool_calls") or ()):
             yield from self._add_call(call, call.get("index", index))
         if choice.get("finish_reason") is not None:

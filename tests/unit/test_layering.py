@@ -319,7 +319,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "__main__",
     ),
     "proxy.simulation": ("speeds", "node", "cluster", "run"),
-    "proxy.dialects": ("chat_answer", "conversion", "fields", "responses", "messages", "dialect"),
+    "proxy.dialects": ("text_logprobs", "chat_answer", "conversion", "fields", "responses", "messages", "dialect"),
 }
 # A folder that is longer is two.
 MAX_FILES = 12

@@ -63,7 +63,10 @@ def to_chat(body: ResponsesBody) -> dict[str, Any]:
         logprobs=True if wants_logprobs else None,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         stream=body.stream,
-        stream_options={"include_usage": True} if body.stream else None,
+        # With log-probabilities each event says how many tokens of reasoning there are: their own are left out.
+        stream_options=given(include_usage=True, continuous_usage_stats=wants_logprobs or None)
+        if body.stream
+        else None,
     )
     return {**passed(body), **chat}
 

@@ -21,6 +21,8 @@ from proxy.dialects.dialect import convert_responses
 from proxy.dialects.responses.answer import ECHO_BYTES, Echo, ResponsesConversion
 from proxy.dialects.responses.body import read_responses_body
 from proxy.dialects.responses.schema import ResponseAnswer
+from proxy.dialects.text_logprobs import TextLogprobs
+from tests.unit.node.test_answers import answers, codec_of
 from tests.unit.proxy.dialects.chats import CHATS, DONE, Chat, assert_declared, cut, read_events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -83,7 +85,7 @@ def test_text_when_converted_then_is_one_message_and_the_fields_have_their_chat_
         "top_logprobs": 2,
         "seed": 3,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
 
 
@@ -351,6 +353,53 @@ def test_logprobs_when_included_then_come_with_the_text_and_else_do_not() -> Non
     assert [e["logprobs"] for e in with_them if e["type"] == "response.output_text.delta"] == [LOGPROBS]
     assert with_them[-1]["response"]["output"][0]["content"][0]["logprobs"] == LOGPROBS
     assert streamed(chat)[-1]["response"]["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("Yes, hm.\n</think>\n\nYes 🙂, so: </think> ü.", "Yes 🙂, so: </think> ü."),
+        ("</think> Yes, half: 🙂", "Yes, half: 🙂"),
+        ("Well.</think>I look.\n" + '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "I look."),
+        ("Well.</think>" + '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', None),
+        ("Well.</think>It may st op, then STOP and more.", "It may st op, then "),
+        ("Only reasoning", None),
+    ],
+)
+def test_logprobs_when_streamed_then_are_the_whole_ones_and_spell_the_text(
+    answer: str, text: str | None, at_once: int
+) -> None:
+    asked = {"input": "a", "include": ["message.output_text.logprobs"], "tools": [{"type": "function", "name": "now"}]}
+    codec, chat = codec_of("hermes_thinking"), {**chat_of(asked), "stop": ["STOP"]}
+    [body] = answers(codec, answer, chat, at_once=at_once)
+    whole = json.loads(conversion(**asked).whole(200, json.dumps(body).encode()))
+    chunks = answers(codec, answer, {**chat, **chat_of({**asked, "stream": True})}, at_once=at_once)
+    data = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + DONE
+    events = read_events(conversion(**asked).feed(data))
+    entries = [entry for e in events if e["type"] == "response.output_text.delta" for entry in e["logprobs"]]
+    contents = [
+        [item["content"][0] for item in output if item["type"] == "message"]
+        for output in (whole["output"], events[-1]["response"]["output"])
+    ]
+    assert contents[0] == contents[1]
+    assert [content["text"] for content in contents[0]] == ([] if text is None else [text])
+    assert entries == [entry for content in contents[0] for entry in content["logprobs"]]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == (text or "").encode()
+
+
+def test_logprobs_when_the_text_ends_within_a_token_or_has_bytes_that_are_no_character_then_go_on() -> None:
+    def entries(*tokens: bytes) -> list[dict[str, Any]]:
+        return [{"token": "", "logprob": -0.5, "bytes": list(token), "top_logprobs": []} for token in tokens]
+
+    tokens = entries(b"<think>", b" a", b"\xf0\x9f", b"b", b"<|x|>", b"c", b"\xff", b"d STOP", b"<|end|>")
+    for cuts in ((9,), (4, 9), range(1, 10)):
+        logprobs = TextLogprobs()
+        found, start, texts = [], 0, ["", "a", "", "\ufffdb", "", "c", "", "\ufffdd", ""]
+        for end in cuts:
+            found += logprobs.add(tokens[start:end], "".join(texts[start:end]), 1)
+            start = end
+        assert [*found, *logprobs.end()] == tokens[1:4] + tokens[5:8]
 
 
 @pytest.mark.parametrize(
