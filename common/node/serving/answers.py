@@ -3,6 +3,8 @@ that."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +19,15 @@ from common.text.tokenizer import TextCodec
 class AnswerPlan:
     """
     Attributes:
+        call_key: what the ids of calls are made of. Agents send one request id for several turns, so the prompt is in
+            it; the same on every node.
         types: of the tools that the answer may call; None: calls are text.
         is_named: the request names the one function to call.
         tells_reasoning: the client gets the reasoning.
         grammar: ``SamplingParams.grammar``.
     """
 
-    request_id: str
+    call_key: str
     types: ToolTypes | None
     is_named: bool
     thinking: Thinking
@@ -71,4 +75,5 @@ def plan_answer(
             budget=budget,
         )
     types = ToolTypes.of(tools) if tools else None
-    return AnswerPlan(request_id, types, is_named, thinking, request.reasoning.include, grammar)
+    prompt_digest = hashlib.blake2b(array("Q", prompt_token_ids if tools else ()), digest_size=12).hexdigest()
+    return AnswerPlan(f"{request_id}/{prompt_digest}", types, is_named, thinking, request.reasoning.include, grammar)

@@ -135,7 +135,7 @@ class Choice:
         if call.call_id is not None:
             return call.call_id
         assert self._answer is not None
-        key = f"{self._answer.request_id}/{self.index}/{call.index}".encode()
+        key = f"{self._answer.call_key}/{self.index}/{call.index}".encode()
         return "call_" + hashlib.blake2b(key, digest_size=12).hexdigest()
 
     def _pieces(self, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:

@@ -258,6 +258,21 @@ def test_forks_when_each_calls_then_each_call_has_an_id_of_its_own() -> None:
     assert ids == [call["id"] for choice in again["choices"] for call in choice["message"]["tool_calls"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_ids_when_turns_share_a_request_id_then_differ_and_are_kept_elsewhere(stream: bool) -> None:
+    codec = codec_of("hermes")
+    text = calls_text(codec, ARGUMENTS, {})
+    say: Any = streamed if stream else message
+    turns = (BODY, {**BODY, "messages": [USER, USER]}, BODY)
+    first, second, again = ([call["id"] for call in say(codec, text, turn)["tool_calls"]] for turn in turns)
+    assert len({*first, *second}) == 4
+    assert again == first
+    end_of_first_call = len(codec.encode(text[: text.index("}}") + 2], add_special_tokens=False))
+    events = answers(codec, text, {**BODY, "stream": True}, num_known=end_of_first_call)
+    pieces = [piece for event in events for piece in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert [piece["id"] for piece in pieces if "id" in piece] == first[1:]
+
+
 def test_logprobs_when_there_are_calls_then_every_token_has_its_own() -> None:
     codec = codec_of("hermes")
     text = calls_text(codec, ARGUMENTS)
