@@ -349,7 +349,7 @@ class EngineCore:
             try:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
-                self._fail(sequence, exc)
+                self._fail(sequence, exc, is_read_over=True)
         for sequence in schedule.sequences:
             if sequence.num_reported_tokens < 0:  # later chunks' blocks are told when these are done
                 self._prompts.report_progress(sequence)
@@ -489,19 +489,23 @@ class EngineCore:
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence, donate=False)
 
-    def _fail(self, sequence: Sequence, cause: Exception, *, is_read_over: bool = True) -> None:
+    def _fail(self, sequence: Sequence, cause: Exception, *, is_read_over: bool | None = None) -> None:
         """Ends one request for what was raised on its behalf; the others go on, if the cache is sound without it.
-        ``is_read_over``: no read can write to its memory any more."""
+        ``is_read_over``: no read can write to its memory any more; None: if one is under way, its result is to come."""
         request_id, seq_id = sequence.request.request_id, sequence.seq_id
         logger.error("request failed request_id=%s", request_id, exc_info=cause)
         try:
             if sequence.is_ahead:
                 self._runner.synchronize()  # the step in flight names its memory
+            error = cause if isinstance(cause, TandemError) else TandemError("the engine failed on this request")
             if self._manager.has_sequence(seq_id) and self._manager.is_pulled(seq_id):
+                if is_read_over is None:
+                    self._outputs.add_error(sequence, error)
+                    self._remote.abort(sequence)
+                    return
                 self._manager.abandon_remote(seq_id, quarantine=not is_read_over)
             if sequence.sampling is None:
                 self._manager.release_lease(request_id)
-            error = cause if isinstance(cause, TandemError) else TandemError("the engine failed on this request")
             self._live.fail(sequence, error)
             violations = self._manager.check()
         except Exception as exc:  # noqa: BLE001  # whatever it is, the cache is not known to be sound

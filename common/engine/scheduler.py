@@ -219,7 +219,7 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         if suspect.status is SequenceStatus.RUNNING:
             self._plan(schedule, suspect, budget)
-        elif self.has_room():
+        elif suspect.status is SequenceStatus.WAITING and self.has_room():
             self._try_to_admit(schedule, suspect, budget)
 
     def _schedule_together(self, schedule: Schedule, *, admits: bool) -> None:

@@ -4,22 +4,44 @@ read: the test answers for the source."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from common.engine.core import EngineCore
-from common.errors import InvalidRequestError, TransferError
+from common.engine.scheduler import Schedule
+from common.errors import InvalidRequestError, TandemError, TransferError
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.prefix.hits import PrefixHit
 from common.node.pull.engine_bridge import FinishedPull
 from common.node.runtime import NodeModel
 from common.request import FinishReason, Request
-from tests.engine.cores import collect, engine, prompt_of, request, used
+from tests.engine.cores import collect, engine, prompt_of, request, run, used
 
 
 @dataclass
 class _Remote:
     num_tokens: int
     prefix_key: bytes
+
+
+class _TierPrefix:
+    num_tokens = 32
+    is_being_read = False
+
+    def begin(self) -> None:
+        self.is_being_read = True
+
+
+class _Tiers:
+    """Has 32 tokens of every prompt while it is not ``empty``."""
+
+    is_empty = False
+
+    def find(self, keys: PrefixKeys, num_tokens: int, hit: PrefixHit) -> _TierPrefix | None:
+        return None if self.is_empty or hit.num_tokens >= 32 else _TierPrefix()
 
 
 class _Source:
@@ -120,6 +142,48 @@ def test_request_id_when_memory_is_still_kept_under_it_then_is_refused_until_tha
     core.end_quarantine("r#0")
     core.add_request(again)
     assert collect(core) == {("r", 0): alone[5]}
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_tier_when_it_is_read_again_behind_a_forward_that_raised_then_its_memory_is_kept_until_it_was_read(
+    alone: dict[int, list[int]],
+) -> None:
+    core, model = engine(max_num_batched_tokens=256)
+    source, tiers = _Source(), _Tiers()
+    core.pull_with(source, tiers)
+    core.add_request(request("r", prompt_of(5)))
+    core.step()
+    core.finish_pull("r#0", FAILED)
+    tiers.is_empty = True
+    core.add_request(request("second", prompt_of(6)))
+    with patch.object(model.runner, "launch", side_effect=RuntimeError("injected")):
+        assert core.step() == []
+    tiers.is_empty = False
+    for _ in range(3):
+        assert core.step() == []
+    assert source.started == ["r#0", "r#0"]
+    assert model.manager.is_pulled("r#0")
+    tiers.is_empty = True
+    core.finish_pull("r#0", LATE)
+    answers: dict[str, list[int]] = {}
+    for output in chain(core.step(), *run(core)):
+        answers.setdefault(output.request_id, []).extend(output.token_ids)
+    assert answers == {"r": alone[5], "second": alone[6]}
+    core.end_quarantine("r#0")
+    assert used(model) == (0, 0, 0, 0)
+
+
+def test_fault_when_a_prefix_is_still_read_then_its_memory_is_kept_until_it_was_read() -> None:
+    core, model = engine()
+    remote, source = remote_request(core, model, prompt_of(5))
+    core.add_request(remote)
+    core.step()
+    fault = Schedule(failed=[(core._live["r#0"], RuntimeError("injected"))])
+    with patch.object(core._scheduler, "schedule", lambda: fault):
+        assert [type(output.error) for output in core.step()] == [TandemError]
+    assert source.cancelled == ["r#0"]
+    assert model.manager.is_pulled("r#0")
+    core.finish_pull("r#0", FAILED)
     assert used(model) == (0, 0, 0, 0)
 
 

@@ -13,8 +13,11 @@ from unittest.mock import patch
 import pytest
 
 from common.engine.plan import Rows
+from common.engine.scheduler import MAX_TIER_READS
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
+from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.prefix.hits import PrefixHit
 from tests.unit.engine.scheduling import BLOCK, Rig, names, planned, words
 
 
@@ -474,6 +477,33 @@ def test_suspects_when_there_are_some_then_each_runs_alone_until_it_has_caught_u
             assert set(names(rig.step().sequences)) == {each.request.request_id}
             each.num_lone_steps -= each.num_uncomputed_tokens == 1
     assert set(names(rig.step().sequences)) == {"first", "second", "new"}
+
+
+class TierPrefix:
+    num_tokens = 32
+    is_being_read = False
+
+    def begin(self) -> None:
+        self.is_being_read = True
+
+
+class Tiers:
+    def __init__(self) -> None:
+        self._prefix = TierPrefix()
+
+    def find(self, keys: PrefixKeys, num_tokens: int, hit: PrefixHit) -> TierPrefix:
+        return self._prefix
+
+
+def test_suspect_when_a_tier_is_read_for_it_then_is_not_admitted_again() -> None:
+    rig = Rig()
+    rig.scheduler.tiers = Tiers()
+    suspects = [rig.add(name, words(number, 40)) for number, name in enumerate(("first", "second"))]
+    suspects[0].num_tier_reads = MAX_TIER_READS - 1  # what was read before was bad
+    rig.scheduler.suspect(suspects)
+    assert [sequence for sequence, _ in rig.schedule().pulls] == suspects[:1]
+    assert rig.schedule().is_empty
+    assert rig.manager.is_pulled("first#0")
 
 
 # --- prefixes from a peer
