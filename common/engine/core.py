@@ -452,6 +452,7 @@ class EngineCore:
                 self._end(sequence)
             return
         if sequence.num_uncomputed_tokens:
+            sequence.num_to_replay = max(0, sequence.num_to_replay - segment.num_tokens)
             self._prompts.report_progress(sequence)
             return
         sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)

@@ -147,6 +147,27 @@ def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_from_i
     assert second == expected
 
 
+def test_answer_when_it_ends_while_a_part_of_it_is_run_again_then_nothing_is_held_and_its_end_is_kept() -> None:
+    flags = {**ROOMY, "max_num_batched_tokens": 64, "max_num_seqs": 12}
+    core, _ = engine(**flags)
+    prompt = tokens(1, 12)
+    right = answer(core, prompt, max_tokens=80)
+    core, model = engine(**flags)
+    speculate(core, model, [[*prompt, *right[:59], right[59] ^ 1]], 1.0, always=True, num_tokens=63)
+    core.add_request(request("ended", prompt, max_tokens=80))
+    core.step()
+    core.add_request(request("before", tokens(2, 4), num_forks=8, max_tokens=8))  # its rows come first
+    core.step()
+    core.step()
+    (sequence,) = core._live.of_request("ended")
+    assert (sequence.num_output_tokens, sequence.num_uncomputed_tokens) == (60, 3)
+    core.finish("ended", 0)
+    collect(core)
+    assert used(model) == (0, 0, 0, 0)
+    found, _ = cached(core, prompt + right[:60] + tokens(4, 9), max_tokens=2)
+    assert found == 12 + 59
+
+
 @pytest.mark.full  # without drafts: test_core.py
 @pytest.mark.parametrize("seed", range(4))
 def test_random_aborts_and_preemptions_when_drafts_are_run_leave_the_others_right_and_free_everything(
