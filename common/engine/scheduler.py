@@ -70,6 +70,8 @@ LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
 long: the fault may be one that only a step of one token shows."""
 
+MAX_HEAD_REST_BITS = 10
+"""Steps without the model's head after it raised: 2, and twice as many after each further time, 2**10 at most."""
 
 MAX_TIER_READS = 2
 """Prefixes that are read from tiers for one sequence: when one is bad, the next shallower one; then it is computed."""
@@ -143,6 +145,8 @@ class Scheduler:
         self.end: Callable[[Sequence, bool], None] | None = None
         self._num_steps = 0
         self._suspects: list[Sequence] = []
+        self._num_head_errors = 0  # one after the other
+        self._head_rests_until = 0
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -320,8 +324,13 @@ class Scheduler:
         spare = max(0, budget - num_known)
         assert self.speculation is not None
         self.speculation.begin_step(len(decoding), num_known - len(decoding))
-        if self.speculation.head is not None and spare:
-            self._ask_head(self.speculation, self.speculation.head, decoding, spare)
+        if self.speculation.head is not None and spare and self._num_steps > self._head_rests_until:
+            try:
+                self._ask_head(self.speculation, self.speculation.head, decoding, spare)
+            except Exception:  # nobody needs a draft; what is more than that raises again in the forward
+                logger.warning("the model's head could not draft", exc_info=True)
+                self._num_head_errors = min(self._num_head_errors + 1, MAX_HEAD_REST_BITS)
+                self._head_rests_until = self._num_steps + 2**self._num_head_errors
         num_rows = 0
         for sequence in decoding:
             num_rows += self._plan(schedule, sequence, budget - num_rows, spare, len(decoding))
@@ -412,6 +421,7 @@ class Scheduler:
         if asked:
             for sequence, guessed in zip(asked, head(segments, [each.last_row for each in asked], limits), strict=True):
                 sequence.guessed = guessed
+            self._num_head_errors = 0
 
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need

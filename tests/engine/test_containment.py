@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,13 @@ import torch
 
 from common.engine.core import MAX_FAILED_FORWARDS, EngineCore
 from common.engine.model_runner import Forward
-from common.engine.plan import StepPlan
+from common.engine.plan import Segment, StepPlan
 from common.engine.sampling.sampler import SampleTask
+from common.engine.speculation import Speculation
 from common.errors import EngineDeadError, TandemError
 from common.node.runtime import NodeModel
 from common.request import Request
-from tests.engine.cores import engine, prompt_of, request, run, tokens, used
+from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
 from tests.support.models import tiered
 
 BAD = tokens(77, 60)
@@ -146,6 +147,27 @@ def test_request_when_something_raises_on_its_behalf_then_fails_alone(place: str
     assert used(model) == (0, 0, 0, 0)
     core.add_request(request(BAD_ID, BAD))  # its id and its memory are free again
     assert sum(len(output.token_ids) for step in run(core) for output in step) == 12
+
+
+def test_head_when_it_raises_then_that_step_has_no_drafts_and_answers_are_the_same(alone: dict[int, list[int]]) -> None:
+    core, _ = engine(max_num_seqs=8, kv_cache_memory=8 << 20)
+    num_calls = 0
+
+    def head(segments: Sequence[Segment], rows: Sequence[Any], limits: Sequence[int]) -> list[list[int]]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise torch.OutOfMemoryError("injected")
+        return [[7] * limit for limit in limits]
+
+    core._scheduler.speculation = speculation = Speculation(
+        None, num_tokens=3, max_model_len=256, slot_bytes=0, adapts=False, head=head
+    )
+    for seed in range(4):
+        core.add_request(request(f"r{seed}", prompt_of(seed)))
+    assert collect(core) == {(f"r{seed}", 0): alone[seed] for seed in range(4)}
+    assert num_calls > 1
+    assert speculation.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("place", ["launch", "complete_step", "finish_prompt", "lease"])

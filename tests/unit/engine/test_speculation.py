@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,25 @@ def test_plan_when_only_generating_sequences_run_then_says_so() -> None:
     rig.add("a", words(1, 10), max_tokens=100)
     rig.drafts()
     assert rig.schedule().plan.only_decodes
+
+
+def test_head_when_it_raises_again_and_again_then_rests_longer_and_longer_until_it_does_not() -> None:
+    rig = DraftingRig()
+    asked_in: list[int] = []
+    step, is_broken = 0, True
+
+    def head(segments: ListOf[Segment], rows: ListOf[Any], limits: ListOf[int]) -> list[list[int]]:
+        asked_in.append(step)
+        if is_broken:
+            raise RuntimeError("injected")
+        return [list(range(limit)) for limit in limits]
+
+    rig.scheduler.speculation = Speculation(
+        None, num_tokens=4, max_model_len=1024, slot_bytes=1 << 30, adapts=False, head=head
+    )
+    sequence = rig.add("a", words(1, 10), max_tokens=200)
+    for step in range(40):
+        sequence.last_row = "row"
+        is_broken = step < 30
+        assert rig.drafts() == ([0] if step < 35 else [4])
+    assert asked_in == [1, 4, 9, 18, 35, 36, 37, 38, 39]
