@@ -37,7 +37,7 @@ class TierIndex:
         """Keys of those that are being written: not to be read yet."""
         self._worth = worth
         self._prefixes: OrderedDict[bytes, StoredPrefix] = OrderedDict()  # longest unused first
-        self._by_boundary: dict[bytes, list[StoredPrefix]] = {}
+        self._positions: dict[bytes, Counter[int]] = {}  # of the prefixes behind each block boundary
         self._users: dict[Extent, int] = {}
 
     def __len__(self) -> int:
@@ -65,10 +65,9 @@ class TierIndex:
         size = keys.block_size
         chain = keys.boundary_keys(num_tokens // size)
         for num_blocks in range(num_tokens // size, above // size - 1, -1):
-            start = num_blocks * size
-            for prefix in self._by_boundary.get(chain[num_blocks], ()):
-                tail = prefix.checkpoint.tail_tokens
-                if above < prefix.position <= num_tokens and tail == keys.content(start, start + len(tail)):
+            # Many prefixes may differ behind one boundary, at few positions.
+            for position in sorted(self._positions.get(chain[num_blocks], ()), reverse=True):
+                if above < position <= num_tokens and (prefix := self.get(keys.key_at(position))) is not None:
                     yield prefix
 
     def missing(self, prefix: StoredPrefix) -> int:
@@ -103,9 +102,7 @@ class TierIndex:
         self._prefixes[prefix.key] = prefix
         if is_oldest:
             self._prefixes.move_to_end(prefix.key, last=False)
-        bucket = self._by_boundary.setdefault(prefix.checkpoint.boundary_key, [])
-        bucket.append(prefix)
-        bucket.sort(key=lambda other: -other.position)
+        self._positions.setdefault(prefix.checkpoint.boundary_key, Counter())[prefix.position] += 1
         for extent in prefix.extents:
             self._users[extent] = self._users.get(extent, 0) + 1
         self.on_change(prefix, True)
@@ -130,10 +127,10 @@ class TierIndex:
         del self._prefixes[prefix.key]
         self.on_change(prefix, False)
         boundary_key = prefix.checkpoint.boundary_key
-        bucket = self._by_boundary[boundary_key]
-        bucket.remove(prefix)
-        if not bucket:
-            del self._by_boundary[boundary_key]
+        positions = self._positions[boundary_key]
+        positions -= Counter((prefix.position,))
+        if not positions:
+            del self._positions[boundary_key]
         self.used_bytes -= prefix.own_bytes
         unused = []
         for extent, num_bytes in zip(prefix.extents, prefix.extent_bytes, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.kv_cache.eviction.block_tree import BlockTree, Record
 from common.kv_cache.eviction.create import create_policy
 from common.kv_cache.eviction.reuse import EDGES, NUM_BINS, ReuseStatistics, age_bin, gittins
 from common.kv_cache.eviction.value_policy import GHOSTS_PER_SLOT, MIN_GHOSTS, ValuePolicy
+from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from tests.unit.kv_cache.world import make_config
 
@@ -166,6 +168,21 @@ def test_same_requests_when_served_twice_then_same_evictions() -> None:
     first = run()
     assert first == run()
     assert sum(first) > 0
+
+
+def test_admission_when_many_prompts_differ_behind_one_boundary_then_hashes_once_per_position_at_most() -> None:
+    manager = make_manager("value", num_blocks=64, num_slots=16)
+    common, size = list(range(32)), manager.config.block_size
+    for number in range(3000):
+        serve(manager, [*common, 100 + number % 60, number // 60, 7][: 34 + number % 2], boundary=32)
+    policy = manager._coordinator.policy
+    assert isinstance(policy, ValuePolicy)
+    assert policy.num_ghosts > 2000
+    with patch.object(PrefixKeys, "_key", autospec=True, side_effect=PrefixKeys._key) as hashed:
+        keys = manager.prefix_keys([*common, 7, 7, 7])
+        policy.admitted(keys, 35)
+    assert hashed.call_count <= size + 1
+    assert keys.history[0] == 32
 
 
 @pytest.mark.full

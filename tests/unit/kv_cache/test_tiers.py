@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.eviction.base import EVICTION_POLICIES, Outlook
 from common.kv_cache.eviction.reuse import NUM_BINS, ReuseStatistics, within_horizon
+from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.tiers.break_even import BreakEven
 from common.kv_cache.tiers.index import TierIndex
@@ -68,6 +70,35 @@ def test_index_when_prefixes_come_and_go_then_bytes_are_those_of_what_is_needed(
         assert index.used_bytes == sum(stored.own_bytes for stored in index) + 10 * len(needed) <= index.size_bytes
         assert all(index.has_extent(extent) for extent in needed)
     assert len(index) > 3
+
+
+def test_index_when_many_prefixes_differ_behind_one_boundary_then_looks_once_per_position_at_most() -> None:
+    index, common = TierIndex(1 << 20, lambda key: None), list(range(32))
+
+    def keys_of(number: int) -> PrefixKeys:
+        return PrefixKeys(b"root", 4, [*common, number, 7, 7])
+
+    def stored(number: int, position: int) -> StoredPrefix:
+        keys = keys_of(number)
+        checkpoint = Checkpoint(
+            keys.key_at(position), position, keys.boundary_key(8), keys.tail_tokens(position), 0, (), "end"
+        )
+        return StoredPrefix(checkpoint, False, (), (), 50)
+
+    prefixes = [stored(number, 33 + number % 2) for number in range(100, 3100)]
+    for prefix in prefixes:
+        index.add(prefix)
+    deeper = stored(107, 35)
+    index.add(deeper)
+    with (
+        patch.object(PrefixKeys, "_key", autospec=True, side_effect=PrefixKeys._key) as hashed,
+        patch.object(PrefixKeys, "content", autospec=True, side_effect=PrefixKeys.content) as compared,
+    ):
+        assert list(index.matching(keys_of(107), 35, above=32)) == [deeper, prefixes[7]]
+    assert hashed.call_count + compared.call_count <= 5
+    index.drop(deeper)
+    assert list(index.matching(keys_of(107), 35, above=32)) == [prefixes[7]]
+    assert list(index.matching(keys_of(107), 33, above=32)) == []
 
 
 def test_index_when_full_then_what_is_worth_far_less_stays_out() -> None:
