@@ -34,7 +34,7 @@ from common.engine.speculation import Speculation
 from common.engine.tokens.ahead import AheadSteps, Order
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.engine.tokens.step_tokens import StepTokens
-from common.errors import EngineDeadError, InvalidRequestError, TandemError
+from common.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, TandemError, TransferError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.sharing.leases import LeasedPrefix
@@ -48,6 +48,9 @@ PROMPT_LOGPROB_ROWS = 256
 MAX_FAILED_FORWARDS = 16
 """Forwards that may raise one after the other. The first one may be any of its sequences' fault, each one after it ran
 a single sequence: with so many in a row it is the device or the model that fails."""
+
+REFUSALS = (InvalidRequestError, DeadlineExceededError, TransferError)
+"""Of what is raised for a sequence: what says that its request cannot be served, and nothing of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +511,8 @@ class EngineCore:
             if sequence.sampling is None:
                 self._manager.release_lease(request_id)
             self._live.fail(sequence, error)
-            violations = self._manager.check()
+            # It takes 0.15 s of 200,000 blocks: not for what a caller may do again and again.
+            violations = self._manager.check() if not isinstance(cause, REFUSALS) else []
         except Exception as exc:  # noqa: BLE001  # whatever it is, the cache is not known to be sound
             raise EngineDeadError(f"request {request_id} failed and could not be ended: {exc}") from cause
         if violations:

@@ -16,7 +16,14 @@ from common.engine.model_runner import Forward
 from common.engine.plan import Segment, StepPlan
 from common.engine.sampling.sampler import SampleTask
 from common.engine.speculation import Speculation
-from common.errors import EngineDeadError, TandemError
+from common.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    GrammarError,
+    StepMemoryError,
+    TandemError,
+    TransferError,
+)
 from common.node.runtime import NodeModel
 from common.request import Request
 from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
@@ -226,6 +233,30 @@ def test_engine_when_a_failed_request_cannot_be_ended_then_is_dead() -> None:
         pytest.raises(EngineDeadError, match="could not be ended"),
     ):
         core.step()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_checked"),
+    [
+        (GrammarError("a conflict"), False),
+        (DeadlineExceededError("late"), False),
+        (TransferError("an image"), False),
+        (StepMemoryError("no slot"), True),
+        (InjectedError("sampling"), True),
+    ],
+    ids=["grammar", "deadline", "transfer", "step memory", "fault"],
+)
+def test_cache_when_a_request_fails_then_is_checked_unless_it_was_refused(error: Exception, is_checked: bool) -> None:
+    core, model = engine()
+    core.add_request(request(BAD_ID, BAD))
+    with (
+        patch.object(core._sampler, "sample", side_effect=error),
+        patch.object(model.manager, "check", return_value=[]) as check,
+    ):
+        outputs = [output for step in run(core) for output in step]
+    assert [isinstance(output.error, TandemError) for output in outputs] == [True]
+    assert check.called == is_checked
+    assert used(model) == (0, 0, 0, 0)
 
 
 def test_engine_when_a_fault_left_the_cache_inconsistent_then_is_dead() -> None:
