@@ -305,6 +305,18 @@ def test_sample_when_words_are_bad_then_the_token_that_would_complete_one_is_not
     assert sample(logits, [task(allowed_token_ids=frozenset({4}), **bad)])[0].token_id == 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sample_when_only_ends_and_bad_words_are_allowed_before_min_tokens_then_a_bad_word_is_drawn(
+    temperature: float,
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, min_tokens=1, allowed_token_ids=frozenset({5, 9}), bad_token_ids=((5,),)
+    )
+    before = SampleTask(params, [7], [], eos_token_ids=frozenset({9}))
+    assert Sampler().sample(random_logits(1), [before])[0].token_id == 5
+    assert Sampler().sample(random_logits(1), [replace(before, output_token_ids=[5])])[0].token_id == 9
+
+
 def test_sample_when_tokens_are_named_then_their_logprobs_are_told_instead_of_the_likeliest() -> None:
     logits = random_logits(2, seed=8)
     expected = logits.log_softmax(-1)

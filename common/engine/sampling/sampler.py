@@ -66,12 +66,16 @@ class SampleTask:
         return len(self.output_token_ids) + self.num_unknown
 
     @property
+    def stops(self) -> frozenset[int]:
+        return self.eos_token_ids | self.params.stop_token_ids
+
+    @property
     def masks_stops(self) -> bool:
         """Unless nothing else is allowed."""
         if self.position >= self.params.min_tokens or self.mask is not None:
             return False
         allowed = self.params.allowed_token_ids
-        return allowed is None or not allowed <= self.eos_token_ids | self.params.stop_token_ids
+        return allowed is None or not allowed <= self.stops
 
     def banned(self) -> set[int]:
         """The tokens that would complete one of ``bad_token_ids``, unless nothing else is allowed."""
@@ -81,8 +85,8 @@ class SampleTask:
             for word in self.params.bad_token_ids
             if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]
         }
-        allowed = self.params.allowed_token_ids
-        return set() if allowed is not None and allowed <= found else found
+        allowed, hidden = self.params.allowed_token_ids, self.stops if self.masks_stops else frozenset()
+        return set() if allowed is not None and allowed <= found | hidden else found
 
     @property
     def has_penalties(self) -> bool:
@@ -186,12 +190,7 @@ def _mask(scores: Tensor, tasks: Sequence[SampleTask]) -> Tensor | None:
                 _keep(scores[row], torch.from_numpy(np.flatnonzero(bits)).to(scores.device))
             else:
                 scores[row, torch.from_numpy(np.flatnonzero(~bits)).to(scores.device)] = float("-inf")
-    entries = [
-        (row, token)
-        for row, task in enumerate(tasks)
-        if task.masks_stops
-        for token in (*task.eos_token_ids, *task.params.stop_token_ids)
-    ]
+    entries = [(row, token) for row, task in enumerate(tasks) if task.masks_stops for token in task.stops]
     entries += [(row, token) for row, task in enumerate(tasks) if task.params.bad_token_ids for token in task.banned()]
     if entries:
         rows, tokens = zip(*entries, strict=True)
