@@ -59,7 +59,7 @@ class BlockTree:
         self._serial = [0] * num_blocks
         self._block_at: dict[int, int] = {}
         self._first_link: dict[int, int] = {}
-        self._stretch: dict[int, tuple[int, int]] = {}  # where something hung: own blocks, the block before them
+        self._stretch: dict[int, tuple[int, int]] = {}  # where something hung: own blocks, serial of the one before
         self._next_serial = 1
 
     def store(self, parent_id: int, block_ids: Sequence[int]) -> None:
@@ -111,7 +111,8 @@ class BlockTree:
     def own_stretch(self, block_id: int) -> tuple[int, int]:
         """How many blocks lead only to this one, and the block before them. Of a block that leads to a checkpoint, and
         where one hangs or hung."""
-        return self._stretch.get(block_id, (0, 0))
+        num_own, number = self._stretch.get(block_id, (0, 0))
+        return num_own, self._block_at.get(number, 0)
 
     def add_tail(self, block_id: int, record: Record) -> None:
         self.tails.setdefault(block_id, []).append(record)
@@ -128,7 +129,8 @@ class BlockTree:
             return [], 0
         self.hanging[block_id] = [record]
         if self.num_followers[block_id]:
-            self._stretch[block_id] = self._measure(block_id)
+            count, before = self._measure(block_id)
+            self._stretch[block_id] = count, self._serial[before]
             return [], 0
         leading = [block_id]
         num_followers, hanging = self.num_followers, self.hanging
@@ -143,7 +145,7 @@ class BlockTree:
             if num_followers[before] > 1 or before in hanging:
                 break
             leading.append(before)
-        self._stretch[block_id] = (len(leading), before)
+        self._stretch[block_id] = (len(leading), self._serial[before])
         return leading, before
 
     def unhang(self, block_id: int, record: Record) -> tuple[list[int], int]:

@@ -98,6 +98,20 @@ def test_tree_when_a_block_is_evicted_and_used_again_then_old_links_lead_nowhere
     assert tree.remove_leading(3) == ([], 0)
 
 
+def test_stretch_when_the_block_before_it_is_evicted_and_used_again_then_nothing_is_before_it() -> None:
+    tree = BlockTree(10)
+    tree.store(0, [1, 2])
+    tree.hang(1, make_record())
+    tree.hang(2, make_record())
+    assert tree.own_stretch(2) == (1, 1)
+    tree.remove([1])
+    tree.remove_leading(1)
+    tree.store(2, [1])
+    tree.hang(1, make_record())
+    assert tree.own_stretch(1) == (1, 2)
+    assert tree.own_stretch(2) == (1, 0)  # not a circle
+
+
 def serve(manager: KVCacheManager, prompt: list[int], boundary: int) -> int:
     keys = manager.prefix_keys(prompt)
     hit = manager.lookup(keys, len(prompt))
