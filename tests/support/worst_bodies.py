@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
@@ -69,6 +70,13 @@ def _many(field: str, value: object, **more: object) -> bytes:
 
 def _of_prompts(**fields: object) -> bytes:
     return orjson.dumps({"max_tokens": 1, **fields})
+
+
+def _cyclic(word: str) -> bytes:
+    """Tools, whose schema refers to itself ``word`` by ``word``."""
+    schema = {word: [{"$ref": "#/$defs/a"}] * 40}
+    parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/a"}}, "$defs": {"a": schema}}
+    return orjson.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
 
 OK, ANY = frozenset({200}), frozenset({200, 400})
@@ -227,6 +235,12 @@ CORPUS: dict[str, Shape] = {
         CHAT_ROUTE,
     ),
     "tools beyond count": Shape(lambda: _chat(b"tools", b"[" + _fill(b"{}", most=180_000) + b"]"), route=CHAT_ROUTE),
+    **{
+        f"a tool whose schema is {word} of itself": Shape(
+            partial(_chat, b"tools", _cyclic(word)), frozenset({200}), CHAT_ROUTE
+        )
+        for word in ("anyOf", "oneOf", "allOf")
+    },
     # fields with bounds
     "stop strings": Shape(lambda: _completion(b"stop", b"[" + _fill(b'"a"', most=180_000) + b"]")),
     "stop string": Shape(lambda: _completion(b"stop", _text(b"a"))),

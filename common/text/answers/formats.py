@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from common.text.answers.values import resolved, types_of
+from common.text.answers.values import Known, resolved, types_of
 
 FORMAT_VERSION = 3
 """Of parsers and grammars together: nodes with different ones must not continue each other's answers."""
@@ -240,7 +240,8 @@ class ToolTypes:
                 properties = schema.get("properties") if isinstance(schema, Mapping) else None
                 named = properties.items() if isinstance(properties, Mapping) else ()
                 root = function.get("parameters")
-                found[function["name"]] = {str(key): types_of(value, root) for key, value in named}
+                known: Known = {}
+                found[function["name"]] = {str(key): types_of(value, root, known) for key, value in named}
         return cls(found)
 
 

@@ -58,11 +58,28 @@ def resolved(schema: Any, root: Any) -> Any:
     return schema
 
 
-def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a parameter's schema allows; empty: any, or it does not say."""
+Known = dict[int, frozenset[str] | None]
+"""By a schema's identity: its types, None while it is being asked."""
+
+
+def types_of(schema: Any, root: Any = None, known: Known | None = None) -> frozenset[str]:
+    """The JSON types that a parameter's schema allows; empty: any, or it does not say. ``known``: of those of ``root``
+    that were asked before. A schema is asked once, however often others refer to it."""
+    return _types(schema, root, {} if known is None else known, 0) or frozenset()
+
+
+def _types(schema: Any, root: Any, known: Known, depth: int) -> frozenset[str] | None:
+    """None: it is being asked, so it allows nothing beyond what is found anyway."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return frozenset()
+    if id(schema) not in known:
+        known[id(schema)] = None
+        known[id(schema)] = _types_inside(schema, root, known, depth)
+    return known[id(schema)]
+
+
+def _types_inside(schema: Mapping[str, Any], root: Any, known: Known, depth: int) -> frozenset[str]:
     given = schema.get("type")
     if isinstance(given, str):
         return frozenset({_TYPES.get(given, given)})
@@ -73,11 +90,12 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
         return frozenset(map(_type_of, values))
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            options = [types_of(each, root, depth + 1) for each in schema[word]]
-            return frozenset().union(*options) if all(options) else frozenset()
+            options = [_types(each, root, known, depth + 1) for each in schema[word]]
+            told = [option for option in options if option is not None]
+            return frozenset().union(*told) if all(told) else frozenset()
     all_of = schema.get("allOf")
     for each in all_of if isinstance(all_of, list) else ():
-        if found := types_of(each, root, depth + 1):
+        if found := _types(each, root, known, depth + 1):
             return found
     return frozenset()
 
