@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import DeadlineExceededError, GrammarError, InvalidRequestError, QueueFullError
 from common.grammar.limits import GrammarLimits
-from common.grammar.trial import LENGTH
+from common.grammar.trial import GBNF, LARK, LENGTH
 
 NUM_CHILDREN = 2
 MAX_WAITING = 256
@@ -69,6 +69,13 @@ class GrammarChecker:
         if verdict:
             raise GrammarError(f"{param} cannot be compiled: {verdict}", param=param)
 
+    async def lark(self, gbnf: str, param: str) -> str:
+        """``gbnf`` as Lark, whose size may be anything. Raises as ``check``."""
+        lark = await self._ask(GBNF + gbnf, param)
+        if not lark.startswith(LARK):
+            raise GrammarError(f"{param} is neither Lark nor GBNF: {lark}", param=param)
+        return lark
+
     async def _ask(self, grammar: str, param: str) -> str:
         if self.num_waiting >= MAX_WAITING:
             raise QueueFullError(f"{self.num_waiting} grammars wait to be checked, the most is {MAX_WAITING}")
@@ -84,7 +91,7 @@ class GrammarChecker:
         finally:
             self.num_waiting -= 1
         if self._on_checked is not None:
-            self._on_checked(time.monotonic() - begin_s, not verdict)
+            self._on_checked(time.monotonic() - begin_s, not verdict or verdict.startswith(LARK))
         return verdict
 
     def _try(self, grammar: str) -> str:

@@ -1,8 +1,9 @@
 """The child process in which a grammar is compiled for the first time: ``python -m common.grammar.trial CPU_SECONDS``.
 
 Reads grammars from stdin, each 4 bytes of length and UTF-8, and answers each on stdout in the same form: empty when it
-is good, else why it is not. A grammar that takes too much ends the process: by SIGPROF after CPU_SECONDS, by a stack
-that is smaller than any in which it would be used later, or by the limit on memory. Ends with its stdin.
+is good, else why it is not. What begins with ``GBNF`` is answered with its Lark. A grammar that takes too much ends the
+process: by SIGPROF after CPU_SECONDS, by a stack that is smaller than any in which it would be used later, or by the
+limit on memory. Ends with its stdin.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import lru_cache
 from typing import BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.grammar.limits import parser_limits
 
@@ -33,6 +35,9 @@ NOTHING = "no text satisfies it"
 _SPECIAL = re.compile(r"<[^<>\s\[\]\"/]{1,100}>")
 _NUMBERS = re.compile(r"<\[[\d,\s-]{1,1000}\]>")
 LENGTH = struct.Struct(">I")
+GBNF = "GBNF:"
+LARK = "%llguidance"
+"""How the Lark of a text in GBNF begins; no reason does."""
 
 
 class _Bytes:
@@ -101,7 +106,7 @@ def _serve(stdin: BinaryIO, stdout: BinaryIO, cpu_seconds: float) -> None:
         grammar = stdin.read(LENGTH.unpack(head)[0]).decode()
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            verdict = try_grammar(grammar)
+            verdict = gbnf_to_lark(grammar[len(GBNF) :]) if grammar.startswith(GBNF) else try_grammar(grammar)
         except Exception as exc:  # noqa: BLE001  # of a foreign library; its misuse is this grammar's too
             verdict = f"{type(exc).__name__}: {exc}"[:500]
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -8,14 +8,14 @@ Lark.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import orjson
 from llguidance import StructTag, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
 
 from common.errors import InvalidRequestError
 from common.openai.json_schema import without_annotations
@@ -39,6 +39,8 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
 _GUIDED_IGNORED = ("guided_decoding_backend",)
 """Which library compiles: there is one here."""
+# As llguidance tells Lark from GBNF, but in a time that grows as the text does.
+_LARK = re.compile(r"(?m)^[^\S\n]*+(%llguidance\b|start\s*+:)")
 
 
 class ConstraintKind(StrEnum):
@@ -57,7 +59,7 @@ class Constraint:
     Attributes:
         kind: what ``text`` is.
         text: a JSON schema (JSON text, properties in the client's order: answers keep it), a regular expression, a JSON
-            list of choices, Lark, or a structural tag's Lark.
+            list of choices, Lark or GBNF, or a structural tag's Lark.
         param: the request's field, for errors.
         is_compact: JSON without blanks between its parts.
         whitespace: a regular expression for these blanks; None: ``WHITESPACE``.
@@ -83,8 +85,14 @@ class Constraint:
             return {**schema, "x-guidance": {"whitespace_flexible": False}}
         return {**schema, "x-guidance": {"whitespace_pattern": self.whitespace or WHITESPACE}}
 
+    async def in_lark(self, lark_of: Callable[[str, str], Awaitable[str]]) -> Constraint:
+        """The constraint without GBNF, llama.cpp's notation. ``lark_of``: Lark of a text in it and the text's field."""
+        if self.kind is not ConstraintKind.GRAMMAR or _LARK.search(self.text):
+            return self
+        return replace(self, text=await lark_of(self.text, self.param))
+
     def grammar(self) -> str:
-        """The constraint as llguidance's top level: ``SamplingParams.grammar``."""
+        """The constraint, which is ``in_lark``, as llguidance's top level: ``SamplingParams.grammar``."""
         if self.is_json:
             return _top_level({"json_schema": self.schema()})
         if self.kind is ConstraintKind.CHOICE:
@@ -224,7 +232,7 @@ def _one_of(value: Mapping[str, Any], *, prefix: str) -> Constraint | None:
         invalid(name, item, "a text that is not empty")
     if kind == "regex":
         return Constraint(ConstraintKind.REGEX, item, name)
-    return _grammar(name, item)
+    return Constraint(ConstraintKind.GRAMMAR, item, name)
 
 
 def _json_object(name: str, *, is_compact: bool = False, whitespace: str | None = None) -> Constraint:
@@ -261,16 +269,6 @@ def _choice(name: str, value: object) -> Constraint:
         if not isinstance(item, str) or not item:
             invalid(name, item, "texts that are not empty")
     return Constraint(ConstraintKind.CHOICE, orjson.dumps(list(value)).decode(), name)
-
-
-def _grammar(name: str, text: str) -> Constraint:
-    """Lark as it is; GBNF, llama.cpp's notation, is turned into it."""
-    if len(text) <= MAX_GRAMMAR_CHARS:
-        try:
-            text = any_to_lark(text)
-        except Exception as exc:  # it says of a text that is no grammar whatever its parser meets
-            raise InvalidRequestError(f"{name} is neither Lark nor GBNF: {exc}", param=name) from exc
-    return Constraint(ConstraintKind.GRAMMAR, text, name)
 
 
 def _structural_tag(name: str, value: object) -> Constraint:

@@ -162,7 +162,8 @@ class GenerateService:
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             targets = self._targets.targets(request.headers, parsed.priority)
             if parsed.constraint is not None:
-                await self._grammars.check(parsed.constraint.grammar(), param=parsed.constraint.param)
+                constraint = await parsed.constraint.in_lark(self._grammars.lark)
+                await self._grammars.check(constraint.grammar(), param=constraint.param)
             if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
                 await self._grammars.check(schemas, param="tools")
             max_model_len = self._pool.max_model_len() if read.cost.max_answer_tokens is None else None

@@ -108,6 +108,12 @@ def test_openai_client_when_it_asks_for_a_model_of_pydantic_then_has_one_from_ch
         ({"guided_json": {"not": {"type": "string"}}}, "guided_json", "not"),
         ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": 'start: "a" foo'}}, "structured_outputs.grammar", "unknown name"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar", "neither Lark nor GBNF"),
+        (
+            {"guided_grammar": 'root ::= "a" | [(]\n' + "\n" * 100_000 + "b ::= root c"},
+            "guided_grammar",
+            "'c' not found",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
         pytest.param(
             {"guided_json": {"type": "integer", "multipleOf": 99999989}},

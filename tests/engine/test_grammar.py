@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
@@ -38,7 +40,11 @@ SCHEMA = {
 def grammar(**spelled: Any) -> str:
     constraint = read_constraint({"structured_outputs": spelled})
     assert constraint is not None
-    return constraint.grammar()
+
+    async def lark_of(text: str, _: str) -> str:
+        return gbnf_to_lark(text)
+
+    return asyncio.run(constraint.in_lark(lark_of)).grammar()
 
 
 JSON = grammar(json=SCHEMA)

@@ -11,6 +11,7 @@ from functools import partial
 
 import orjson
 
+from common.openai.constraint import MAX_GRAMMAR_CHARS
 from common.wire.json_text import MAX_ITEMS, MAX_VALUES
 from common.wire.routes import (
     CHAT_ROUTE,
@@ -77,6 +78,10 @@ def _cyclic(word: str) -> bytes:
     schema = {word: [{"$ref": "#/$defs/a"}] * 40}
     parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/a"}}, "$defs": {"a": schema}}
     return orjson.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+
+def _chain(count: int) -> str:
+    return "".join(f"r{index} ::= r{index + 1}\n" for index in range(count))
 
 
 OK, ANY = frozenset({200}), frozenset({200, 400})
@@ -255,6 +260,10 @@ CORPUS: dict[str, Shape] = {
     "request id of one text": Shape(lambda: _completion(b"request_id", _text(b"a"))),
     "response format": Shape(lambda: _completion(b"response_format", _object(180_000))),
     "guided by megabytes": Shape(lambda: _completion(b"guided_json", _object(180_000))),
+    "grammar of line breaks": Shape(lambda: _many("guided_grammar", "\n" * MAX_GRAMMAR_CHARS, prompt="a")),
+    "grammar of a chain of rules": Shape(
+        lambda: _many("guided_grammar", "root ::= r0\n" + _chain(8000) + 'r8000 ::= "a"', prompt="a"), ANY
+    ),
     "role of one text": Shape(lambda: b'{"messages":[{"content":"a","role":' + _text(b"a") + b"}]}", route=CHAT_ROUTE),
     "model of one text": Shape(lambda: _completion(b"model", _text(b"a")), frozenset({400, 404})),
     "salt of one text": Shape(lambda: _completion(b"cache_salt", _text(b"a"))),

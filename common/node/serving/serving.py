@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -132,6 +133,8 @@ class Serving:
             self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
                 return await run_until_disconnect(http, self._serve_prefill_leg(http, request, record))
+            if request.constraint is not None:
+                request = replace(request, constraint=await request.constraint.in_lark(self._grammars.lark))
             due_s, itl_target_s = _first_token_due_s(http), seconds_of_header(http.headers, ITL_TARGET_HEADER)
             jobs = await self._prompts.jobs(http, request)
             for job in jobs:

@@ -65,6 +65,23 @@ async def test_checker_when_grammars_kill_their_process_then_they_are_refused_an
 
 
 @pytest.mark.asyncio
+async def test_gbnf_when_it_is_turned_into_lark_then_it_has_the_limits_of_a_grammar(
+    checker: GrammarChecker, checked: list[bool]
+) -> None:
+    await checker.check(lark(await checker.lark('root ::= "a" | [b-d]+', "p")), param="p")
+    chain = "".join(f"r{index} ::= r{index + 1}\n" for index in range(8000))
+    for text, why in (
+        ("root ::= (", "p is neither Lark nor GBNF: .*at line 1"),
+        ("\n" * 131_000, "No 'root' rule"),
+        (f'root ::= r0\n{chain}r8000 ::= "a"', r"takes more than 0\.5 s|within 30 s"),
+    ):
+        with pytest.raises(GrammarError, match=why) as caught:
+            await checker.lark(text, "p")
+        assert caught.value.param == "p"
+    assert checked == [True, True, False, False, False]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("length", [0, 100_000], ids=["short", "more than a pipe holds"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_grammar_when_its_process_is_hit_from_outside_then_nothing_is_known_of_it(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
 from common.grammar.trial import try_grammar
@@ -47,7 +50,41 @@ def test_constraint_when_spelled_in_any_way_then_it_is_one_that_compiles(body: d
     assert constraint is not None
     assert constraint.kind == kind
     assert constraint == read_constraint(json.loads(json.dumps(body)))
-    assert try_grammar(constraint.grammar()) == ""
+
+    async def lark_of(text: str, param: str) -> str:
+        assert text.startswith("root ::=")
+        assert param.endswith("grammar")
+        return gbnf_to_lark(text)
+
+    assert try_grammar(asyncio.run(constraint.in_lark(lark_of)).grammar()) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%llguidance {}",
+        "\n" * 100_000 + "  start\n :",
+        "a: b\n\x0b\tstart:",
+        "root ::= start\n",
+        "\n" * 100_000,
+        " start\n" * 10_000,
+        "start" + "\n" * 100_000,
+        "%llguidances",
+    ],
+)
+def test_grammar_when_it_is_lark_then_that_is_known_at_once(text: str) -> None:
+    constraint = read_constraint({"guided_grammar": text})
+    assert constraint is not None
+    asked: list[str] = []
+
+    async def lark_of(text: str, _: str) -> str:
+        asked.append(text)
+        return "%llguidance {}"
+
+    begin_s = time.process_time()
+    asyncio.run(constraint.in_lark(lark_of))
+    assert time.process_time() - begin_s < 0.1
+    assert bool(asked) != is_lark_syntax(text[-100:])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +135,6 @@ def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, A
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": 1}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"regex": "a", "wat": 1}}, "structured_outputs.wat"),
         (
             {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
