@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.openai.json_schema import without_annotations
 from common.openai.protocol import ChatRequest, ToolName
 from common.text.answers.formats import AnswerFormat, CallKind, CallLayout, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
@@ -208,10 +209,12 @@ class _Calls:
         layout = self._format.layout
         schema = parameters_schema(function)
         strict = bool(function.get("strict"))
+        arguments = f"args_{index}"
         if self._format.kind in (CallKind.XML, CallKind.PYTHON):
-            arguments = ParameterRules(layout, self._token_id, self._rules, strict=strict).add(f"args_{index}", schema)
+            param = f"tools[{index}].function.parameters"
+            rules = self._rules
+            ParameterRules(layout, self._token_id, rules, name=arguments, strict=strict, param=param).add(schema)
         else:
-            arguments = f"args_{index}"
             self._rules.append(f"{arguments}: {schema_rule(schema, layout, strict=strict)}")
         number = " /:[0-9]{1,4}/" if self._format.kind is CallKind.KIMI else ""
         head = f"{self._text(str(function['name']))}{number} {self._text(layout.name_end)}"
@@ -243,7 +246,7 @@ def parameters_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     schema = dict(parameters)
     if not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:
         schema["type"] = "object"
-    return schema
+    return without_annotations(schema)
 
 
 def thinking_of(tail: str, answer_format: AnswerFormat) -> Thinking:

@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.openai.json_schema import without_annotations
+from common.errors import InvalidRequestError
 from common.text.answers.formats import CallLayout
-from common.text.answers.values import resolved, types_of
+from common.text.answers.values import Known, resolved, types_of
 
 _MARKER = re.compile(r"<[^<>\s]+>")
 _BOUNDED = ("minLength", "maxLength")
+MAX_RULES_CHARS = 1_000_000
+"""Of all rules of parameters: the largest ``max_chars`` that a grammar's limits may have. Each value that is JSON has
+all definitions of its schema in its rule."""
 _JSON_TYPES = ("integer", "number", "object", "array")
 
 
@@ -44,38 +47,68 @@ def schema_rule(schema: Mapping[str, Any], layout: CallLayout, *, strict: bool) 
     }
     if not strict:
         options["lenient"] = True
-    return "%json " + json.dumps({**without_annotations(schema), "x-guidance": options}, ensure_ascii=False)
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
 class ParameterRules:
-    """Arguments as parameters in the order of the schema, each with its own rule."""
+    """One function's arguments as parameters in the order of the schema, each with its own rule. What is referred to
+    has one rule, in which it may be referred to again. ``name``: of the rule of all arguments; ``param``: the request's
+    field, for errors."""
 
     def __init__(
-        self, layout: CallLayout, token_id: Callable[[str], int | None], rules: list[str], *, strict: bool
+        self,
+        layout: CallLayout,
+        token_id: Callable[[str], int | None],
+        rules: list[str],
+        *,
+        name: str,
+        strict: bool,
+        param: str,
     ) -> None:
         self._layout = layout
         self._token_id = token_id
         self._rules = rules
+        self._name = name
         self._strict = strict
+        self._param = param
+        self._chars_left = MAX_RULES_CHARS - sum(map(len, rules))
+        self._known: Known = {}
+        # By identity: rules of what was referred to, of which some are to be made.
+        self._targets: dict[int, str] = {}
+        self._waiting: list[tuple[str, Any]] = []
 
-    def add(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Adds the rules of all arguments; the name of theirs."""
+    def add(self, schema: Mapping[str, Any]) -> None:
+        """Adds the rules of all arguments.
+
+        Raises:
+            InvalidRequestError: they are longer than any grammar may be.
+        """
         schema = resolved(schema, schema)
         schema = schema if isinstance(schema, Mapping) else {}
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
         required = schema.get("required")
-        required = required if isinstance(required, list) else ()
+        required = {key for key in required if isinstance(key, str)} if isinstance(required, list) else ()
         each: list[tuple[str, bool]] = []
         for index, (key, value) in enumerate(properties.items()):
-            rule = f"{name}_{index}"
-            self._add_parameter(rule, str(key), resolved(value, schema), schema)
+            rule = f"{self._name}_{index}"
+            self._add_parameter(rule, str(key), value, schema)
             each.append((rule, key in required))
+        while self._waiting:
+            target, value = self._waiting.pop()
+            self._append(f"{target}: " + " | ".join(self._values(target, value, schema)))
         separator = self._layout.item_separator if self._layout.quote else ""
-        self._rules.append(f"{name}: {self._listed(name, each, separator)}")
-        return name
+        self._append(f"{self._name}: {self._listed(each, separator)}")
 
-    def _listed(self, name: str, each: list[tuple[str, bool]], separator: str) -> str:
+    def _append(self, rule: str) -> None:
+        self._chars_left -= len(rule)
+        if self._chars_left < 0:
+            raise InvalidRequestError(
+                f"{self._param} makes a grammar of more than {MAX_RULES_CHARS} characters", param=self._param
+            )
+        self._rules.append(rule)
+
+    def _listed(self, each: list[tuple[str, bool]], separator: str) -> str:
         """Parameters in order, with a separator between those that are there."""
         if not separator:
             return " ".join(rule if is_required else f"{rule}?" for rule, is_required in each) or '""'
@@ -85,18 +118,28 @@ class ParameterRules:
         beginning = '""'
         for index in range(len(each) - 1, -1, -1):
             rule, is_required = each[index]
-            first, after = f"{name}_first_{index}", f"{name}_after_{index}"
+            first, after = f"{self._name}_first_{index}", f"{self._name}_after_{index}"
             skip_first, skip_after = ("", "") if is_required else (f" | {beginning}", f" | {following}")
-            self._rules.append(f"{first}: {rule} {following}{skip_first}")
-            self._rules.append(f"{after}: {comma} {rule} {following}{skip_after}")
+            self._append(f"{first}: {rule} {following}{skip_first}")
+            self._append(f"{after}: {comma} {rule} {following}{skip_after}")
             beginning, following = first, after
         return beginning
 
     def _add_parameter(self, rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> None:
         layout = self._layout
         head = self._text(layout.parameter_begin + key + layout.parameter_middle)
-        kinds = [head + " " + value for value in self._values(rule, schema, root)]
-        self._rules.append(f"{rule}: " + " | ".join(kinds))
+        kinds = [head + " " + value for value in self._ways(rule, schema, root)]
+        self._append(f"{rule}: " + " | ".join(kinds))
+
+    def _ways(self, rule: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+        """``_values`` of what may refer to something, which has a rule of its own."""
+        target = resolved(schema, root)
+        if target is schema:
+            return self._values(rule, schema, root)
+        if id(target) not in self._targets:
+            self._targets[id(target)] = f"{self._name}_to_{len(self._targets)}"
+            self._waiting.append((self._targets[id(target)], target))
+        return [self._targets[id(target)]]
 
     def _values(self, rule: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
         """Ways to write a value, each with what ends it."""
@@ -110,9 +153,9 @@ class ParameterRules:
             if isinstance(schema.get(word), list):
                 found = []
                 for number, option in enumerate(schema[word]):
-                    found += self._values(f"{rule}_{number}", resolved(option, root), root)
+                    found += self._ways(f"{rule}_{number}", option, root)
                 return found
-        types = types_of(schema, root) or {"string"}
+        types = types_of(schema, root, self._known) or {"string"}
         ways: list[str] = []
         for word, kind in zip(layout.words, ("true", "false", "null"), strict=True):
             if ("null" if kind == "null" else "boolean") in types:
@@ -123,7 +166,7 @@ class ParameterRules:
             for defs in ("$defs", "definitions"):
                 if defs in root:
                     value[defs] = root[defs]
-            self._rules.append(f"{rule}_json: {schema_rule(value, layout, strict=self._strict)}")
+            self._append(f"{rule}_json: {schema_rule(value, layout, strict=self._strict)}")
             ways.append(f"{rule}_json {end}")
         if "string" in types:
             ways.append(self._string(rule, schema))
@@ -143,7 +186,7 @@ class ParameterRules:
         if layout.quote:
             quote = json.dumps(layout.quote)
             return f"{quote} /{text}/ {quote}"
-        self._rules.append(f"{rule}_text[suffix={json.dumps(layout.parameter_end)}]: /{text}/")
+        self._append(f"{rule}_text[suffix={json.dumps(layout.parameter_end)}]: /{text}/")
         return f"{rule}_text"
 
     def _text(self, text: str) -> str:

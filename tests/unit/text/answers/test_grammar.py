@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -256,6 +257,51 @@ def test_schema_when_a_strict_tool_has_what_cannot_be_held_to_then_it_is_refused
             tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": schema}}]
             error = LLMatcher.validate_grammar(grammar_of(answer_format, tools=tools), TOKENIZER)
             assert ("uniqueItems" in error) is strict
+
+
+def to(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+TWICE = {f"c{place}": {"anyOf": [to(f"c{place + 1}")] * 2} for place in range(60)}
+REFERRING: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "itself": ({"a": {"anyOf": [{"type": "integer"}, to("a")]}}, [5], [5.5]),
+    "each other": (
+        {"a": {"oneOf": [{"type": "integer"}, to("b")]}, "b": {"oneOf": [{"type": "boolean"}, to("a")]}},
+        [5, True],
+        [None],
+    ),
+    "each twice the next": ({"a": to("c0"), **TWICE, "c60": {"type": ["integer", "null"]}}, [5, None], [5.5]),
+}
+"""Definitions, values of ``a`` that fit, and such that do not."""
+
+
+@pytest.mark.parametrize("definitions", REFERRING)
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_when_schemas_refer_to_each_other_then_each_has_one_rule(name: str, definitions: str) -> None:
+    defs, good, bad = REFERRING[definitions]
+    schema = {"type": "object", "properties": {"p": to("a"), "q": to("a")}, "required": ["p"], "$defs": defs}
+    call = "f:0" if name == "kimi" else "f"
+    answer_format, _ = text_of(name, call, {})
+    begin_s = time.process_time()
+    grammar = grammar_of(answer_format, tools=[{"function": {"name": "f", "parameters": schema}}])
+    assert time.process_time() - begin_s < 0.1
+    for values, fits in ((good, True), (bad, False)):
+        for value in values:
+            assert accepts(grammar, text_of(name, call, {"p": value})[1]) is fits, value
+            assert accepts(grammar, text_of(name, call, {"p": good[0], "q": value})[1]) is fits, value
+
+
+@pytest.mark.parametrize("name", ["xml", "python"])
+def test_calls_when_their_rules_are_longer_than_a_grammar_may_be_then_the_tool_is_named(name: str) -> None:
+    integer = {"type": "integer"}
+    schema = {"type": "object", "properties": {f"p{i}": integer for i in range(10_000)}}
+    schema["$defs"] = {f"d{i}": integer for i in range(10_000)}
+    answer_format, _ = text_of(name, "f", {})
+    tools = [{"function": {"name": "f"}}, {"function": {"name": "g", "parameters": schema}}]
+    with pytest.raises(InvalidRequestError, match="more than 1000000 characters") as caught:
+        grammar_of(answer_format, tools=tools)
+    assert caught.value.param == "tools[1].function.parameters"
 
 
 ODD: list[Any] = [None, 5, "x", [], [5], {}, {"type": 5}, {"$ref": "#/x"}, {"$ref": "#"}, {"enum": 5}, {"anyOf": [5]}]
