@@ -20,6 +20,7 @@ from llguidance import StructTag, regex_to_lark
 from common.errors import InvalidRequestError
 from common.openai.json_schema import without_annotations
 from common.wire.fields import Fields, invalid, shown
+from common.wire.json_text import JsonBounds, parse_json
 
 __all__ = ["MAX_GRAMMAR_CHARS", "Constraint", "ConstraintKind", "read_constraint"]
 
@@ -243,7 +244,16 @@ def _json(name: str, value: object, *, is_compact: bool = False, whitespace: str
     schema = _parsed(name, value)
     if not isinstance(schema, dict | bool):
         invalid(name, value, "a JSON schema: an object, or its JSON text")
-    return Constraint(ConstraintKind.JSON_SCHEMA, orjson.dumps(schema).decode(), name, is_compact, whitespace)
+    return Constraint(ConstraintKind.JSON_SCHEMA, _as_text(name, schema), name, is_compact, whitespace)
+
+
+def _as_text(name: str, schema: object) -> str:
+    try:
+        return orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError as exc:
+        raise InvalidRequestError(
+            f"{name} must hold whole numbers of 64 bits at most, got a longer one", param=name
+        ) from exc
 
 
 def _parsed(name: str, value: object) -> object:
@@ -255,9 +265,9 @@ def _parsed(name: str, value: object) -> object:
             f"{name} must have at most {MAX_GRAMMAR_CHARS} characters, got {len(value)}", param=name
         )
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidRequestError(f"{name} must be JSON: {exc}", param=name) from exc
+        return parse_json(value.encode(), JsonBounds(), name)
+    except InvalidRequestError as exc:
+        raise InvalidRequestError(exc.message, param=name) from exc
 
 
 def _choice(name: str, value: object) -> Constraint:

@@ -101,6 +101,14 @@ def parse_json(raw: bytes, bounds: JsonBounds, what: str = "the body") -> object
     return value
 
 
+def dump_json(value: object) -> bytes:
+    """``value``, which was parsed here, as compact JSON."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short texts have
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 def _parse_long(raw: bytes, what: str) -> object:
     if _MAYBE_BEYOND_64_BITS in raw.translate(_DIGITS_TO_ZERO):
         outside = _outside_texts(_without_escapes(raw).translate(None, _NO_MARKS_NOR_DIGITS))

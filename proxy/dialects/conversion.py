@@ -18,6 +18,7 @@ import orjson
 from common.errors import TandemError
 from common.openai.errors import error_body, read_error
 from common.openai.responses import SSE_AT_WORK
+from common.wire.json_text import dump_json
 from proxy.dialects.chat_answer import ChatAnswer, Step, StepKind
 
 Event = dict[str, Any]
@@ -57,7 +58,7 @@ class Conversion(abc.ABC):
         except (ValueError, TypeError, AttributeError) as exc:
             raise _garbage(exc) from exc
         self.answer.end()
-        return orjson.dumps(self.build())
+        return dump_json(self.build())
 
     # --- a stream
 
@@ -156,7 +157,7 @@ class Conversion(abc.ABC):
 
 
 def sse(event: Event) -> bytes:
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + orjson.dumps(event) + _END
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + dump_json(event) + _END
 
 
 def _garbage(exc: Exception) -> TandemError:

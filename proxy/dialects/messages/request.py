@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from common.errors import InvalidRequestError
 from common.openai.messages import CACHE_CONTROL, IMAGE_URL
+from common.wire.json_text import dump_json
 from proxy.dialects.fields import given, passed
 from proxy.dialects.messages.body import (
     AnyBlock,
@@ -126,7 +124,7 @@ def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatM
         message["reasoning_content"] = "".join(thoughts)
     for block in blocks:
         if isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": _as_text(block.input)}
+            function = {"name": block.name, "arguments": dump_json(block.input).decode()}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
     if is_last and "tool_calls" in message:
@@ -134,13 +132,6 @@ def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatM
             f"{name} calls tools: a message with their tool_result blocks must follow", param=name
         )
     return message | _mark(*blocks)
-
-
-def _as_text(arguments: Mapping[str, Any]) -> str:
-    try:
-        return orjson.dumps(arguments).decode()
-    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short bodies have
-        return json.dumps(arguments, ensure_ascii=False)
 
 
 def _tool_result(name: str, block: ToolResultBlock) -> ChatMessage:

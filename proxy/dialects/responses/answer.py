@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.wire.json_text import dump_json
 from proxy.dialects.chat_answer import Part, PartKind, Step
 from proxy.dialects.conversion import Conversion, Event
 from proxy.dialects.fields import as_given
@@ -43,7 +42,7 @@ class Echo:
         include = body.include or ()
         reasoning = body.reasoning
         long_fields = {"instructions": body.instructions, "tools": tools_as_given(body.tools)}
-        if len(orjson.dumps(long_fields)) > ECHO_BYTES:
+        if len(dump_json(long_fields)) > ECHO_BYTES:
             long_fields = {"instructions": None, "tools": []}
         text: dict[str, Any] = {"format": {"type": "text"}}
         if body.text is not None:

@@ -129,6 +129,24 @@ def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, A
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"guided_json": '{"items":' * 300 + "{}" + "}" * 300}, "guided_json"),
+        ({"guided_json": '{"type":"integer","maximum":18446744073709551616}'}, "guided_json"),
+        ({"guided_json": {"items": {"type": "integer", "maximum": 10**25}}}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 10**25}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "structured_outputs": {
+                    "structural_tag": {
+                        **TAGS,
+                        "structures": [{**TAGS["structures"][0], "schema": {"minimum": -(10**25)}}],
+                    }
+                }
+            },
+            "structured_outputs.structural_tag.structures[0].schema",
+        ),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),

@@ -446,5 +446,11 @@ def test_request_when_answered_then_its_fields_are_said_again_and_store_is_false
     answer = json.loads(conversion(**given).whole(200, CHATS["text"].whole()))
     assert {name: answer[name] for name in given} == given
     assert answer["store"] is False
+    for number in (18446744073709551616, 10**25):  # beyond 64 bits
+        given["tools"] = [tool | {"parameters": {"type": "integer", "maximum": number}}]
+        given["text"] = {"format": {"type": "json_schema", "name": "n", "schema": {"minimum": -number}}}
+        assert json.loads(conversion(**given).whole(200, CHATS["text"].whole())).items() >= given.items()
+        for event in (streamed(CHATS["text"], **given)[0], streamed(CHATS["text"], **given)[-1]):
+            assert event["response"].items() >= given.items()
     long = json.loads(conversion(instructions="a" * ECHO_BYTES).whole(200, CHATS["text"].whole()))
     assert long["instructions"] is None
