@@ -164,8 +164,10 @@ class GenerateService:
             if parsed.constraint is not None:
                 constraint = await parsed.constraint.in_lark(self._grammars.lark)
                 await self._grammars.check(constraint.grammar(), param=constraint.param)
-            if isinstance(parsed, ChatRequest) and (schemas := CallRules.of(parsed).schemas()) is not None:
-                await self._grammars.check(schemas, param="tools")
+            if isinstance(parsed, ChatRequest):
+                schemas = await run_for_body(request, CallRules.of(parsed).schemas)
+                if schemas is not None:
+                    await self._grammars.check(schemas, param="tools")
             max_model_len = self._pool.max_model_len() if read.cost.max_answer_tokens is None else None
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.openai.json_schema import without_annotations
+from common.openai.json_schema import LenientSchemas, without_annotations
 from common.openai.protocol import ChatRequest, ToolName
 from common.text.answers.formats import AnswerFormat, CallKind, CallLayout, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
@@ -87,9 +87,9 @@ class CallRules:
         if not self.is_held:
             return None
         functions = [named_function(index, tool) for index, tool in enumerate(self.tools)]
-        layout = CallLayout("", "", "", "")
+        layout, lenient = CallLayout("", "", "", ""), LenientSchemas()
         rules = [
-            f"args_{index}: {schema_rule(parameters_schema(each), layout, strict=bool(each.get('strict')))}"
+            f"args_{index}: {schema_rule(parameters_schema(each, lenient), layout, strict=bool(each.get('strict')))}"
             for index, each in enumerate(functions)
         ]
         start = " | ".join(f'"{index}" args_{index}' for index in range(len(functions)))
@@ -183,6 +183,7 @@ class _Calls:
         self._format = tool_format
         self._token_id = token_id
         self._rules = rules
+        self._lenient = LenientSchemas()
 
     def rule(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, after_text: bool) -> str:
         """Adds all rules; the name of the one for all calls."""
@@ -207,7 +208,7 @@ class _Calls:
     def _add_tool(self, index: int, tool: Mapping[str, Any]) -> None:
         function = named_function(index, tool)
         layout = self._format.layout
-        schema = parameters_schema(function)
+        schema = parameters_schema(function, self._lenient)
         strict = bool(function.get("strict"))
         arguments = f"args_{index}"
         if self._format.kind in (CallKind.XML, CallKind.PYTHON):
@@ -238,15 +239,15 @@ def named_function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function
 
 
-def parameters_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments; without one it takes none."""
+def parameters_schema(function: Mapping[str, Any], lenient: LenientSchemas) -> dict[str, Any]:
+    """The schema of a function's arguments, as far as they are held to it; without one it takes none."""
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = dict(parameters)
     if not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:
         schema["type"] = "object"
-    return without_annotations(schema)
+    return without_annotations(schema) if function.get("strict") else lenient.without_the_rest(schema)
 
 
 def thinking_of(tail: str, answer_format: AnswerFormat) -> Thinking:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.openai.json_schema import is_regex
 from common.text.answers.formats import CallLayout
 from common.text.answers.values import Known, resolved, types_of
 
 _MARKER = re.compile(r"<[^<>\s]+>")
+_SLASHES = re.compile(r"\\(?s:.)|[/\n]")
+_ESCAPED = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 _BOUNDED = ("minLength", "maxLength")
 MAX_RULES_CHARS = 1_000_000
 """Of all rules of parameters: the largest ``max_chars`` that a grammar's limits may have. Each value that is JSON has
@@ -178,11 +181,11 @@ class ParameterRules:
         low, high = (schema.get(word) for word in _BOUNDED)
         is_bounded = isinstance(low, int) or isinstance(high, int)
         times = f"{{{low or 0},{high if isinstance(high, int) else ''}}}" if is_bounded else "*"
-        pattern = schema.get("pattern")
         text = f"[^{layout.quote}\\\\\\n]{times}" if layout.quote else f"(?s:.){times}"
-        if isinstance(pattern, str):
+        pattern = schema.get("pattern")
+        if isinstance(pattern, str) and (self._strict or is_regex(_anchored(pattern))):
             text = _anchored(pattern)
-        text = text.replace("/", "\\/")
+        text = _SLASHES.sub(_escaped, text)
         if layout.quote:
             quote = json.dumps(layout.quote)
             return f"{quote} /{text}/ {quote}"
@@ -191,6 +194,11 @@ class ParameterRules:
 
     def _text(self, text: str) -> str:
         return lark_text(text, self._token_id)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """As it may stand between slashes."""
+    return _ESCAPED.get(found[0], found[0])
 
 
 def _anchored(pattern: str) -> str:

@@ -8,17 +8,9 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
+from common.openai.json_schema import TYPES
+
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-_TYPES = {
-    **dict.fromkeys(("int", "long"), "integer"),
-    **dict.fromkeys(("float", "double"), "number"),
-    "bool": "boolean",
-    "str": "string",
-    "dict": "object",
-    "list": "array",
-    "tuple": "array",
-}
-"""What tools call the types of JSON that are named otherwise in their language."""
 _LOWER_WORDS = ("true", "false", "null")
 _PADDED = re.compile(r"([+-]?)0+(\d+)")
 _UNSAFE = re.compile(r"\\(?s:.)|['\n\r\0]")
@@ -82,9 +74,9 @@ def _types(schema: Any, root: Any, known: Known, depth: int) -> frozenset[str] |
 def _types_inside(schema: Mapping[str, Any], root: Any, known: Known, depth: int) -> frozenset[str]:
     given = schema.get("type")
     if isinstance(given, str):
-        return frozenset({_TYPES.get(given, given)})
+        return frozenset({TYPES.get(given, given)})
     if isinstance(given, list):
-        return frozenset(_TYPES.get(each, each) for each in given if isinstance(each, str))
+        return frozenset(TYPES.get(each, each) for each in given if isinstance(each, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
         return frozenset(map(_type_of, values))

@@ -15,6 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidRequestError
+from common.openai.json_schema import MAX_PATTERN_CHARS
 from common.openai.protocol import parse_chat
 from common.text.answers.detection import detect
 from common.text.answers.formats import AnswerFormat, ToolTypes
@@ -302,6 +303,82 @@ def test_calls_when_their_rules_are_longer_than_a_grammar_may_be_then_the_tool_i
     with pytest.raises(InvalidRequestError, match="more than 1000000 characters") as caught:
         grammar_of(answer_format, tools=tools)
     assert caught.value.param == "tools[1].function.parameters"
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+PARTS: dict[str, tuple[dict[str, Any], list[Any], list[Any], bool]] = {
+    "look-around": ({"type": "string", "pattern": EMAIL}, ["a@b.ch"], [5], False),
+    "pattern that is none": ({"type": "string", "pattern": "a(b"}, ["x"], [5], False),
+    "pattern of another type": ({"type": "string", "pattern": None}, ["x"], [5], False),
+    "format of another type": ({"type": "string", "format": None}, ["x"], [5], False),
+    "length of another type": ({"type": "string", "maxLength": 10.0, "minLength": None}, ["x"], [5], False),
+    "type of another language": ({"type": "float", "minimum": "0"}, [5.5], [True], False),
+    "types that nobody knows": ({"type": ["int", "file"], "maximum": 9}, [5], [True, 10], False),
+    "required of another type": (
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": 5}, "required": None},
+        [{}, {"a": 5}],
+        [{"a": True}],
+        False,
+    ),
+    "patterns of properties": (
+        {
+            "type": "object",
+            "patternProperties": {"^a$": {"type": "integer"}, "(?=b)": {}},
+            "additionalProperties": None,
+        },
+        [{"a": 5}],
+        [{"a": True}],
+        False,
+    ),
+    "nothing": ({"anyOf": [{"const": None}, {"type": "integer", "enum": None}]}, [None, 5], [True], False),
+    "escaped slashes": (
+        {"type": "string", "pattern": r"^https?:\/\/x[\/]$"},
+        ["http://x/"],
+        [r"http:\/\/x/"],
+        True,
+    ),
+    "slashes": ({"type": "string", "pattern": "^https?://x/$"}, ["https://x/"], ["https:/x/"], True),
+    "escaped backslash": ({"type": "string", "pattern": r"^a\\/b\/$"}, ["a\\/b/"], ["a/b/"], True),
+    "line break": ({"type": "string", "pattern": "^a\nb\\\n$"}, ["a\nb\n"], ["anb\n"], True),
+}
+"""A parameter's schema, values that fit, such that do not, and whether a strict function can have it."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_keyword_when_it_cannot_be_held_then_only_a_strict_function_is_refused(
+    name: str, part: str, strict: bool
+) -> None:
+    parameter, good, bad, can_be_strict = PARTS[part]
+    if name == "python" and "\\" in str(good):
+        pytest.skip("strings in Python have neither backslash nor line break")
+    schema = {"type": "object", "properties": {"p": parameter}, "required": ["p"], "additionalProperties": False}
+    tool = {"function": {"name": "f", "strict": strict, "parameters": schema}}
+    call = "f:0" if name == "kimi" else "f"
+    answer_format, _ = text_of(name, call, {})
+    grammar = grammar_of(answer_format, tools=[tool])
+    checked = CallRules((tool,), is_required=True, is_held=True).schemas()
+    assert checked is not None
+    if strict and not can_be_strict:
+        assert LLMatcher.validate_grammar(checked, TOKENIZER)
+        return
+    assert LLMatcher.validate_grammar(checked, TOKENIZER) == ""
+    for values, fits in ((good, True), (bad, False)):
+        for value in values:
+            # Between tags all values are text.
+            if fits or not (name.startswith("xml") and parameter.get("type") == "string" and value == 5):
+                assert accepts(grammar, text_of(name, call, {"p": value})[1]) is fits, value
+
+
+def test_patterns_when_they_are_longer_than_may_be_tried_then_they_are_left_out() -> None:
+    answer_format, _ = text_of("hermes", "f", {})
+    slow = {"type": "string", "pattern": r"\p{L}" * (MAX_PATTERN_CHARS // 15)}
+    schema = {"type": "object", "properties": {f"p{i}": slow for i in range(50)}}
+    begin_s = time.process_time()
+    grammar = grammar_of(answer_format, tools=[{"function": {"name": "f", "parameters": schema}}])
+    assert grammar.count("pattern") == 2
+    assert time.process_time() - begin_s < 1
 
 
 ODD: list[Any] = [None, 5, "x", [], [5], {}, {"type": 5}, {"$ref": "#/x"}, {"$ref": "#"}, {"enum": 5}, {"anyOf": [5]}]
