@@ -80,6 +80,12 @@ def _cyclic(word: str) -> bytes:
     return orjson.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
 
+def _held(properties: object, definitions: object = None) -> bytes:
+    parameters = {"type": "object", "properties": properties, "$defs": definitions or {}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return _many("tools", [tool], tool_choice="required", messages=[{"role": "user", "content": "a"}])
+
+
 def _chain(count: int) -> str:
     return "".join(f"r{index} ::= r{index + 1}\n" for index in range(count))
 
@@ -246,6 +252,19 @@ CORPUS: dict[str, Shape] = {
         )
         for word in ("anyOf", "oneOf", "allOf")
     },
+    "calls held to patterns": Shape(
+        lambda: _held({f"p{i}": {"pattern": "\\p{L}" * 80} for i in range(20_000)}), ANY, CHAT_ROUTE
+    ),
+    "calls held to definitions": Shape(
+        lambda: _held({f"p{i}": {"type": "integer"} for i in range(20_000)}, {f"d{i}": True for i in range(20_000)}),
+        ANY,
+        CHAT_ROUTE,
+    ),
+    "calls held to short schemas": Shape(
+        lambda: _held({f"p{i}": {"pattern": "a"} for i in range(500)}, {f"d{i}": True for i in range(500)}),
+        ANY,
+        CHAT_ROUTE,
+    ),
     # fields with bounds
     "stop strings": Shape(lambda: _completion(b"stop", b"[" + _fill(b'"a"', most=180_000) + b"]")),
     "stop string": Shape(lambda: _completion(b"stop", _text(b"a"))),
