@@ -39,6 +39,9 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 
 LATE_SHARE = 1.25
 """Times its target from which on an estimated first token is late: estimates miss by so much."""
+OVERLOAD_S = 10.0
+"""Seconds after a late one in which the target itself is the bound: else under a lasting load whoever is let in would
+be just late."""
 
 OnStart = Callable[[str, float, float], None]
 
@@ -93,6 +96,7 @@ class Placer:
         self._open: dict[int, _Open] = {}
         self._whole: list[tuple[float, int, _Open]] = []  # answers that are no streams; when their prompts are computed
         self._numbers = itertools.count()
+        self._late_at_s = float("-inf")
 
     @property
     def name(self) -> str:
@@ -139,7 +143,7 @@ class Placer:
         estimator = self._estimator(nodes, targets, request.max_answer_tokens, now)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
-        late_s = _late_s(choice, targets)
+        late_s = self._late_s(choice, targets, now)
         crosses = choice.crosses or choice.decode.role is NodeRole.PREFILL
         placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, crosses, late_s)
         for node, charge in choice.charges:
@@ -330,6 +334,14 @@ class Placer:
         sources = [node.pull_source() for node in nodes]
         return [source for source in sources if source is not None]
 
+    def _late_s(self, choice: Choice, targets: Targets, now: float) -> float:
+        target_s = targets.ttft_s
+        share = LATE_SHARE if now - self._late_at_s >= OVERLOAD_S else 1.0
+        if target_s is None or choice.ttft_s <= share * target_s or choice.ttft_s - choice.wait_s > target_s:
+            return 0.0
+        self._late_at_s = now
+        return choice.ttft_s - target_s
+
     def _settle_whole(self, now: float) -> None:
         while self._whole and self._whole[0][0] <= now:
             _, _, entry = heapq.heappop(self._whole)
@@ -348,13 +360,6 @@ class Placer:
         for claim in entry.claims:
             self._in_progress.end(claim, is_computed=is_computed)
         entry.claims = ()
-
-
-def _late_s(choice: Choice, targets: Targets) -> float:
-    target_s = targets.ttft_s
-    if target_s is None or choice.ttft_s <= LATE_SHARE * target_s or choice.ttft_s - choice.wait_s > target_s:
-        return 0.0
-    return choice.ttft_s - target_s
 
 
 def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, tried: Sequence[Node]) -> Node:

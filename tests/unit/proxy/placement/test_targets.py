@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -17,9 +18,9 @@ from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.rates import RateTable
 from proxy.placement.estimate import Targets
-from proxy.placement.placer import LATE_SHARE
+from proxy.placement.placer import LATE_SHARE, OVERLOAD_S
 from proxy.placement.replicas import BUSY_SHARE, FADING_S, ReplicaAdvice
-from proxy.placement.request import Avoided
+from proxy.placement.request import Avoided, Placement
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import FAST_POLL_S, StartCluster
 from tests.unit.proxy.placement.world import DECODE_STEP_S, World, make_pool, make_request, report
@@ -87,6 +88,28 @@ def test_late_when_the_estimate_is_a_little_above_the_target_then_is_not_told() 
         other = World(1, 1)
         place(other, 1)
         assert (place(other, 2, targets=Targets(ttft_s=expected.ttft_s / share)) > 0) is is_late
+
+
+def test_late_when_others_were_late_lately_then_the_target_itself_is_the_bound() -> None:
+    world = World(1, 1)
+    numbers = itertools.count()
+
+    def second_of_two(target_s: float | None) -> Placement:
+        both = [make_request(tokens(1000, next(numbers)), targets=Targets(ttft_s=each)) for each in (None, target_s)]
+        placed = [world.placer.place(each, Avoided()) for each in both]
+        for each in both:
+            world.placer.finished(each)
+        return placed[1]
+
+    expected_s = second_of_two(None).ttft_s
+    assert expected_s is not None
+    assert not second_of_two(expected_s / 1.1).late_s
+    assert second_of_two(expected_s / 1.5).late_s
+    world.now += OVERLOAD_S / 2
+    assert second_of_two(expected_s / 1.1).late_s
+    assert not second_of_two(expected_s / 0.9).late_s
+    world.now += OVERLOAD_S
+    assert not second_of_two(expected_s / 1.1).late_s
 
 
 def test_request_when_it_would_be_late_then_429_says_when_and_nothing_reaches_a_node(
