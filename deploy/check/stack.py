@@ -68,10 +68,12 @@ def ask(url: str, body: dict[str, Any], key: str | None = None) -> str:
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             for line in answer:
-                data = line.decode().removeprefix("data: ").strip()
+                _, is_data, data = line.decode().strip().partition("data: ")
+                if not is_data:
+                    continue
                 if data == "[DONE]":
                     is_whole = True
-                elif data:
+                else:
                     event = json.loads(data)
                     if "error" in event:
                         raise FailedError(f"a stream ended with {event['error']}")

@@ -127,7 +127,9 @@ class ChatAnswer:
         yield from self._add(PartKind.REASONING, delta.get("reasoning_content") or delta.get("reasoning"))
         text = delta.get("content") or ""
         entries = _mapping(choice, "logprobs").get("content") or ()
-        yield from self._add(PartKind.TEXT, text, self._logprobs.add(entries, text, self.num_reasoning_tokens))
+        has_more = bool(self._usage.get("completion_tokens_details"))
+        num_reasoning_tokens = self.num_reasoning_tokens if has_more or self.parts else None
+        yield from self._add(PartKind.TEXT, text, self._logprobs.add(entries, text, num_reasoning_tokens))
         for index, call in enumerate(delta.get("tool_calls") or ()):
             yield from self._add_call(call, call.get("index", index))
         if choice.get("finish_reason") is not None:

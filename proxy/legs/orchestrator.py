@@ -164,6 +164,7 @@ class Orchestrator:
         run.client.on_start = lambda status: self._started(run, status)
         try:
             if placement.late_s and self._sheds_late and not run.client.is_started:
+                self._placer.turned_away(job)
                 raise _too_late(placement, job.targets)
             if self._can_be_concurrent(job, placement):
                 await self._run_concurrently(run, placement)

@@ -40,8 +40,8 @@ from proxy.prefix_index.prompt_keys import PromptKeys
 LATE_SHARE = 1.25
 """Times its target from which on an estimated first token is late: estimates miss by so much."""
 OVERLOAD_S = 10.0
-"""Seconds after a late one in which the target itself is the bound: else under a lasting load whoever is let in would
-be just late."""
+"""Seconds after one was turned away in which the target itself is the bound, of those with the same target or a shorter
+one: else under a lasting load whoever is let in would be just late."""
 
 OnStart = Callable[[str, float, float], None]
 
@@ -58,6 +58,7 @@ class _Open:
     claims: Sequence[Claim]
     placed_s: float
     num_prompt_tokens: int
+    number: int
     is_settled: bool = False
     computed_s: float | None = None
     is_started: bool = False
@@ -94,9 +95,10 @@ class Placer:
         self._sessions = SessionNodes()
         self._guests = Guests()
         self._open: dict[int, _Open] = {}
-        self._whole: list[tuple[float, int, _Open]] = []  # answers that are no streams; when their prompts are computed
+        # Answers that are no streams: when their prompts are computed, number, and key in ``_open``.
+        self._whole: list[tuple[float, int, int]] = []
         self._numbers = itertools.count()
-        self._late_at_s = float("-inf")
+        self._turned_away = (float("-inf"), 0.0)  # when, and the target
 
     @property
     def name(self) -> str:
@@ -143,17 +145,17 @@ class Placer:
         estimator = self._estimator(nodes, targets, request.max_answer_tokens, now)
         choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
-        late_s = self._late_s(choice, targets, now)
+        late_s = self._late_s(choice, request.targets.ttft_s, targets.ttft_s, now)
         crosses = choice.crosses or choice.decode.role is NodeRole.PREFILL
         placement = Placement(choice.decode, choice.prefill, sources, choice.ttft_s, crosses, late_s)
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
-        entry = _Open(request, placement, keys, choice.charges, claims, now, num_tokens)
-        self._open[id(request)] = entry
+        number = next(self._numbers)
+        self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now, num_tokens, number)
         if not request.is_stream:
-            heapq.heappush(self._whole, (now + choice.ttft_s, next(self._numbers), entry))
+            heapq.heappush(self._whole, (now + choice.ttft_s, number, id(request)))
         self._sessions.put(request.session_id, choice.decode.url)
         return placement
 
@@ -164,8 +166,11 @@ class Placer:
         if entry is None or entry.is_started:
             return
         now = self._clock()
+        self._settle_whole(now)
         entry.is_started = True
-        self._settle(entry, now, is_computed=is_answer)
+        # The first byte of what is no stream says nothing of when its prompt was computed.
+        self._settle(entry, now, now if is_answer and request.is_stream else None, is_computed=is_answer)
+        self._end_claims(entry, is_computed=is_answer)
         if not is_answer:
             return
         placement = entry.placement
@@ -180,11 +185,13 @@ class Placer:
 
     def finished(self, request: PlacementRequest) -> None:
         """The request has ended, however. Requests that are not placed are ignored."""
+        now = self._clock()
+        self._settle_whole(now)
         entry = self._open.pop(id(request), None)
         if entry is None:
             return
-        now = self._clock()
-        self._settle(entry, now, is_computed=False)
+        self._settle(entry, now, None, is_computed=False)
+        self._end_claims(entry, is_computed=False)
         lasted_s = now - entry.computed_s if entry.is_started and entry.computed_s is not None else None
         for node, charge in entry.charges:
             node.load.end_stream(charge, lasted_s)
@@ -334,29 +341,41 @@ class Placer:
         sources = [node.pull_source() for node in nodes]
         return [source for source in sources if source is not None]
 
-    def _late_s(self, choice: Choice, targets: Targets, now: float) -> float:
-        target_s = targets.ttft_s
-        share = LATE_SHARE if now - self._late_at_s >= OVERLOAD_S else 1.0
-        if target_s is None or choice.ttft_s <= share * target_s or choice.ttft_s - choice.wait_s > target_s:
+    def turned_away(self, request: PlacementRequest) -> None:
+        """It would have been late behind others (``Placement.late_s``)."""
+        at_s, target_s = self._turned_away
+        now, own_s = self._clock(), request.targets.ttft_s or 0.0
+        if own_s >= target_s or now - at_s >= OVERLOAD_S:
+            self._turned_away = (now, own_s)
+
+    def _late_s(self, choice: Choice, target_s: float | None, left_s: float | None, now: float) -> float:
+        if target_s is None or left_s is None:
             return 0.0
-        self._late_at_s = now
-        return choice.ttft_s - target_s
+        at_s, longest_s = self._turned_away
+        share = 1.0 if now - at_s < OVERLOAD_S and target_s <= longest_s else LATE_SHARE
+        # It would not be sooner done later, on idle nodes or for want of others before it.
+        if choice.ttft_s - choice.wait_s > target_s or not choice.wait_s:
+            return 0.0
+        return choice.ttft_s - left_s if choice.ttft_s > share * left_s else 0.0
 
     def _settle_whole(self, now: float) -> None:
         while self._whole and self._whole[0][0] <= now:
-            _, _, entry = heapq.heappop(self._whole)
-            self._settle(entry, now, is_computed=True)
+            due_s, number, key = heapq.heappop(self._whole)
+            entry = self._open.get(key)
+            if entry is not None and entry.number == number:
+                self._settle(entry, now, due_s, is_computed=True)
 
-    def _settle(self, entry: _Open, now: float, *, is_computed: bool) -> None:
+    def _settle(self, entry: _Open, now: float, computed_s: float | None, *, is_computed: bool) -> None:
         """Nothing happens when that was done before."""
         if entry.is_settled:
             return
-        entry.is_settled = True
-        entry.computed_s = now if is_computed else None
+        entry.is_settled, entry.computed_s = True, computed_s
         for node, charge in entry.charges:
             if not is_computed:
                 node.load.withdraw(charge, entry.placed_s, now)
             node.load.settle(charge, now)
+
+    def _end_claims(self, entry: _Open, *, is_computed: bool) -> None:
         for claim in entry.claims:
             self._in_progress.end(claim, is_computed=is_computed)
         entry.claims = ()

@@ -170,6 +170,7 @@ class Cluster:
         placement = job.placement
         served.way = "crossing" if placement.crosses else "local" if placement.is_local else "remote"
         if placement.late_s and self._config.shed_late:
+            self._placer.turned_away(job.request)
             self._placer.finished(job.request)
             return self._refuse(served, "shed")
         self._num_open += 1

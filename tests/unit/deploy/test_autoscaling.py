@@ -129,7 +129,7 @@ def test_scalers_when_one_role_is_short_then_only_that_one_grows(name: str, tmp_
 
 
 def test_load_when_two_proxies_reckon_then_keda_asks_for_prompts_of_both_and_streams_once(tmp_path: Path) -> None:
-    reckoned = {("tandem", "prefill"): (2.5, 2.5), ("tandem", "decode"): (4, 3), ("other", "prefill"): (9, 9)}
+    reckoned = {("tandem", "prefill"): (2.2, 2.6), ("tandem", "decode"): (4, 3), ("other", "prefill"): (9, 9)}
     series = [
         {
             "series": f'tandem_proxy_recommended_nodes{{namespace="{space}", node_role="{role}", pod="proxy-{index}"}}',

@@ -402,6 +402,29 @@ def test_logprobs_when_the_text_ends_within_a_token_or_has_bytes_that_are_no_cha
         assert [*found, *logprobs.end()] == tokens[1:4] + tokens[5:8]
 
 
+def test_text_logprobs_when_a_server_names_tokens_otherwise_than_their_text_then_passes_all_on() -> None:
+    def entry(token: str, data: list[int] | None) -> dict[str, Any]:
+        return {"token": token, "logprob": -0.5, "bytes": data}
+
+    chunks = [
+        ("I", entry("I", None)),
+        (" see", entry("see", None)),
+        ("", entry("token_id:5", [999])),
+        ("!", entry("!", [33])),
+    ]
+    logprobs = TextLogprobs()
+    found = [logprobs.add([given], text, None) for text, given in chunks]
+    assert found == [[given] for _, given in chunks]
+    assert logprobs.end() == []
+
+
+def test_text_logprobs_when_nobody_asked_for_them_then_keep_nothing_of_the_text() -> None:
+    logprobs = TextLogprobs()
+    for _ in range(100):
+        assert logprobs.add([], "text", 0) == []
+    assert not logprobs._text
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(TandemError("the node is lost"), "server_error"), (QueueFullError("full"), "rate_limit_exceeded")],

@@ -310,6 +310,34 @@ def test_whole_answers_when_their_prompts_must_be_computed_then_wait_for_nothing
     assert (decode.load.num_rows, decode.load.num_streams) == (0, 2)
 
 
+def test_whole_answers_when_they_end_then_what_they_lasted_is_counted_from_their_due_prompt_or_not_at_all() -> None:
+    rig = Rig(1, 1)
+    [decode] = rig.decode
+    decode.load.stream_s = 20.0
+    for lasts_s, expected_s in ((30.0, 21.0), (0.01, 21.0)):  # the second is over before its prompt was due
+        job = make_request(tokens(3000), is_stream=False)
+        due_s = rig.placer.place(job, NOBODY).ttft_s
+        assert due_s is not None
+        rig.now += due_s + lasts_s if lasts_s > 1.0 else due_s / 2
+        rig.placer.started(job, is_answer=True)
+        rig.placer.finished(job)
+        assert decode.load.stream_s == pytest.approx(expected_s)
+
+
+def test_whole_answers_prompt_when_it_takes_longer_than_estimated_then_those_like_it_still_wait_for_it() -> None:
+    rig = Rig(2, 1)
+    prompt = tokens(3000)
+    first = make_request(prompt, is_stream=False)
+    due_s = rig.placer.place(first, NOBODY).ttft_s
+    assert due_s is not None
+    rig.now += due_s + 5.0
+    rig.place(tokens(100, 9))
+    keys = keys_of(prompt)
+    assert rig.placer._in_progress.lookup(keys, {})
+    rig.placer.finished(first)
+    assert not rig.placer._in_progress.lookup(keys, {})
+
+
 def test_whole_answer_when_it_fails_before_or_after_its_prompt_was_due_then_nothing_is_left() -> None:
     for waits_s in (0.0, 1000.0):
         rig = Rig(1, 1)

@@ -63,16 +63,17 @@ def test_late_when_it_would_be_late_without_the_others_too_then_is_not_told() ->
 def test_late_when_it_has_waited_already_then_has_only_the_rest_of_its_target() -> None:
     alone_s = World(1, 1).placer.place(make_request(tokens(1000, 1)), Avoided()).ttft_s
     assert alone_s is not None
-    late = []
-    for waited_s in (0.0, 1.5 * alone_s, 4 * alone_s):
+
+    def late_s(num_before: int, waited_s: float) -> float:
         world = World(1, 1)
         world.now = 100.0
-        for seed in range(2):
+        for seed in range(num_before):
             place(world, seed)
-        late.append(place(world, 2, targets=Targets(ttft_s=3.5 * alone_s), arrival_s=100.0 - waited_s))
-    assert late[0] == 0.0
-    assert late[1] > 0.5 * alone_s
-    assert late[2] == 0.0  # beyond its target whatever is done: waiting would not help it
+        return place(world, 9, targets=Targets(ttft_s=3.5 * alone_s), arrival_s=100.0 - waited_s)
+
+    assert late_s(2, 0.0) == 0.0
+    assert 0.5 * alone_s < late_s(2, 1.5 * alone_s) < late_s(2, 10.0 * alone_s)
+    assert late_s(0, 10.0 * alone_s) == 0.0  # late, but nobody is before it any more
     world = World(1, 1)
     world.now = 100.0
     resumed = make_request(tokens(1000, 3), targets=Targets(ttft_s=1.0), arrival_s=0.0, body={RESUME_KEY: {}})
@@ -90,26 +91,32 @@ def test_late_when_the_estimate_is_a_little_above_the_target_then_is_not_told() 
         assert (place(other, 2, targets=Targets(ttft_s=expected.ttft_s / share)) > 0) is is_late
 
 
-def test_late_when_others_were_late_lately_then_the_target_itself_is_the_bound() -> None:
+def test_late_when_others_were_turned_away_lately_then_the_target_itself_is_the_bound() -> None:
     world = World(1, 1)
     numbers = itertools.count()
 
-    def second_of_two(target_s: float | None) -> Placement:
-        both = [make_request(tokens(1000, next(numbers)), targets=Targets(ttft_s=each)) for each in (None, target_s)]
+    def last_of(count: int, target_s: float | None) -> Placement:
+        """Turned away if it would be late."""
+        both = [make_request(tokens(1000, next(numbers)), targets=Targets(ttft_s=target_s)) for _ in range(count)]
         placed = [world.placer.place(each, Avoided()) for each in both]
+        if placed[-1].late_s:
+            world.placer.turned_away(both[-1])
         for each in both:
             world.placer.finished(each)
-        return placed[1]
+        return placed[-1]
 
-    expected_s = second_of_two(None).ttft_s
-    assert expected_s is not None
-    assert not second_of_two(expected_s / 1.1).late_s
-    assert second_of_two(expected_s / 1.5).late_s
+    second_s = last_of(2, None).ttft_s
+    assert second_s is not None
+    target_s = second_s / 1.1
+    assert not last_of(2, target_s).late_s
+    assert last_of(2, second_s / 1.5).late_s  # a shorter target, which says nothing of longer ones
+    assert not last_of(2, target_s).late_s
+    assert last_of(4, target_s).late_s
     world.now += OVERLOAD_S / 2
-    assert second_of_two(expected_s / 1.1).late_s
-    assert not second_of_two(expected_s / 0.9).late_s
+    assert last_of(2, target_s).late_s
+    assert not last_of(2, second_s / 0.9).late_s
     world.now += OVERLOAD_S
-    assert not second_of_two(expected_s / 1.1).late_s
+    assert not last_of(2, target_s).late_s
 
 
 def test_request_when_it_would_be_late_then_429_says_when_and_nothing_reaches_a_node(
