@@ -100,7 +100,11 @@ class GrammarChecker:
             child = self._children.get_nowait()
         except queue.Empty:
             child = _Child(self.limits.max_compile_seconds)
-        verdict = child.ask(grammar)
+        try:
+            verdict = child.ask(grammar)
+        except BaseException:
+            child.close()
+            raise
         if child.is_alive and not self._is_closed:
             self._children.put(child)
         else:
@@ -147,7 +151,6 @@ class _Child:
             (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline_s))
             return self._read(length, deadline_s).decode()
         except TimeoutError:
-            self.close()
             raise DeadlineExceededError(f"the grammar was not compiled within {HANG_SECONDS:g} s") from None
         except OSError:
             self.close()
@@ -160,17 +163,14 @@ class _Child:
         descriptor, rest = self._process.stdin.fileno(), memoryview(data)
         while rest:
             # A child that reads nothing lets a pipe's worth be written, no more.
-            if not select.select([], [descriptor], [], max(0.0, deadline_s - time.monotonic()))[1]:
-                raise TimeoutError
+            _wait(descriptor, select.POLLOUT, deadline_s)
             rest = rest[os.write(descriptor, rest) :]
 
     def _read(self, num_bytes: int, deadline_s: float) -> bytes:
         assert self._process.stdout is not None
         descriptor, data = self._process.stdout.fileno(), b""
         while len(data) < num_bytes:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
-                raise TimeoutError
+            _wait(descriptor, select.POLLIN, deadline_s)
             part = os.read(descriptor, num_bytes - len(data))
             if not part:
                 raise BrokenPipeError
@@ -197,3 +197,12 @@ class _Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _wait(descriptor: int, event: int, deadline_s: float) -> None:
+    """Until ``event``, or an error or the end of what ``descriptor`` is of, which reading or writing then finds."""
+    poll = select.poll()  # not select(), which takes no descriptor of 1024 or above
+    poll.register(descriptor, event)
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0 or not poll.poll(left_s * 1000):
+        raise TimeoutError

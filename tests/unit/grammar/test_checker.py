@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -100,6 +101,50 @@ async def test_grammar_when_its_process_is_hit_from_outside_then_nothing_is_know
     monkeypatch.undo()
     await checker.check(other, param="p")
     assert checker.num_waiting == 0
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """As in a busy process: what is opened from now on has a descriptor of 1024 or above."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, 2048)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1024:
+            opened.append(os.dup(opened[0]))
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("many_open_files")
+async def test_checker_when_its_process_has_many_open_files_then_grammars_are_checked(
+    checker: GrammarChecker, checked: list[bool]
+) -> None:
+    await checker.check(GOOD, param="p")
+    await checker.check(schema({"type": "boolean", "description": "x" * 100_000}), param="p")
+    assert checked == [True, True]
+
+
+@pytest.mark.asyncio
+async def test_checker_when_asking_a_child_raises_then_the_child_is_closed(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(GOOD, param="p")
+    child = checker._children.get_nowait()
+    checker._children.put(child)
+    with monkeypatch.context() as broken:
+        broken.setattr(child, "_write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await checker.check(schema({"type": "boolean"}), param="p")
+    assert child._process.poll() is not None
+    await checker.check(schema({"type": "boolean"}), param="p")
 
 
 @pytest.mark.asyncio
