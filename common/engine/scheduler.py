@@ -181,8 +181,10 @@ class Scheduler:
         self._num_steps += 1
         self._suspects = [each for each in self._suspects if each.num_lone_steps]
         self._schedule_rows(schedule)
-        if schedule.is_empty and self._suspects:
-            self._schedule_alone(schedule, self._suspects[0])
+        # What is read from a tier for one of them takes its time: the next one need not wait for that.
+        ready = (each for each in self._suspects if each.status is not SequenceStatus.TRANSFERRING)
+        if schedule.is_empty and (suspect := next(ready, None)) is not None:
+            self._schedule_alone(schedule, suspect)
         if schedule.is_empty:
             self._schedule_together(schedule, admits=not self._suspects)
         if self.speculation is not None:

@@ -506,6 +506,21 @@ def test_suspect_when_a_tier_is_read_for_it_then_is_not_admitted_again() -> None
     assert rig.manager.is_pulled("first#0")
 
 
+def test_suspects_when_a_tier_is_read_for_the_first_then_the_second_runs_alone_and_nobody_else_is_admitted() -> None:
+    rig = Rig()
+    rig.scheduler.tiers = Tiers()
+    first, second = (rig.add(name, words(number, 40)) for number, name in enumerate(("first", "second")))
+    new = rig.add("new", words(7, 4))
+    second.num_tier_reads = new.num_tier_reads = MAX_TIER_READS  # a tier has nothing for them
+    rig.scheduler.suspect([first, second])
+    assert [sequence for sequence, _ in rig.schedule().pulls] == [first]
+    assert names(rig.step().sequences) == ["second"]
+    rig.end(second)
+    assert rig.schedule().is_empty
+    rig.end(first)
+    assert names(rig.step().sequences) == ["new"]
+
+
 # --- prefixes from a peer
 
 
