@@ -134,10 +134,11 @@ def plan_cache(
     needed_bytes = null_bytes + min_blocks * all_block_bytes + running_slots * layout.slot_bytes
     if kv_cache_memory_bytes < needed_bytes:
         each = _per_rank(geometry.num_ranks)
+        shorter = f", and less with a --max-model-len below {max_model_len}" if groups else ""
         raise ConfigError(
             f"--kv-cache-memory {kv_cache_memory_bytes}{each} is too small: one sequence of {max_model_len} tokens"
             f" needs {min_blocks} blocks of {all_block_bytes} bytes, {max_num_seqs} sequences need {running_slots}"
-            f" slots of {layout.slot_bytes} bytes; the smallest value that works is {needed_bytes}",
+            f" slots of {layout.slot_bytes} bytes; the smallest value that works is {needed_bytes}{shorter}",
             param="--kv-cache-memory",
         )
     budget = kv_cache_memory_bytes - null_bytes

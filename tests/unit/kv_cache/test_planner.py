@@ -48,6 +48,8 @@ def test_plan_when_memory_is_the_smallest_then_works_and_one_byte_less_is_refuse
     assert (config.num_blocks, config.num_slots) == ((blocks + 1,) * attention, slots + 1)
     with pytest.raises(ConfigError, match=rf"--kv-cache-memory .*smallest value that works is {smallest}") as caught:
         plan(smallest - 1, state=state, attention=attention)
+    # States do not grow with the context.
+    assert caught.value.message.endswith(f"{smallest}, and less with a --max-model-len below 10") is attention
     assert caught.value.param == "--kv-cache-memory"
 
 
