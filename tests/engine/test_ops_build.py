@@ -230,7 +230,41 @@ def test_load_library_when_the_compiler_does_not_know_some_flags_then_takes_the_
         load_library(tmp_path / "cache", sources, flags[:1])
 
 
-@pytest.mark.parametrize("killed", ["-c", "empty.cpp"], ids=["source", "probe"])
+def test_load_library_when_the_sources_cannot_be_built_with_some_flags_then_takes_the_next(
+    tmp_path: Path, sources: Path, compilations: Path
+) -> None:
+    (sources / "one.cpp").write_text('extern "C" int tandem_attention() { return FLAG; }\n')
+    (sources / "two.cpp").write_text("#if FLAG == 1\n#error no such instruction\n#endif\n")
+    flags = (("-DFLAG=1",), ("-DFLAG=2", "-lno-such-library"), ("-DFLAG=3",), ("-DFLAG=4",))
+    assert load_library(tmp_path / "cache", sources, flags).tandem_attention() == 3
+    with pytest.raises(BuildError, match="no such instruction"):
+        load_library(tmp_path / "cache", sources, flags[:2])
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1",
+        'echo "one.s: Fatal error: can\'t write one.o: No space left on device" >&2; exit 1',
+        "kill -9 $$",
+        "echo 'error: half of a message' >&2; exit 137",
+        "exit 1",
+    ],
+    ids=["killed", "disk", "signal", "status of a signal", "silence"],
+)
+def test_load_library_when_the_compiler_fails_for_what_may_pass_then_other_flags_are_not_tried(
+    tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    wrapper = tmp_path / "failing-c++"
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in *-DFLAG=1*) {failure};; esac\nexec "{os.environ["CXX"]}" "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    with pytest.raises(BuildError, match="failed with status"):
+        load_library(tmp_path / "cache", sources, (("-DFLAG=1",), ("-DFLAG=2",)))
+    assert list((tmp_path / "cache" / "ops").glob("*.so")) == []
+
+
+@pytest.mark.parametrize("killed", ["-c", "-shared"], ids=["source", "link"])
 def test_load_library_when_the_compiler_is_killed_once_then_no_worse_library_is_kept(
     tmp_path: Path, sources: Path, compilations: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:

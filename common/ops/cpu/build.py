@@ -43,7 +43,8 @@ _FLAGS = (
     "-fPIC",
     "-Wno-psabi",
 )
-# Tried in turn: not every compiler has OpenMP, or knows -march=native for its target.
+# Tried in turn: not every compiler has OpenMP, or knows -march=native for its target, and not every assembler knows
+# the instructions of this CPU that the compiler knows.
 MACHINE_FLAGS = (
     ("-march=native", "-fopenmp"),
     ("-march=native",),
@@ -57,12 +58,28 @@ _LOCK_TIMEOUT_S = 600.0
 """How long to wait for another process that compiles; longer than that it is stuck."""
 _LOCK_POLL_S = 0.1
 """Seconds between two tries for the lock: short against a compilation."""
+_MAY_PASS = (
+    "killed",
+    "terminated with signal",
+    "out of memory",
+    "memory exhausted",
+    "cannot allocate memory",
+    "no space left",
+    "quota exceeded",
+    "too many open files",
+    "temporarily unavailable",
+)
+"""What a compiler says, in lower case, when it fails for want of something that is not in the sources or the flags."""
 _ENTRY = "tandem_attention"
 """A function that every complete library has."""
 
 
 class BuildError(Exception):
     """There is no library; the text says why."""
+
+
+class _RefusedError(BuildError):
+    """The compiler, or its linker, has an error in these sources with these flags, and would have it again."""
 
 
 def load_library(
@@ -75,7 +92,7 @@ def load_library(
     """The compiled ops of ``source_dir``: from ``prebuilt_dir``/ops, which needs no compiler, else from
     ``cache_dir``/ops or compiled into that.
 
-    ``machine_flags``: flags for this machine, those that the compiler does not take are passed over for the next.
+    ``machine_flags``: flags for this machine, those that the sources cannot be built with are passed over for the next.
     ``prebuilt_dir``: a folder that was the ``cache_dir`` of an earlier build, or that :func:`prebuild` has filled, such
     as an image's; only read.
 
@@ -168,32 +185,25 @@ def _cpu() -> str:
 
 
 def _compile(compiler: str, sources: Sequence[Path], machine_flags: Sequence[tuple[str, ...]], path: Path) -> None:
+    """With the first of ``machine_flags`` that are not refused. What fails for want of memory or disk is no
+    reason for the next ones: it would leave a slow library under the name of the best. Raises BuildError."""
     begin_s = time.monotonic()
     logger.info("compiling the C++ ops compiler=%s to=%s (once per machine, some seconds)", compiler, path)
     units = [source for source in sources if source.suffix == ".cpp"]
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:
         target = Path(scratch) / path.name
-        flags = _choose_flags(compiler, machine_flags, Path(scratch) / "empty.cpp")
-        _build([compiler, *_FLAGS, *flags], units, target)
-        target.replace(path)
-    logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), time.monotonic() - begin_s)
-
-
-def _choose_flags(compiler: str, machine_flags: Sequence[tuple[str, ...]], empty: Path) -> tuple[str, ...]:
-    """The first of ``machine_flags`` that ``empty`` can be compiled and linked with: what fails with the sources may be
-    for want of memory or disk, and would leave a slow library under the name of the best. Raises BuildError."""
-    empty.touch()
-    reasons = []
-    for flags in machine_flags:
-        for _ in range(2):  # once can be chance, even here
+        refused = []
+        for flags in machine_flags:
             try:
-                _run([compiler, *_FLAGS, *flags, "-shared", str(empty), "-o", str(empty.with_suffix(".so"))])
-                return flags
-            except BuildError as exc:
-                if exc.__cause__ is not None:  # it did not run, which says nothing about its flags
-                    raise
-                reasons.append(exc)
-    raise reasons[0]
+                _build([compiler, *_FLAGS, *flags], units, target)
+            except _RefusedError as exc:
+                logger.info("no C++ ops with flags=%r reason=%s", " ".join(flags), exc)
+                refused.append(exc)
+                continue
+            target.replace(path)
+            logger.info("compiled the C++ ops flags=%r seconds=%.1f", " ".join(flags), time.monotonic() - begin_s)
+            return
+    raise refused[0]
 
 
 def _build(command: list[str], units: Sequence[Path], target: Path) -> None:
@@ -202,27 +212,42 @@ def _build(command: list[str], units: Sequence[Path], target: Path) -> None:
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     try:
         tasks = [
-            pool.submit(_run, [*command, "-c", str(unit), "-o", str(obj)])
+            pool.submit(_run_twice, [*command, "-c", str(unit), "-o", str(obj)])
             for unit, obj in zip(units, objects, strict=True)
         ]
         for task in tasks:
             task.result()
     finally:
         pool.shutdown(cancel_futures=True)
-    _run([*command, "-shared", *map(str, objects), "-o", str(target)])
+    _run_twice([*command, "-shared", *map(str, objects), "-o", str(target)])
+
+
+def _run_twice(command: list[str]) -> None:
+    """``_run``, and again where it fails, which once can be chance."""
+    try:
+        _run(command)
+    except BuildError as exc:
+        if exc.__cause__ is not None:  # it did not run, or for too long
+            raise
+        _run(command)
 
 
 def _run(command: list[str]) -> str:
     """Standard output of ``command``."""
+    environment = {**os.environ, "LC_ALL": "C"}  # the language of _MAY_PASS
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False,
+            env=environment,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise BuildError(f"{command[0]} did not run: {exc}") from exc
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-        raise BuildError(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'no message'}")
+        was_signal = done.returncode < 0 or done.returncode > 128  # its own, or that of what a shell ran
+        is_refusal = lines and not was_signal and not any(words in done.stderr.lower() for words in _MAY_PASS)
+        error = _RefusedError if is_refusal else BuildError
+        raise error(f"{command[0]} failed with status {done.returncode}: {lines[0] if lines else 'no message'}")
     return done.stdout
 
 
