@@ -237,9 +237,14 @@ def _run(command: list[str]) -> str:
     environment = {**os.environ, "LC_ALL": "C"}  # the language of _MAY_PASS
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_TIMEOUT_S,
+            check=False,
             env=environment,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise BuildError(f"{command[0]} did not run: {exc}") from exc
     if done.returncode:
