@@ -192,7 +192,8 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         {
             "missing": "deleted by somebody else",
             "unreadable": "it is no plain file",
-            "io": "a failing disk, too many open files; the object stays, the tier is not read for 30 s",
+            "failing": "the disk cannot read this object; it is written again when it is computed again",
+            "io": "too many open files, a server that is away; the object stays, the tier is not read for 30 s",
             "short": "another length than its header says",
             "header": "damaged, or made without the key",
             "digest": "other bytes than were written",

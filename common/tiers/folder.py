@@ -40,7 +40,16 @@ MAX_BUFFERS = 512
 """Buffers of one ``preadv`` or ``pwritev``: below IOV_MAX, which is 1,024 on Linux."""
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
-"""Of opening a symbolic link, or a socket. Any other error may pass: the file stays."""
+"""Of opening a symbolic link, or a socket."""
+GONE_ERRORS = (errno.ENOENT, errno.ESTALE)
+"""ESTALE: another client of a file server deleted it."""
+PASSING_ERRORS = frozenset(
+    (
+        errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN,
+        errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    )
+)  # fmt: skip
+"""Of this process, or of the whole filesystem. Any other error is taken for one of that file alone."""
 OLD_S = 3600.0
 """Age at which a file that another process may have begun is taken for a dead one's."""
 
@@ -67,6 +76,8 @@ class ObjectFolder:
         self.is_shared = is_shared
         self._syncs = syncs
         self.room = room
+        self._failing: set[str] = set()
+        """Names of what could not be read: it is written again, over the file that is there."""
 
     @property
     def place(self) -> str:
@@ -99,6 +110,7 @@ class ObjectFolder:
             temporary.replace(path)
             if self._syncs:
                 _sync_folder(path.parent)
+            self._failing.discard(name)
         except (OSError, ObjectWriteError) as exc:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -110,7 +122,8 @@ class ObjectFolder:
         return HEADER_BYTES + header.payload_bytes
 
     def get(self, wanted: ObjectHeader, buffers: Sequence[memoryview]) -> ObjectHeader:
-        descriptor = self._open(self._path(object_name(self._secret, wanted)))
+        path = self._path(object_name(self._secret, wanted))
+        descriptor = self._open(path)
         try:
             header, payload_digest, size = self._read_header(descriptor)
             stored = replace(header, history=wanted.history, origin=wanted.origin)
@@ -120,7 +133,7 @@ class ObjectFolder:
                 raise ObjectReadError("short")
             _read_all(descriptor, buffers, HEADER_BYTES)
         except OSError as exc:
-            raise ObjectReadError("io") from exc
+            raise ObjectReadError(self._reason(path, exc)) from exc
         finally:
             os.close(descriptor)
         digest = hmac.new(self._secret, digestmod=sha256)
@@ -131,9 +144,10 @@ class ObjectFolder:
         return header
 
     def has(self, header: ObjectHeader) -> bool:
-        """Whether there is a plain file of that name. Raises OSError."""
+        """Whether there is a plain file of that name, and no read of it has failed. Raises OSError."""
+        name = object_name(self._secret, header)
         with contextlib.suppress(FileNotFoundError):
-            return stat.S_ISREG(self._path(object_name(self._secret, header)).lstat().st_mode)
+            return name not in self._failing and stat.S_ISREG(self._path(name).lstat().st_mode)
         return False
 
     def touch(self, header: ObjectHeader) -> None:
@@ -146,7 +160,9 @@ class ObjectFolder:
         return 0.0
 
     def delete(self, header: ObjectHeader) -> None:
-        self._unlink(self._path(object_name(self._secret, header)))
+        name = object_name(self._secret, header)
+        self._unlink(self._path(name))
+        self._failing.discard(name)
 
     def sweep(self, header: ObjectHeader) -> bool:
         path = self._path(object_name(self._secret, header))
@@ -170,7 +186,8 @@ class ObjectFolder:
 
     def look(self, path: Path) -> ObjectHeader | str:
         """What a file says of itself. What is damaged, cut short or a dead writer's is deleted: then why. "missing": it
-        went, or a writer gave it its name, since it was listed. "io": the system would not say."""
+        went, or a writer gave it its name, since it was listed. "io": the system would not say; "failing": nor is it
+        likely to, of this file."""
         try:
             if path.suffix != SUFFIX:
                 if self._is_nobodys(path):
@@ -188,14 +205,12 @@ class ObjectFolder:
                 reason = "other"
             if not reason:
                 return header
-        except FileNotFoundError:
-            return "missing"
         except ObjectReadError as exc:
             reason = exc.reason
-            if reason in ("missing", "io"):
+            if reason in ("missing", "io", "failing"):
                 return reason  # by now there may be a new one under that name; or nothing is known of it
-        except OSError:
-            return "io"
+        except OSError as exc:
+            return self._reason(path, exc)
         # In a shared folder, what cannot be read with this key may be another cluster's.
         if not (self.is_shared and reason == "header"):
             with contextlib.suppress(OSError):
@@ -220,11 +235,18 @@ class ObjectFolder:
         try:
             # NONBLOCK: a pipe under that name must not hang the reader.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise ObjectReadError("missing") from None
         except OSError as exc:
-            raise ObjectReadError("unreadable" if exc.errno in NO_FILE_ERRORS else "io") from exc
+            raise ObjectReadError("unreadable" if exc.errno in NO_FILE_ERRORS else self._reason(path, exc)) from exc
         return descriptor
+
+    def _reason(self, path: Path, exc: OSError) -> str:
+        """Why a file could not be read."""
+        if exc.errno in GONE_ERRORS:
+            return "missing"
+        if exc.errno in PASSING_ERRORS:
+            return "io"
+        self._failing.add(path.stem)
+        return "failing"
 
     def _read_header(self, descriptor: int) -> tuple[ObjectHeader, bytes, int]:
         """Raises ObjectReadError or OSError."""

@@ -1,7 +1,8 @@
 """What appears in a folder of objects and what goes, look by look: by this process or by others.
 
-A file that is new is looked into once; a sub-folder whose time of change is as it was is not even listed. So a look at
-a folder in which nothing happened costs a ``stat`` for each of its 256 sub-folders.
+A file that is new is looked into once, one that cannot be read once more and then when its sub-folder changes; a
+sub-folder whose time of change is as it was is not even listed. So a look at a folder in which nothing happened costs a
+``stat`` for each of its 256 sub-folders.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class _Listing:
     changed_ns: int = 0
     is_settled: bool = False
     headers: dict[str, ObjectHeader | None] = field(default_factory=dict)  # by file name; None: no object of ours
+    failing: set[str] = field(default_factory=set)
+    """Names of files that cannot be read; each is counted once."""
 
 
 class FolderWatch:
@@ -65,7 +68,7 @@ class FolderWatch:
             names = {path.name for path in folder.iterdir()}
         except FileNotFoundError:
             return None  # gone meanwhile: the next look tells
-        return folder, _Listing(changed_ns, now_s - changed_ns / 1e9 > SETTLED_S, known.headers), names
+        return folder, _Listing(changed_ns, now_s - changed_ns / 1e9 > SETTLED_S, known.headers, known.failing), names
 
     def _look_into(self, folder: Path, listing: _Listing, names: set[str], changes: Changes) -> None:
         self._listings[folder] = listing
@@ -73,8 +76,17 @@ class FolderWatch:
             header = listing.headers.pop(name)
             if header is not None:
                 changes.removed.append(header)
+        listing.failing &= names
         for name in names - listing.headers.keys():
             found = self._store.look(folder / name)
+            if found == "failing":
+                if name in listing.failing:
+                    continue  # it may be written again: only then the sub-folder changes
+                listing.failing.add(name)
+                listing.is_settled = False
+                changes.useless[found] += 1
+                continue
+            listing.failing.discard(name)
             if isinstance(found, str):
                 if found != "missing":  # gone, or an object, meanwhile
                     changes.useless[found] += 1

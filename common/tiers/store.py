@@ -16,7 +16,8 @@ from common.tiers.object_header import ObjectHeader
 
 class ObjectReadError(Exception):
     """``reason``: missing, unreadable (no plain file), short, header (not ours, or damaged), other (whole, but not what
-    was asked for), digest, or io: the system refused, which says nothing of the object."""
+    was asked for), digest, failing (the system cannot read this object), or io: the system refused, which says nothing
+    of the object."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -388,6 +388,46 @@ def test_read_when_the_system_refuses_it_once_then_nothing_is_deleted_and_the_ne
     run(main())
 
 
+@pytest.mark.parametrize("kind", ["disk", "shared"])
+def test_read_when_a_file_fails_then_the_tier_is_read_on_and_the_prefix_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async def main() -> None:
+        word = f"{kind}:{tmp_path / 'tier'}?size=1GiB"
+        async with TierNode(word, cluster_key="a cluster key" if kind == "shared" else None) as node:
+            expected, _ = await node.generate(PROMPT)
+            await node.flush()
+            await node.forget_memory()
+            files, held = objects_in(tmp_path / "tier"), tmp_path / "held"
+            open_file, delete, deleted = os.open, ObjectFolder.delete, list[ObjectHeader]()
+
+            def fail(path: Any, flags: int, *args: Any, **fields: Any) -> int:
+                if flags & os.O_NONBLOCK and Path(path) in files and not held.exists():
+                    os.link(path, held)  # the bad sector stays taken
+                if held.exists() and Path(path).exists() and held.samefile(path):
+                    raise OSError(errno.EIO, "injected")
+                return open_file(path, flags, *args, **fields)
+
+            def note(self: ObjectFolder, header: ObjectHeader) -> None:
+                deleted.append(header)
+                delete(self, header)
+
+            monkeypatch.setattr(os, "open", fail)
+            monkeypatch.setattr(ObjectFolder, "delete", note)
+            assert (await node.generate(PROMPT))[0] == expected
+            assert node.metric("tier_read_errors_total") == node.metric("tier_read_errors_total", reason="failing") == 1
+            await node.flush()
+            assert bool(deleted) == (kind == "disk")  # what is shared others may read
+            await node.forget_memory()
+            assert await node.generate(PROMPT) == (expected, len(PROMPT))  # no rest, and all is there
+            assert node.metric("tier_read_errors_total") == 1
+            assert set(files) <= set(objects_in(tmp_path / "tier"))
+            assert not any(each.samefile(held) for each in files)
+            await node.check()
+
+    run(main())
+
+
 def test_tier_when_reading_takes_longer_than_computing_then_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -414,6 +414,8 @@ class NodeTiers:
             dropped = [prefix for prefix in users if prefix.key not in index.unwritten]
             for prefix in dropped:
                 index.drop(prefix)
+            if reason == "failing" and each.tier.settings.is_shared:
+                continue  # other nodes may read it; whoever computes it again writes it anew
             deletes += [header, *(other for prefix in dropped for other in self._unneeded(each, prefix))]
         self._writers[id(each.tier)].delete(deletes)
 

@@ -76,8 +76,9 @@ class TierScanner:
         if whole or gone:
             self._on_change(whole, gone)
         found = Counter({reason: count for reason, count in changes.useless.items() if reason not in EXPECTED})
-        # What could not be looked into may be what others need.
-        if time.monotonic() >= self._next_sweep_s and not changes.useless["io"]:
+        # What could not be looked into may be what others need. What fails is told once: the next look has tried again.
+        is_known = not changes.useless["io"] and not changes.useless["failing"]
+        if time.monotonic() >= self._next_sweep_s and is_known:
             num_swept = sum(map(self._store.sweep, self._catalogue.useless()))
             self._next_sweep_s = time.monotonic() + SWEEP_S
             logger.info(

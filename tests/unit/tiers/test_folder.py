@@ -192,6 +192,28 @@ def test_file_when_it_cannot_be_read_then_the_read_is_refused(store: ObjectFolde
 
 
 @pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.ESTALE, "missing"), (errno.EIO, "failing"), (errno.EACCES, "failing"), (errno.EMFILE, "io"),
+     (errno.ENOMEM, "io"), (errno.EHOSTDOWN, "io"), (errno.ETIMEDOUT, "io"), (errno.ENOTCONN, "io")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["open", "pread", "preadv"])
+def test_file_when_the_system_refuses_a_read_then_it_stays_and_is_written_anew_if_it_alone_fails(
+    store: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, name: str
+) -> None:
+    def fail(*args: Any) -> int:
+        raise OSError(number, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.os, name, fail)
+        assert read_reason(store, EXTENT) == reason
+    assert path_of(tmp_path, EXTENT).exists()
+    assert store.has(EXTENT) == (reason != "failing")
+    put(store, EXTENT)
+    assert store.has(EXTENT)
+    assert read_reason(store, EXTENT) == ""
+
+
+@pytest.mark.parametrize(
     ("number", "reason"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EIO, "io"), (errno.EROFS, "io")]
 )
 @pytest.mark.parametrize("name", ["pwritev", "fdatasync"])

@@ -81,9 +81,11 @@ def test_look_when_a_part_of_the_folder_cannot_be_listed_once_then_nothing_is_lo
 
 
 @pytest.mark.parametrize("name", ["open", "fstat", "pread"])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize(
+    ("number", "useless"), [(errno.EMFILE, [{"io": 1}]), (errno.ESTALE, []), (errno.EIO, [{"failing": 1}])]
+)
 def test_look_when_the_system_refuses_a_file_once_then_it_stays_and_is_found_next_time(
-    scan: Scan, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    scan: Scan, monkeypatch: pytest.MonkeyPatch, name: str, number: int, useless: list[dict[str, int]]
 ) -> None:
     call, calls = getattr(os, name), itertools.count()
 
@@ -93,11 +95,44 @@ def test_look_when_the_system_refuses_a_file_once_then_it_stays_and_is_found_nex
         return call(*args)
 
     monkeypatch.setattr(folder_module.os, name, refuse_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(scan.scanner, "_next_sweep_s", float("inf") if number == errno.ESTALE else 0.0)
+        scan.look()
+        assert (scan.whole, scan.useless) == ([], useless)
+        scan.look()
+    scan.check_whole()
+    assert scan.useless == useless
+
+
+def test_look_when_a_file_cannot_be_read_ever_then_it_is_told_once_and_opened_when_its_sub_folder_changes(
+    scan: Scan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in scan.folder.iterdir():
+        os.utime(folder, (0, 0))
+    bad, open_file, opened = max(scan.folder.rglob("*.kv")), os.open, list[Path]()
+
+    def fail(path: Any, *args: Any, **fields: Any) -> int:
+        if path == bad:
+            opened.append(path)
+            raise OSError(errno.EIO, "injected")
+        return open_file(path, *args, **fields)
+
+    monkeypatch.setattr(folder_module.os, "open", fail)
     scan.look()
-    assert (scan.whole, scan.useless) == ([], [{"io": 1}])
+    assert len(list(scan.folder.rglob("*.kv"))) == len(DEEP)  # nothing is swept before it was tried again
+    for _ in range(3):
+        scan.look()
+    assert (scan.whole, scan.useless, len(opened)) == ([], [{"failing": 1}], 2)
+    assert list(scan.folder.rglob("*.kv")) == [bad]  # sweeps go on: what needed it is useless, and it stays
+    monkeypatch.undo()
+    scan.look()
+    assert scan.catalogue.useless() == []  # not opened again
+    store = ObjectFolder(scan.folder, SECRET, syncs=False)
+    for header in DEEP:
+        store.put(header, [memoryview(bytes(header.payload_bytes))])
     scan.look()
     scan.check_whole()
-    assert len(scan.useless) == 1
+    assert scan.useless == [{"failing": 1}]
 
 
 def test_look_when_an_object_of_a_shared_folder_is_of_another_key_then_it_is_opened_and_counted_once(
