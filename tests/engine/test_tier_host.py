@@ -3,8 +3,10 @@ nothing behind that a start would miss."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,37 @@ def test_host_memory_when_the_disk_below_hangs_then_it_takes_on_what_leaves_the_
 
     monkeypatch.setattr(ObjectFolder, "put", hang)
     monkeypatch.setattr("common.node.tiers.node_tiers.WRITE_HANG_S", 0.3)
+    run(main())
+
+
+def test_drain_when_each_write_takes_longer_than_a_hang_then_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = ObjectFolder.put
+
+    def put_slowly(self: ObjectFolder, header: ObjectHeader, *args: Any) -> int:
+        if header.kind is ObjectKind.STATE:
+            time.sleep(0.15)
+        return put(self, header, *args)
+
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), kv_tier_min_return=0.0) as node:
+            assert node.tiers is not None
+            [each] = node.tiers._tiers.values()
+            await node.until(lambda: node.tiers is not None and node.tiers.is_scanned)
+            for seed in range(8):
+                await node.generate(tokens(seed, 100))
+            was_hung = False
+            while await node.tiers.flush():
+                was_hung |= each.tier.is_hung
+                await asyncio.sleep(0.02)
+            assert was_hung
+            keys = [node.manager.prefix_keys(tokens(seed, 100)).key_at(100) for seed in range(8)]
+            assert all(key in each.tier.index for key in keys)
+            assert not each.tier.index.unwritten
+
+    monkeypatch.setattr(ObjectFolder, "put", put_slowly)
+    monkeypatch.setattr("common.node.tiers.node_tiers.WRITE_HANG_S", 0.1)
     run(main())
 
 

@@ -73,6 +73,8 @@ class Tier:
         """Whether what it is offered has waited in a faster tier, and not in memory alone."""
         self.rests_until_s = 0.0
         """Of ``clock``: it takes nothing in before, and lets nothing go for it."""
+        self.is_hung = False
+        """Its writes do not go on: as above, until they do."""
         self._outlook = outlook
         self._clock = clock
         self._budget = WriteBudget(settings.write_rate, clock)
@@ -81,7 +83,7 @@ class Tier:
     def take(self, prefix: StoredPrefix) -> tuple[int, list[StoredPrefix]] | None:
         """Takes ``prefix`` in. Returns the bytes to be written for it, and the prefixes that went for it; None: it is
         here, or is not to be written (yet)."""
-        if self._clock() < self.rests_until_s or not self.wants(prefix.key):
+        if self.is_hung or self._clock() < self.rests_until_s or not self.wants(prefix.key):
             return None
         probability = self._probability(prefix.key)
         num_bytes = self.index.missing(prefix)

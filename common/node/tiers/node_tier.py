@@ -17,7 +17,7 @@ MEASURED_FOR_S = 60.0
 READ_REST_S = 30.0
 """For so long nothing is read from a tier that let a read wait until its deadline."""
 WRITE_REST_S = 10.0
-"""For so long nothing is written to a tier that refused a write, or of which none ends."""
+"""For so long nothing is written to a tier that refused a write."""
 
 
 class Closable(Protocol):
@@ -50,7 +50,7 @@ class NodeTier:
 
     @property
     def may_write(self) -> bool:
-        return time.monotonic() >= self.tier.rests_until_s
+        return not self.tier.is_hung and time.monotonic() >= self.tier.rests_until_s
 
     @property
     def may_read(self) -> bool:

@@ -54,7 +54,7 @@ MIN_SLOTS = 8
 MAX_WRITES = 4
 """Prefixes that are leased to be written at a time, for each tier: they cannot be evicted meanwhile."""
 WRITE_HANG_S = 10.0
-"""A tier of which no write ends for so long is not waited for: what is above it goes on without."""
+"""A tier that writes no object for so long is not waited for until it does: what is above it goes on without."""
 MAX_OFFERS = 16
 """Prefixes whose closure one look finds at most."""
 WRITE_LEASE_S = 60.0
@@ -101,7 +101,6 @@ class NodeTiers:
         self._writers = {key: TierWriter(each.store, each.kind) for key, each in self._tiers.items()}
         self._scanners = [self._scanner(each, each.watch) for each in tiers if each.watch is not None]
         self._writing: Counter[int] = Counter()
-        self._moved_s: dict[int, float] = {}  # when a write last ended, or began with none before it
         self._num_writes = 0
         self._num_remembered = 0
         self._reading: dict[bytes, TierPrefix] = {}
@@ -157,10 +156,9 @@ class NodeTiers:
     async def flush(self) -> int:
         """Begins to write all that is worth it; how many writes have not ended. Event loop."""
         try:
-            await self._engine.call(self._look_at_all, timeout_s=LOOK_TIMEOUT_S)
+            return await self._engine.call(self._look_at_all, timeout_s=LOOK_TIMEOUT_S)
         except (TimeoutError, NodeUnavailableError):
             return 0 if self._engine.death is not None else 1
-        return self._writing.total()
 
     async def _look_forever(self) -> None:
         interval_s = LOOK_S
@@ -183,8 +181,7 @@ class NodeTiers:
         """How long it took. ``is_whole``: at all that is cached, not only at what goes next."""
         started_s = time.monotonic()
         for key, each in self._tiers.items():
-            if self._writing[key] and started_s - self._moved_s[key] > WRITE_HANG_S:
-                each.rest_from_writes()
+            each.tier.is_hung = self._writing[key] > 0 and started_s - self._writers[key].moved_s > WRITE_HANG_S
         if self._stack.has_shared and self._has_room(is_shared=True):
             for prefix in self._leaving.fresh(self._may_go):
                 self._begin(self._stack.publish(prefix))
@@ -220,14 +217,15 @@ class NodeTiers:
         ]
         return bool(writable) and all(self._writing[key] < MAX_WRITES for key in writable)
 
-    def _look_at_all(self) -> None:
-        """With what is in host memory, which this node's end takes with it."""
+    def _look_at_all(self) -> int:
+        """With what is in host memory, which this node's end takes with it. How many writes have not ended."""
         self._look(is_whole=True)
         if self._has_room(is_shared=False):
             for write in self._stack.sink():
                 self._write(write)
                 if not self._has_room(is_shared=False):
                     break
+        return self._writing.total()
 
     def _begin(self, writes: Sequence[Write]) -> None:
         for write in reversed(writes):  # what a tier lets go is taken from there before it is deleted there
@@ -247,7 +245,7 @@ class NodeTiers:
         index.pin(prefix.key)
         index.unwritten.add(prefix.key)
         if not self._writing[key]:
-            self._moved_s[key] = time.monotonic()
+            self._writers[key].moved_s = time.monotonic()
         self._writing[key] += 1
 
         def on_done(num_bytes: int, reason: str) -> None:
@@ -270,7 +268,6 @@ class NodeTiers:
         each, prefix, index = self._tiers[id(write.tier)], write.prefix, write.tier.index
         self._manager.release_lease(lease_id)
         self._writing[id(write.tier)] -= 1
-        self._moved_s[id(write.tier)] = time.monotonic()
         index.unpin(prefix.key)
         index.unwritten.discard(prefix.key)
         self._metrics.inc("tier_bytes_total", num_bytes, tier=each.kind, op="write")

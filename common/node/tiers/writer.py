@@ -12,6 +12,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,12 @@ class WriteJob:
 
 
 class TierWriter:
+    """``moved_s``: of ``time.monotonic``, when an object was last written or deleted; its user sets it when a write
+    begins with none before it."""
+
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
+        self.moved_s = 0.0
         self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"tier-write-{name}", daemon=True)
 
@@ -59,14 +64,17 @@ class TierWriter:
             for header in job.deletes:
                 with contextlib.suppress(OSError):  # the next start finds it
                     self._store.delete(header)
+                self.moved_s = time.monotonic()
             try:
                 for each in job.objects:
                     num_bytes += self._write(each)
+                    self.moved_s = time.monotonic()
             except ObjectWriteError as exc:
                 reason = exc.reason
             except Exception:
                 logger.exception("writing to %s raised", self._store.place)
                 reason = "io"
+            self.moved_s = time.monotonic()
             job.on_done(num_bytes, reason)
 
     def _write(self, each: WritableObject) -> int:
