@@ -88,8 +88,7 @@ class FolderWatch:
                 continue
             listing.failing.discard(name)
             if isinstance(found, str):
-                if found != "missing":  # gone, or an object, meanwhile
-                    changes.useless[found] += 1
+                changes.useless[found] += 1
                 if found in PASSING:
                     listing.is_settled = False
                 elif found == "header" and self._store.is_shared:

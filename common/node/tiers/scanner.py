@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 """Seconds between two looks at least; a look may take a twentieth of the time."""
 SWEEP_S = 600.0
-EXPECTED = ("temporary",)
-"""What is found in a sound folder too."""
+EXPECTED = ("temporary", "missing")
+"""What is found in a sound folder too; missing: gone, or written anew, since it was listed."""
+UNKNOWN = ("io", "failing", "missing")
+"""What could not be looked into may be what others need. The next look tries again; what fails twice is not told."""
 
 
 class TierScanner:
@@ -76,8 +78,7 @@ class TierScanner:
         if whole or gone:
             self._on_change(whole, gone)
         found = Counter({reason: count for reason, count in changes.useless.items() if reason not in EXPECTED})
-        # What could not be looked into may be what others need. What fails is told once: the next look has tried again.
-        is_known = not changes.useless["io"] and not changes.useless["failing"]
+        is_known = not any(changes.useless[reason] for reason in UNKNOWN)
         if time.monotonic() >= self._next_sweep_s and is_known:
             num_swept = sum(map(self._store.sweep, self._catalogue.useless()))
             self._next_sweep_s = time.monotonic() + SWEEP_S
