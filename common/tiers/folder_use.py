@@ -63,10 +63,14 @@ class FolderRoom:
         self._lock = threading.Lock()  # the file's is this descriptor's
         self._found: tuple[int, int, int] | None = None  # bytes of the last look; put before it, deleted by its end
         self._num_put_before = 0
+        self._num_put_at_begin: int | None = None
 
     def begin_look(self) -> None:
+        """What was begun to be put may not be in its place yet, and the look not find it: it counts on from the look
+        before, for that long what is found too counts twice."""
         with contextlib.suppress(OSError), self._counts() as counts:
-            self._num_put_before = counts[0]
+            self._num_put_before = counts[0] if self._num_put_at_begin is None else self._num_put_at_begin
+            self._num_put_at_begin = counts[0]
 
     def end_look(self, num_bytes: int) -> None:
         with contextlib.suppress(OSError), self._counts() as counts:

@@ -47,19 +47,23 @@ class FolderWatch:
         if room is not None:
             room.begin_look()
         folders = self._store.folders()
-        # Whatever raises comes before anything is noted as known: nobody would hear of what a failed look found.
-        listed = [each for each in map(self._list, folders) if each is not None]
+        # Noted when all of it is known: nobody would hear of what a failed look found.
+        listings: dict[Path, _Listing] = {}
+        for folder in folders:
+            listed = self._list(folder)
+            if listed is not None:
+                listings[folder], names = listed
+                self._look_into(folder, listings[folder], names, changes)
         for folder in self._listings.keys() - set(folders):
             changes.removed += filter(None, self._listings.pop(folder).headers.values())
-        for folder, listing, names in listed:
-            self._look_into(folder, listing, names, changes)
+        self._listings |= listings
         self._num_bytes += sum(map(file_bytes, changes.added)) - sum(map(file_bytes, changes.removed))
         if room is not None:
             room.end_look(self._num_bytes)
         return changes
 
-    def _list(self, folder: Path) -> tuple[Path, _Listing, set[str]] | None:
-        """With the names that are there; None: it is as it was, or gone. Raises OSError."""
+    def _list(self, folder: Path) -> tuple[_Listing, set[str]] | None:
+        """What is known, and the names that are there; None: it is as it was, or gone. Raises OSError."""
         known = self._listings.get(folder, _Listing())
         try:
             now_s, changed_ns = time.time(), folder.stat().st_mtime_ns
@@ -68,10 +72,10 @@ class FolderWatch:
             names = {path.name for path in folder.iterdir()}
         except FileNotFoundError:
             return None  # gone meanwhile: the next look tells
-        return folder, _Listing(changed_ns, now_s - changed_ns / 1e9 > SETTLED_S, known.headers, known.failing), names
+        is_settled = now_s - changed_ns / 1e9 > SETTLED_S
+        return _Listing(changed_ns, is_settled, dict(known.headers), set(known.failing)), names
 
     def _look_into(self, folder: Path, listing: _Listing, names: set[str], changes: Changes) -> None:
-        self._listings[folder] = listing
         for name in listing.headers.keys() - names:
             header = listing.headers.pop(name)
             if header is not None:
