@@ -284,9 +284,8 @@ def test_calls_when_schemas_refer_to_each_other_then_each_has_one_rule(name: str
     schema = {"type": "object", "properties": {"p": to("a"), "q": to("a")}, "required": ["p"], "$defs": defs}
     call = "f:0" if name == "kimi" else "f"
     answer_format, _ = text_of(name, call, {})
-    begin_s = time.process_time()
     grammar = grammar_of(answer_format, tools=[{"function": {"name": "f", "parameters": schema}}])
-    assert time.process_time() - begin_s < 0.1
+    assert len(str(grammar)) < 50 * len(json.dumps(schema))  # a rule for each way would be 2**60 of them
     for values, fits in ((good, True), (bad, False)):
         for value in values:
             assert accepts(grammar, text_of(name, call, {"p": value})[1]) is fits, value
@@ -344,15 +343,16 @@ PARTS: dict[str, tuple[dict[str, Any], list[Any], list[Any], bool]] = {
 """A parameter's schema, values that fit, such that do not, and whether a strict function can have it."""
 
 
+# Strings in Python have neither backslash nor line break.
+HELD = [(name, part) for name in WITH_CALLS for part in PARTS if name != "python" or "\\" not in str(PARTS[part][1])]
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize(("name", "part"), HELD)
 def test_keyword_when_it_cannot_be_held_then_only_a_strict_function_is_refused(
     name: str, part: str, strict: bool
 ) -> None:
     parameter, good, bad, can_be_strict = PARTS[part]
-    if name == "python" and "\\" in str(good):
-        pytest.skip("strings in Python have neither backslash nor line break")
     schema = {"type": "object", "properties": {"p": parameter}, "required": ["p"], "additionalProperties": False}
     tool = {"function": {"name": "f", "strict": strict, "parameters": schema}}
     call = "f:0" if name == "kimi" else "f"
