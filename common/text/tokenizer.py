@@ -329,8 +329,10 @@ class TextCodec:
     def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
         """Text or token ids of ``messages`` with the request's tools and arguments; in a text with images, what the
         model's processor writes for one. Raises what the template raises."""
+        if any(message["role"] == "developer" for message in messages) and not self._knows_developer(request):
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         rendered = self.tokenizer.apply_chat_template(
-            [self._for_template(request, message) for message in messages],
+            [self._for_template(message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             return_dict=False,
             **options,
@@ -344,13 +346,14 @@ class TextCodec:
             return rendered.replace(*rules.marker)
         return rendered
 
-    def _for_template(self, request: ChatRequest, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with its calls and its role as the template needs them. One that does not know the developer would
-        drop what it says, or write a role that the model has never seen: there it is the system's."""
-        if message["role"] == "developer" and not _NAMES_DEVELOPER.search(
-            self.tokenizer.get_chat_template(request.chat_template, request.tools or None)
-        ):
-            return {**message, "role": "system"}
+    def _knows_developer(self, request: ChatRequest) -> bool:
+        """Whether the template does: another one would drop what the developer says, or write a role that the model has
+        never seen."""
+        source = self.tokenizer.get_chat_template(request.chat_template, request.tools or None)
+        return _NAMES_DEVELOPER.search(source) is not None
+
+    def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its calls as the template needs them."""
         tools = self.answer_format.tools if message.get("tool_calls") else None
         if tools is None:
             return dict(message)

@@ -83,7 +83,7 @@ def test_grammar_when_it_is_lark_then_that_is_known_at_once(text: str) -> None:
 
     begin_s = time.process_time()
     asyncio.run(constraint.in_lark(lark_of))
-    assert time.process_time() - begin_s < 0.1
+    assert time.process_time() - begin_s < 5.0  # some ms; llguidance's own way takes minutes
     assert bool(asked) != is_lark_syntax(text[-100:])
 
 

@@ -28,7 +28,7 @@ def test_types_when_a_schema_refers_to_itself_many_times_then_each_schema_is_ask
     properties = {f"p{number}": to(name) for number in range(50) for name in ("a", "b0")}
     begin_s = time.process_time()
     found = types_of_parameters(properties, definitions)
-    assert time.process_time() - begin_s < 0.01
+    assert time.process_time() - begin_s < 5.0  # 8 ms; asked again and again, 40**9 questions
     assert found == {name: set() for name in properties}
 
 
