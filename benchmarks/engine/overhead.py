@@ -83,7 +83,7 @@ def _watch(core: EngineCore, model: Any, clock: Callable[[], float]) -> dict[str
     assert isinstance(ops, CppOps)
     for holder, attribute, name in (
         (core._scheduler, "schedule", "schedule"),
-        (core._runner, "forward", "forward"),
+        (core._runner, "launch", "forward"),
         (core._runner, "logits", "logits"),
         (core._sampler, "sample", "sample"),
         (ops.elementwise, "_replay", "kernels"),
