@@ -24,9 +24,10 @@ from common.errors import ImageRefusedError, RequestDroppedError, TandemError
 from common.grammar.checker import GrammarChecker
 from common.metrics.outcomes import Outcome, outcome_of
 from common.metrics.unknown_fields import UnknownFields
+from common.openai.bodies.unsupported import INTERNAL_FIELDS
 from common.openai.errors import error_response
 from common.openai.foreign import parse_foreign_chat, parse_foreign_completion
-from common.openai.prompt_ids import IMAGES_KEY, PROMPT_IDS_KEY
+from common.openai.prompt_ids import IMAGES_KEY
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
@@ -42,9 +43,6 @@ from common.wire.headers import (
     TRACE_HEADER,
 )
 from common.wire.json_text import LONG_BYTES
-from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
-from common.wire.pull_sources import SOURCES_KEY
-from common.wire.resume import RESUME_KEY, STREAM_STATE_KEY
 from common.wire.routes import CHAT_ROUTE, COMPLETIONS_ROUTE
 from proxy.admission.key_limits import Charge
 from proxy.admission.queue import AdmissionQueue
@@ -141,13 +139,9 @@ class GenerateService:
         with self._metrics.track_parsing(label, arrival_s):
             self._drain.check_admission()
             body = await read_json_object(request)
-            # Only the proxy itself may name memory to read.
-            body.pop(TRANSFER_PARAMS_KEY, None)
-            body.pop(SOURCES_KEY, None)
-            body.pop(RESUME_KEY, None)
-            body.pop(STREAM_STATE_KEY, None)
-            body.pop(PROMPT_IDS_KEY, None)
-            body.pop(IMAGES_KEY, None)
+            # Only the proxy itself may name memory to read, and what a prompt or an answer consists of.
+            for name in INTERNAL_FIELDS:
+                body.pop(name, None)
             given_id = request_id_of(request)
             if self._pool.is_foreign():
                 parse = parse_foreign_completion if route == COMPLETIONS_ROUTE else parse_foreign_chat

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.openai.bodies.base import Body
+from common.openai.prompt_ids import IMAGES_KEY, PROMPT_IDS_KEY
 from common.wire.fields import shown
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.pull_sources import SOURCES_KEY
@@ -104,7 +105,10 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
 """Name -> whether a value means what is done without the field."""
 _PREFIX = "guided_"
 """Of vLLM's old names for ``structured_outputs``."""
-_INTERNAL = frozenset({TRANSFER_PARAMS_KEY, SOURCES_KEY, RESUME_KEY, STREAM_STATE_KEY, "tandem_prompt"})
+INTERNAL_FIELDS = frozenset(
+    {TRANSFER_PARAMS_KEY, SOURCES_KEY, RESUME_KEY, STREAM_STATE_KEY, PROMPT_IDS_KEY, IMAGES_KEY}
+)
+"""Said by proxies to nodes alone: of a client, none of them gets past the proxy."""
 
 
 def refuse_unsupported(body: Body, of_other_route: frozenset[str]) -> tuple[str, ...]:
@@ -115,7 +119,7 @@ def refuse_unsupported(body: Body, of_other_route: frozenset[str]) -> tuple[str,
     """
     unknown: list[str] = []
     for name, value in (body.model_extra or {}).items():
-        if name in HARMLESS or name in _INTERNAL:
+        if name in HARMLESS or name in INTERNAL_FIELDS:
             continue
         is_neutral = UNSUPPORTED.get(name, _is_one_of() if name.startswith(_PREFIX) else _is_empty)
         if name not in UNSUPPORTED and name not in of_other_route and not name.startswith(_PREFIX):

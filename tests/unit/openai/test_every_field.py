@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.openai.bodies.base import MAX_FIELDS
 from common.openai.bodies.models import ChatBody, CompletionBody
-from common.openai.bodies.unsupported import HARMLESS, UNSUPPORTED
+from common.openai.bodies.unsupported import HARMLESS, INTERNAL_FIELDS, UNSUPPORTED
 from common.openai.protocol import parse_chat, parse_completion
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -162,7 +162,7 @@ def test_field_of_others_when_it_changes_nothing_then_is_accepted(name: str, val
 
 def test_field_that_nobody_knows_when_given_then_is_accepted_and_named() -> None:
     for route, (parse, _) in ROUTES.items():
-        body = {**PROMPTS[route], "frobnicate": 1, "user": "u", "tandem_sources": [], "kv_transfer_params": None}
+        body = {**PROMPTS[route], "frobnicate": 1, "user": "u", **dict.fromkeys(INTERNAL_FIELDS)}
         assert parse(body).unknown_fields == ("frobnicate",)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from common.openai.bodies.unsupported import INTERNAL_FIELDS
 from common.wire.handoff import prefill_leg_params
 from tests.unit.proxy.conftest import StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS
@@ -72,6 +77,26 @@ def test_completion_when_client_sends_transfer_params_then_they_are_dropped(star
     forged = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 80}
     cluster.client.post("/v1/completions", json={"prompt": "abc", "kv_transfer_params": forged})
     assert cluster.decode[0].bodies[0]["kv_transfer_params"]["remote_host"] == "prefill-0"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "num_legs"),
+    [
+        ("/v1/completions", {"prompt": "abc"}, 2),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}, 2),
+    ],
+    ids=["completion", "completion of one leg", "chat"],
+)
+def test_internal_fields_when_a_client_sends_them_then_no_node_gets_its_values(
+    start_cluster: StartCluster, route: str, body: dict[str, Any], num_legs: int
+) -> None:
+    cluster = start_cluster()
+    forged = {name: {"forged": name} for name in INTERNAL_FIELDS}
+    assert cluster.client.post(route, json={**body, **forged}).status_code == 200
+    legs = [*cluster.prefill[0].bodies, *cluster.decode[0].bodies]
+    assert len(legs) == num_legs
+    assert [name for leg in legs for name, value in forged.items() if leg.get(name) == value] == []
 
 
 def test_chat_when_streamed_then_bytes_pass_through_to_done(start_cluster: StartCluster) -> None:
