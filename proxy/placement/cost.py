@@ -29,13 +29,13 @@ MAX_REMEMBERED_NODES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen. ``prefill`` is empty or has the candidates of each prompt. ``is_elastic``: a decode node may
-    compute prompts that are new to it; ``generators``: prefill nodes that may compute the prompts and generate too."""
+    """What may be chosen. ``prefill`` is empty or has the candidates of each prompt, one at least. ``is_elastic``: a
+    decode node may compute prompts that are new to it; ``generators``: prefill nodes that may compute the prompts and
+    generate too."""
 
     decode: Sequence[Node]
     prefill: Sequence[Sequence[Node]]
     may_be_local: bool = True
-    may_be_remote: bool = True
     is_elastic: bool = False
     generators: Sequence[Node] = ()
 
@@ -150,7 +150,7 @@ class CostChooser:
     @staticmethod
     def _bids(prompts: Sequence[Prompt], options: Options, estimator: Estimator) -> list[list[_Bid]]:
         """By prompt, the cheapest first; empty when the prompts cannot go to prefill nodes."""
-        if not (options.may_be_remote and options.prefill and all(options.prefill)):
+        if not options.prefill:
             return []
         bids = []
         for prompt, nodes in zip(prompts, options.prefill, strict=False):

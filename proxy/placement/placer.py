@@ -88,6 +88,9 @@ class Placer:
         self._clock = clock
         self._prefill_policy = create_policy(config.policy)
         self._decode_policy = create_policy(config.decode_policy or config.policy, "--decode-policy")
+        # Whether all usable nodes of the role are compared, or the one that its policy picks.
+        self._weighs_prefill = isinstance(self._prefill_policy, Cost)
+        self._weighs_decode = isinstance(self._decode_policy, Cost)
         self._chooser = CostChooser()
         self._rates = RateTable()
         self._history = TextHistory(clock=clock)
@@ -179,7 +182,7 @@ class Placer:
             if not placement.is_local:
                 self._observe(placement.prefill[index].url, keys)
         entry.keys = ()
-        if self._on_start is not None and request.is_stream and placement.ttft_s is not None:
+        if self._on_start is not None and request.is_stream:
             way = "local" if placement.is_local else "remote"
             self._on_start(way, placement.ttft_s, now - entry.placed_s)
 
@@ -220,7 +223,7 @@ class Placer:
         are only late are asked when nobody else could answer."""
         nodes = list(self._pool.usable(NodeRole.DECODE))
         others = []
-        if self._config.elastic and isinstance(self._decode_policy, Cost):
+        if self._config.elastic and self._weighs_decode:
             others = [node for node in self._pool.usable(NodeRole.PREFILL) if node.may_generate]
         if others:
             nodes = [node for node in nodes if node.is_usable]
@@ -270,30 +273,25 @@ class Placer:
         avoided: Avoided,
     ) -> Options:
         """Every usable node for a role whose policy is ``cost``; else the one that its policy picks."""
-        if not isinstance(self._decode_policy, Cost):
+        if not self._weighs_decode:
             decode = [_picked(self._decode_policy, decode, prompts[0], avoided.decode)]
-        if request.is_local or not prefill:
-            return Options(decode, (), may_be_remote=False)
+        header = request.placement_header
+        if request.is_local or not prefill or header is PlacementHeader.LOCAL:
+            return Options(decode, ())
         if began:
             return Options(decode, [[node] for node in began], may_be_local=False)
-        weighs = isinstance(self._prefill_policy, Cost)
-        may_be_remote = request.placement_header is not PlacementHeader.LOCAL
-        may_be_local = request.placement_header is PlacementHeader.LOCAL
-        may_be_local |= weighs and request.placement_header is not PlacementHeader.REMOTE
-        if not may_be_remote:
-            return Options(decode, (), may_be_remote=False)
-        if weighs:
-            is_elastic = self._config.elastic and request.placement_header is PlacementHeader.AUTO
-            generators = [node for node in prefill if node.may_generate and node not in avoided.decode]
-            return Options(
-                decode,
-                [prefill] * len(prompts),
-                may_be_local=may_be_local,
-                is_elastic=is_elastic,
-                generators=generators if is_elastic and isinstance(self._decode_policy, Cost) else (),
-            )
-        picked = [[_picked(self._prefill_policy, prefill, prompt, avoided.prefill)] for prompt in prompts]
-        return Options(decode, picked, may_be_local=may_be_local)
+        if not self._weighs_prefill:
+            picked = [[_picked(self._prefill_policy, prefill, prompt, avoided.prefill)] for prompt in prompts]
+            return Options(decode, picked, may_be_local=False)
+        is_elastic = self._config.elastic and header is PlacementHeader.AUTO
+        generators = [node for node in prefill if node.may_generate and node not in avoided.decode]
+        return Options(
+            decode,
+            [prefill] * len(prompts),
+            may_be_local=header is not PlacementHeader.REMOTE,
+            is_elastic=is_elastic,
+            generators=generators if is_elastic and self._weighs_decode else (),
+        )
 
     # --- who has what
 
@@ -333,7 +331,7 @@ class Placer:
         if not self._config.prefix_sources:
             return []
         nodes = list(choice.sources)
-        knows_nothing = not nodes and not isinstance(self._prefill_policy, Cost)
+        knows_nothing = not nodes and not self._weighs_prefill
         if knows_nothing and choice.decode.info.pull and not request.is_local:
             others = [node for node in decode if node is not choice.decode]
             nodes = [choice.decode, *others] if choice.prefill else others
@@ -388,6 +386,6 @@ def _picked(policy: PlacementPolicy, nodes: Sequence[Node], prompt: Prompt, trie
         for node in nodes
         if (have := prompt.coverage.get(node.url)) is not None
     }
-    node = pick(policy, [*nodes, *tried], tried=tried, prefix_tokens=prefix_tokens)
+    node = pick(policy, nodes, tried=tried, prefix_tokens=prefix_tokens)
     assert node is not None
     return node

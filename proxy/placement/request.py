@@ -106,7 +106,7 @@ class Placement:
         decode: generates, and computes the prompts itself when ``prefill`` is empty.
         prefill: one node per prompt, or none at all.
         sources: pull sources (``tandem_sources``) for whoever computes the prompts.
-        ttft_s: the estimated time to the first token; None when the policy makes no estimate.
+        ttft_s: the estimated time to the first token.
         crosses: a node takes the other role's work: ``decode`` computes a prompt that is new to it, or is a prefill
             node.
         late_s: how much later than its target the first token would come for what is placed before it; 0: it would
@@ -116,7 +116,7 @@ class Placement:
     decode: Node
     prefill: Sequence[Node] = ()
     sources: Sequence[Mapping[str, Any]] = ()
-    ttft_s: float | None = None
+    ttft_s: float = 0.0
     crosses: bool = False
     late_s: float = 0.0
 

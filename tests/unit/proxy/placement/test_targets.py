@@ -45,7 +45,6 @@ def place(world: World, seed: int, **fields: Any) -> float:
 def test_late_when_others_come_first_then_says_by_how_much() -> None:
     world = World(1, 1)
     alone_s = world.placer.place(make_request(tokens(1000, 1)), Avoided()).ttft_s
-    assert alone_s is not None
     targets = Targets(ttft_s=1.5 * alone_s)
     late = [place(world, seed, targets=targets) for seed in range(2, 8)]
     assert late[0] < late[-1]
@@ -62,7 +61,6 @@ def test_late_when_it_would_be_late_without_the_others_too_then_is_not_told() ->
 
 def test_late_when_it_has_waited_already_then_has_only_the_rest_of_its_target() -> None:
     alone_s = World(1, 1).placer.place(make_request(tokens(1000, 1)), Avoided()).ttft_s
-    assert alone_s is not None
 
     def late_s(num_before: int, waited_s: float) -> float:
         world = World(1, 1)
@@ -84,7 +82,6 @@ def test_late_when_the_estimate_is_a_little_above_the_target_then_is_not_told() 
     world = World(1, 1)
     place(world, 1)
     expected = world.placer.place(make_request(tokens(1000, 2)), Avoided())
-    assert expected.ttft_s is not None
     for share, is_late in ((0.99 * LATE_SHARE, False), (1.05 * LATE_SHARE, True)):
         other = World(1, 1)
         place(other, 1)
@@ -106,7 +103,6 @@ def test_late_when_others_were_turned_away_lately_then_the_target_itself_is_the_
         return placed[-1]
 
     second_s = last_of(2, None).ttft_s
-    assert second_s is not None
     target_s = second_s / 1.1
     assert not last_of(2, target_s).late_s
     assert last_of(2, second_s / 1.5).late_s  # a shorter target, which says nothing of longer ones
