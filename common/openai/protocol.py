@@ -28,8 +28,8 @@ from common.openai.bodies.models import (
     PromptBody,
     ReasoningEffort,
 )
-from common.openai.bodies.unsupported import refuse_unbuilt, refuse_unsupported
-from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, check_tokens_together, parse_prompts
+from common.openai.bodies.unsupported import refuse_unsupported
+from common.openai.bodies.values import Prompt, ToolChoiceValue, ToolName, parse_prompts
 from common.openai.constraint import Constraint, read_constraint
 from common.openai.messages import CacheMark, Message, parse_cache_marks, parse_images, parse_messages, text_of
 from common.openai.prompt_ids import PromptIds, read_prompt_ids, read_prompt_images
@@ -47,26 +47,6 @@ from common.wire.fields import Fields, invalid, shown
 from common.wire.handoff import TransferMode, read_transfer_params
 from common.wire.pull_sources import PullSource, read_pull_sources
 from common.wire.resume import STREAM_STATE_KEY, Resume, check_resumable, read_resume
-
-__all__ = [
-    "CompletionRequest",
-    "ChatRequest",
-    "GenerationRequest",
-    "ReasoningFields",
-    "SamplingFields",
-    "OutputFields",
-    "Prompt",
-    "ToolName",
-    "parse_completion",
-    "parse_chat",
-    "parse_prompts",
-    "check_tokens_together",
-    "check_token_ids",
-    "echoed_message",
-    "check_model",
-    "check_answers",
-    "to_sampling_params",
-]
 
 MAX_ANSWERS = 2048
 """``n`` times the prompts of one request: each answer is an object of its own for as long as the request runs."""
@@ -292,7 +272,6 @@ def _answer(
     is_from_peer: bool,
 ) -> _Answer:
     unknown_fields = refuse_unsupported(fields, of_other_route)
-    refuse_unbuilt(fields)
     sampling = sampling_of(fields, logprobs)
     reports_state = False
     if is_from_peer:

@@ -17,15 +17,9 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import ImageRefusedError, InvalidRequestError
 from common.images.rules import ImageRules
+from common.openai.bodies.values import Prompt, check_tokens_together
 from common.openai.logprobs import TokenPiece
-from common.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Prompt,
-    check_token_ids,
-    check_tokens_together,
-)
+from common.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, check_token_ids
 from common.text.answer_stream import AnswerStream
 from common.text.answers.detection import DETECTED, Overrides, detect
 from common.text.answers.formats import AnswerFormat, ToolTypes

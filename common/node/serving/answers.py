@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidRequestError
-from common.openai.protocol import ChatRequest, ToolName
+from common.openai.bodies.values import ToolName
+from common.openai.protocol import ChatRequest
 from common.text.answers.formats import ToolTypes
 from common.text.answers.grammar import CallRules, Thinking, answer_grammar
 from common.text.tokenizer import TextCodec

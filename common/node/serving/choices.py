@@ -15,7 +15,7 @@ from common.errors import InvalidRequestError
 from common.node.serving.answers import AnswerPlan
 from common.openai import responses
 from common.openai.logprobs import chat_logprobs, completion_logprobs, named_by_id, prompt_logprobs
-from common.openai.protocol import OutputFields
+from common.openai.sampling import OutputFields
 from common.request import FinishReason, TokenLogprob
 from common.text.answer_stream import AnswerStream
 from common.text.answers.deltas import AnswerDelta, CallDelta

@@ -132,14 +132,3 @@ def refuse_unsupported(body: Body, of_other_route: frozenset[str]) -> tuple[str,
 def refuse_field(name: str, value: Any) -> None:
     """Raises InvalidRequestError."""
     raise InvalidRequestError(f"{name} {shown(value)} is not supported", param=name, code="unsupported_parameter")
-
-
-_UNBUILT: Mapping[str, IsNeutral] = {}
-
-
-def refuse_unbuilt(fields: Body) -> None:
-    """Fields that are declared, and do not act yet. Raises InvalidRequestError."""
-    for name in _UNBUILT.keys() & fields.model_fields_set:
-        value = getattr(fields, name)
-        if not _UNBUILT[name](value):
-            refuse_field(name, value)

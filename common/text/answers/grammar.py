@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.openai.bodies.values import ToolName
 from common.openai.json_schema import LenientSchemas, without_annotations
-from common.openai.protocol import ChatRequest, ToolName
+from common.openai.protocol import ChatRequest
 from common.text.answers.formats import AnswerFormat, CallKind, CallLayout, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
 from common.wire.fields import invalid
