@@ -248,8 +248,8 @@ class TextCodec:
         """Token ids of a chat request, through the model's template, which writes one placeholder for each image.
 
         Raises:
-            InvalidRequestError: images and a model that takes none, no template, a reserved template argument, the
-                template refused the messages, or what it made of them is far too long.
+            InvalidRequestError: no template, a reserved template argument, the template refused the messages, or what
+                it made of them is far too long.
         """
         if request.chat_template is not None and not self._trusts_templates:
             raise InvalidRequestError(
@@ -257,19 +257,17 @@ class TextCodec:
                 param="chat_template",
                 code="unsupported_parameter",
             )
-        self.check_images(request)
         reserved = sorted(RESERVED_TEMPLATE_KWARGS.intersection(request.chat_template_kwargs))
         if reserved:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
         try:
-            text = self.apply_template(
+            text = self.render(
                 request,
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                tokenize=False,
             )
         # A template is a program of the model's: it may raise anything, always because of these messages.
         except Exception as exc:
@@ -320,25 +318,34 @@ class TextCodec:
     def _refuse_length(message: str, name: str) -> NoReturn:
         raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
-    def apply_template(self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], **options: bool) -> Any:
-        """Text or token ids of ``messages`` with the request's tools and arguments; in a text with images, what the
-        model's processor writes for one. Raises what the template raises."""
+    def render(
+        self,
+        request: ChatRequest,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
+        """Text of ``messages`` with the request's tools and arguments; with images, what the model's processor writes
+        for one. Raises what the template raises."""
         if any(message["role"] == "developer" for message in messages) and not self._knows_developer(request):
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        rendered = self.tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             [self._for_template(message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
             return_dict=False,
-            **options,
             **({"documents": [dict(each) for each in request.documents]} if request.documents else {}),
             **({"chat_template": request.chat_template} if request.chat_template is not None else {}),
             **self._effort_variables(request),
             **request.chat_template_kwargs,
         )
         rules = self.image_rules
-        if request.images and isinstance(rules, ImageRules) and rules.marker and isinstance(rendered, str):
-            return rendered.replace(*rules.marker)
-        return rendered
+        if request.images and isinstance(rules, ImageRules) and rules.marker:
+            return text.replace(*rules.marker)
+        return text
 
     def _knows_developer(self, request: ChatRequest) -> bool:
         """Whether the template does: another one would drop what the developer says, or write a role that the model has
@@ -448,16 +455,14 @@ class _ChatRenderer:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> str | None:
         try:
-            text = self._codec.apply_template(
+            return self._codec.render(
                 self._request,
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=False,
             )
         except Exception:  # noqa: BLE001  # a template may raise anything about a part of a conversation
             return None
-        return text if isinstance(text, str) else None
 
     def encode(self, text: str) -> list[int]:
         return self._codec.encode(text, add_special_tokens=False)

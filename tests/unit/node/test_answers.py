@@ -22,7 +22,7 @@ from common.node.serving.answers import plan_answer
 from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import ResponseBuilder
-from common.openai.protocol import parse_chat
+from common.openai.protocol import ChatRequest, parse_chat
 from common.request import FinishReason, TokenLogprob
 from common.text.answers.detection import Overrides
 from common.text.tokenizer import TextCodec
@@ -300,6 +300,10 @@ def history(arguments: Any, call_id: str = "functions.weather:0") -> Json:
     return {**BODY, "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]}
 
 
+def rendered(codec: TextCodec, request: ChatRequest) -> str:
+    return codec.render(request, request.messages, add_generation_prompt=False, continue_final_message=False)
+
+
 @pytest.mark.parametrize("template", sorted(set(TEMPLATES) - {"no_calls", "hermes_may_think"}))
 def test_history_when_it_has_what_the_model_wrote_then_the_prompt_has_its_tokens(template: str) -> None:
     codec = codec_of(template)
@@ -325,10 +329,7 @@ def test_history_when_arguments_are_written_in_other_ways_then_the_template_gets
     }
     for given, written in texts.items():
         for template in ("hermes", "kimi"):
-            text = codec_of(template).apply_template(
-                parse_chat(history(given)), parse_chat(history(given)).messages, tokenize=False
-            )
-            assert written in text
+            assert written in rendered(codec_of(template), parse_chat(history(given)))
     for template in ("granite", "xml", "python"):
         by_object = codec_of(template).encode_chat(parse_chat(history({"city": "Bern"})))
         assert codec_of(template).encode_chat(parse_chat(history('{"city":   "Bern"}'))) == by_object
@@ -359,11 +360,11 @@ def test_history_when_arguments_are_no_object_then_they_are_text_where_the_templ
         codec = codec_of(template)
         assert codec.answer_format.tools is not None
         request, empty = parse_chat(history(given)), parse_chat(history({}))
-        prompt = codec.apply_template(request, request.messages, tokenize=False)
+        prompt = rendered(codec, request)
         if codec.answer_format.tools.takes_text:
             assert given in prompt
         else:
-            assert prompt == codec.apply_template(empty, empty.messages, tokenize=False)
+            assert prompt == rendered(codec, empty)
 
 
 def test_history_when_the_template_writes_no_calls_then_they_are_content() -> None:
