@@ -50,12 +50,10 @@ class PromptsInProgress:
         *,
         max_keys: int = MAX_KEYS,
         lifetime_s: float = LIFETIME_S,
-        grace_s: float = GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_keys = max_keys
         self._lifetime_s = lifetime_s
-        self._grace_s = grace_s
         self._clock = clock
         self._claims: dict[bytes, list[Claim]] = {}
         self._in_order: collections.deque[Claim] = collections.deque()  # as they began
@@ -108,7 +106,7 @@ class PromptsInProgress:
     def end(self, claim: Claim, *, is_computed: bool) -> None:
         """Once for each claim."""
         claim.is_computing = False
-        claim.until_s = min(claim.until_s, self._clock() + self._grace_s)
+        claim.until_s = min(claim.until_s, self._clock() + GRACE_S)
         if is_computed:
             self._ended.append(claim)
         else:

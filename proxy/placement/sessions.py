@@ -11,8 +11,7 @@ MAX_SESSIONS = 10_000
 class SessionNodes:
     """Session id -> URL of the decode node that generated its last turn, the least recently used forgotten first."""
 
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
+    def __init__(self) -> None:
         self._urls: OrderedDict[str, str] = OrderedDict()
 
     def get(self, session_id: str | None) -> str | None:
@@ -23,7 +22,7 @@ class SessionNodes:
             return
         self._urls[session_id] = url
         self._urls.move_to_end(session_id)
-        if len(self._urls) > self._max_sessions:
+        if len(self._urls) > MAX_SESSIONS:
             self._urls.popitem(last=False)
 
     def __len__(self) -> int:

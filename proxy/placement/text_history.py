@@ -6,7 +6,6 @@ was sent it is taken to have for a while, in whole pieces. Wrong guesses cost ti
 
 from __future__ import annotations
 
-import json
 import time
 from array import array
 from collections import OrderedDict
@@ -14,8 +13,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
+from common.wire.json_text import dump_json
 from proxy.prefix_index.coverage import Coverage
 
 PIECE_BYTES = 512
@@ -60,17 +58,9 @@ class TextKeys:
             content = prompt.encode(errors="replace")
         else:
             # The closing brackets are left out: a longer conversation must begin like the shorter one.
-            content = b"".join(_start(body.get(name)) for name in _TEMPLATE_FIELDS)
+            values = map(body.get, _TEMPLATE_FIELDS)
+            content = b"".join(dump_json(value).removesuffix(b"]") for value in values if value)
         return cls(content, len(content) // BYTES_PER_TOKEN, salt)
-
-
-def _start(value: object) -> bytes:
-    if not value:
-        return b""
-    try:
-        return orjson.dumps(value).removesuffix(b"]")
-    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short bodies have
-        return json.dumps(value, ensure_ascii=False).removesuffix("]").encode(errors="replace")
 
 
 class TextHistory:

@@ -138,6 +138,13 @@ def test_text_when_many_prompts_were_seen_then_memory_is_bounded() -> None:
     assert history.lookup(TextKeys.of({}, "00000" * 1000)) == {}
 
 
+def test_text_when_a_message_has_a_number_beyond_64_bits_then_it_has_keys_all_the_same() -> None:
+    long = {"role": "user", "content": "word " * 350}
+    known, large = (TextKeys.of({"messages": [long, {"n": n}]}, None) for n in (1, 10**30))
+    assert len(known.keys) == 3
+    assert large.keys == known.keys
+
+
 @pytest.mark.parametrize("prompt", [[10**30], [-5], "", "\ud800", None])
 def test_text_when_the_prompt_is_strange_then_it_only_has_a_length(prompt: object) -> None:
     assert TextKeys.of({"messages": None}, prompt).num_tokens == 1
