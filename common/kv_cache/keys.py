@@ -55,6 +55,11 @@ def chain_root(root_key: bytes, extra_keys: Sequence[tuple[str, bytes]] = ()) ->
     return digest.digest()
 
 
+def prompt_root(root_key: bytes, cache_salt: str | None) -> bytes:
+    """Start of the chain of every prompt with this salt, on every node with this ``root_key``."""
+    return chain_root(root_key, () if cache_salt is None else (("cache_salt", cache_salt.encode()),))
+
+
 class PrefixKeys:
     """The tokens of one sequence, the images among them, and the keys of its prefixes.
 

@@ -22,7 +22,7 @@ from common.kv_cache.checkpoints.save_policy import SavePolicy
 from common.kv_cache.coordinator import Coordinator
 from common.kv_cache.eviction.base import Outlook
 from common.kv_cache.invariants import find_violations
-from common.kv_cache.keys import PrefixKeys, chain_root
+from common.kv_cache.keys import PrefixKeys, prompt_root
 from common.kv_cache.observe.events import CacheSnapshot, EventLog
 from common.kv_cache.observe.stats import CacheCounters, CacheStats
 from common.kv_cache.pools.generations import GenerationTables
@@ -69,16 +69,14 @@ class KVCacheManager:
         self,
         token_ids: Sequence[int],
         cache_salt: str | None = None,
-        extra_keys: Sequence[tuple[str, bytes]] = (),
         images: Sequence[ImageSpan] = (),
     ) -> PrefixKeys:
         """Key chain of a prompt, hashed lazily; extend it with generated tokens as they come.
 
-        Prompts share a prefix only when salt and ``extra_keys`` (tag, value) are equal too, and the images in it.
+        Prompts share a prefix only when the salt is equal too, and the images in it.
         """
-        if cache_salt is not None:
-            extra_keys = (("cache_salt", cache_salt.encode()), *extra_keys)
-        return PrefixKeys(chain_root(self.config.root_key, extra_keys), self.config.block_size, token_ids, images)
+        root = prompt_root(self.config.root_key, cache_salt)
+        return PrefixKeys(root, self.config.block_size, token_ids, images)
 
     def lookup(self, keys: PrefixKeys, num_tokens: int) -> PrefixHit:
         """Where a prompt of ``num_tokens`` can be resumed from local memory. No side effects."""

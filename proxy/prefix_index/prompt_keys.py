@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.images.span import ImageSpan, digests_and_offsets
-from common.kv_cache.keys import PrefixKeys, chain_key, chain_root
+from common.kv_cache.keys import PrefixKeys, chain_key, prompt_root
 from common.wire.cache_events import truncate_key
 
 
@@ -58,9 +58,8 @@ class PromptKeys:
         images: tuple[ImageSpan, ...] = (),
     ) -> PromptKeys:
         """The keys that a node with this ``root_key`` gives to the prompt."""
-        extra_keys = (("cache_salt", cache_salt.encode()),) if cache_salt is not None else ()
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-        return cls.of_chain(chain_root(root_key, extra_keys), block_size, ids, images)
+        return cls.of_chain(prompt_root(root_key, cache_salt), block_size, ids, images)
 
     @classmethod
     def of_chain(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.kv_cache.keys import KEY_BYTES, PrefixKeys, chain_root
+from common.kv_cache.keys import KEY_BYTES, PrefixKeys, chain_root, prompt_root
 
 ROOT = chain_root(b"model")
 
@@ -50,6 +50,12 @@ def test_root_when_any_extra_key_differs_then_differs_and_parts_cannot_run_into_
     ]
     assert len({chain_root(b"model", extra) for extra in extras}) == len(extras)
     assert chain_root(b"other") not in {chain_root(b"model", extra) for extra in extras}
+
+
+def test_root_of_a_prompt_when_it_has_a_salt_then_that_is_an_extra_key() -> None:
+    assert prompt_root(b"model", None) == ROOT
+    assert prompt_root(b"model", "") == chain_root(b"model", [("cache_salt", b"")])
+    assert prompt_root(b"model", "\u00fc") == chain_root(b"model", [("cache_salt", "\u00fc".encode())])
 
 
 def test_chain_when_hashed_in_another_process_then_equal() -> None:
