@@ -95,7 +95,8 @@ class FinishedPrompts:
 
     def _finish_without_sampling(self, sequence: Sequence) -> bool:
         """Ends a sequence that asked for its prompt only (``max_tokens`` 0, with echo), and each of its forks."""
-        if sequence.sampling is None or sequence.sampling.max_tokens > 0:
+        assert sequence.sampling is not None
+        if sequence.sampling.max_tokens > 0:
             return False
         sequence.finish_reason = FinishReason.LENGTH
         for index in range(sequence.request.num_forks):
@@ -108,7 +109,7 @@ class FinishedPrompts:
 
         A child without memory waits like a new request and finds the prompt in the cache, or computes it.
         """
-        if sequence.index or sequence.sampling is None:
+        if sequence.index:
             return []
         ready: list[Sequence] = []
         request = sequence.request

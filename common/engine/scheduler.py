@@ -225,7 +225,7 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         if suspect.status is SequenceStatus.RUNNING:
             self._plan(schedule, suspect, budget)
-        elif suspect.status is SequenceStatus.WAITING and self.has_room():
+        elif self.has_room():
             self._try_to_admit(schedule, suspect, budget)
 
     def _schedule_together(self, schedule: Schedule, *, admits: bool) -> None:
@@ -273,7 +273,8 @@ class Scheduler:
         if not known or not queue:
             return share
         model, start = self.step_model, queue[0].num_computed_tokens
-        rows = shape_of(schedule) or StepShape()
+        rows = shape_of(schedule)
+        assert rows is not None, "those that generate compute no images"
         fits = model.max_prompt_tokens(rows, start, limit, min(known))
         full_rate = model.prompt_rate(StepShape(), start, limit)
         if fits is None or full_rate is None:
@@ -487,7 +488,7 @@ class Scheduler:
         """
         if sequence.remote is not None:
             return 0 if self._start_pull(schedule, sequence, sequence.remote) else None
-        hit = None
+        hit = PrefixHit()
         if not sequence.request.skip_prefix_lookup:
             hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
             if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
@@ -495,10 +496,9 @@ class Scheduler:
             below = self._find_below(sequence, hit)
             if below is not None:
                 return self._read_below(schedule, sequence, below)
-        num_computed = hit.num_tokens if hit is not None else 0
-        _check_images(sequence, num_computed)
-        num_tokens = self._chunk_size(schedule, sequence, num_computed, budget)
-        if num_tokens == 0 and num_computed < sequence.num_tokens:
+        _check_images(sequence, hit.num_tokens)
+        num_tokens = self._chunk_size(schedule, sequence, hit.num_tokens, budget)
+        if num_tokens == 0 and hit.num_tokens < sequence.num_tokens:
             return 0  # for an image that is being processed
         if not self._manager.admit(
             sequence.seq_id,
@@ -511,7 +511,6 @@ class Scheduler:
         self.waiting.remove(sequence)
         self._begin(sequence, hit)
         if num_tokens == 0:
-            assert hit is not None
             assert hit.output_row is not None
             sequence.pending_row = hit.output_row
             if not self._begins_later(schedule, sequence):
@@ -520,14 +519,13 @@ class Scheduler:
             self._add_segment(schedule, sequence, num_tokens)
         return num_tokens
 
-    def _begin(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+    def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
         """The sequence was admitted, and goes on from ``hit``."""
-        num_computed = hit.num_tokens if hit is not None else 0
         sequence.save_positions = self._manager.save_positions(
             sequence.num_prompt_tokens, hit, sequence.request.semantic_boundaries
         )
-        sequence.num_computed_tokens = num_computed
-        num_hit = min(num_computed, sequence.num_prompt_tokens)
+        sequence.num_computed_tokens = hit.num_tokens
+        num_hit = min(hit.num_tokens, sequence.num_prompt_tokens)
         if sequence.num_preemptions == 0 and not sequence.transferred_bytes:
             sequence.num_local_hit = num_hit  # otherwise the hit may be what it computed itself, or pulled
         sequence.num_prompt_computed = max(sequence.num_prompt_computed, sequence.num_prompt_tokens - num_hit)
