@@ -114,5 +114,10 @@ class Request:
     image_inputs: Sequence[Any] = ()
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Whether its prompt is computed and handed out, and nothing is sampled."""
+        return self.sampling is None
+
+    @property
     def skip_prefix_lookup(self) -> bool:
         return self.sampling is not None and self.sampling.prompt_logprobs is not None

@@ -213,7 +213,7 @@ class EngineCore:
         keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt, images=request.images)
         sequence = Sequence(request, 0, keys)
         error = self._remote.find_refusal(sequence)
-        if error is None and request.sampling is None and self._manager.leases.renew(request.request_id, 0.0):
+        if error is None and request.is_prompt_only and self._manager.leases.renew(request.request_id, 0.0):
             error = InvalidRequestError(f"lease id {request.request_id} is in use")
         if error is None:
             error = self.grammars.begin(sequence)
@@ -508,7 +508,7 @@ class EngineCore:
                     self._remote.abort(sequence)
                     return
                 self._manager.abandon_remote(seq_id, quarantine=not is_read_over)
-            if sequence.sampling is None:
+            if sequence.request.is_prompt_only:
                 self._manager.release_lease(request_id)
             self._live.fail(sequence, error)
             # It takes 0.15 s of 200,000 blocks: not for what a caller may do again and again.

@@ -54,7 +54,7 @@ class FinishedPrompts:
     def report_progress(self, sequence: Sequence) -> None:
         """Reports which blocks of a prompt are finished, to the node that pulls them already; once it has begun, none
         perhaps, so that its reader takes memory while it is computed."""
-        if not sequence.request.wants_progress or sequence.sampling is not None:
+        if not sequence.request.wants_progress or not sequence.request.is_prompt_only:
             return
         progress = self._manager.progress(sequence.seq_id)
         if progress.num_tokens > sequence.num_reported_tokens:
@@ -73,9 +73,9 @@ class FinishedPrompts:
     def finish(self, sequence: Sequence, row: Any) -> list[Sequence]:
         """The last prompt token's row ([hidden], in host memory) is known: publishes it, and hands the prompt out, or
         returns the sequences that can be sampled from it."""
-        self._manager.finish_prompt(sequence.seq_id, row, seal=sequence.sampling is None)
+        self._manager.finish_prompt(sequence.seq_id, row, seal=sequence.request.is_prompt_only)
         ready = self.begin_output(sequence)
-        if sequence.sampling is None:
+        if sequence.request.is_prompt_only:
             deadline = self._clock() + self._lease_seconds
             lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
             self.run_copies(sequence.request.request_id)
@@ -89,7 +89,7 @@ class FinishedPrompts:
         when only the prompt was asked for."""
         sequence.is_prompt_done = True
         sequence.prompt_done_s = self._clock()
-        if sequence.sampling is None or self._finish_without_sampling(sequence):
+        if sequence.request.is_prompt_only or self._finish_without_sampling(sequence):
             return []
         return [sequence, *self._fork(sequence)]
 

@@ -172,7 +172,7 @@ class RemotePrefixes:
             sequence.transferred_bytes = result.num_bytes
             sequence.transferred_blocks = result.num_blocks
             sequence.transferred_states = result.num_states
-        if num_tokens < sequence.num_prompt_tokens or row is None or sequence.sampling is None:
+        if num_tokens < sequence.num_prompt_tokens or row is None or sequence.request.is_prompt_only:
             # Into the cache, most recently used: the sequence is admitted like any that finds a prefix there.
             self._manager.commit_remote(sequence.seq_id, row, seal=True)
             self._manager.free(sequence.seq_id, donate=True)

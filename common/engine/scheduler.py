@@ -365,7 +365,7 @@ class Scheduler:
         """Whether a stream whose first token could be sampled now waits for the end of another one, because together
         they would be too slow for a target, and its first token has time yet."""
         ttft_s = sequence.request.ttft_target_s
-        if ttft_s is None or sequence.sampling is None or sequence.num_output_tokens:
+        if ttft_s is None or sequence.request.is_prompt_only or sequence.num_output_tokens:
             return False
         beside = [each for each in self.running if each.is_decoding and each.pending_row is None]
         beside += schedule.row_only
@@ -447,14 +447,7 @@ class Scheduler:
         logger.info("preempted request_id=%s computed=%d", sequence.request.request_id, sequence.num_computed_tokens)
         self._manager.free(sequence.seq_id, donate=donate)
         self.running.remove(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.num_to_replay = 0
-        sequence.drafts, sequence.guessed = [], []
-        sequence.pending_row = sequence.last_row = None
-        sequence.remote = None
-        sequence.num_preemptions += 1
-        if sequence.prompt_logprobs is not None and not sequence.is_prompt_done:
-            sequence.prompt_logprobs = [None]
+        sequence.lose_memory()
         self.num_preemptions += 1
         self.add(sequence)
 
@@ -657,7 +650,7 @@ class Scheduler:
         end = sequence.num_prompt_tokens
         if sequence.num_computed_tokens >= end:
             return {}
-        if sequence.sampling is not None:
+        if not sequence.request.is_prompt_only:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
 

@@ -151,9 +151,25 @@ class Sequence:
         """Whether its next token is due and its grammar is not compiled yet."""
         return self.is_prompt_done and self.grammar is not None and self.grammar.is_pending
 
+    def num_left(self, max_model_len: int) -> int:
+        """How many more tokens it may generate, by its request's bound and the model's."""
+        assert self.sampling is not None
+        return min(self.sampling.max_tokens - self.num_output_tokens, max_model_len - self.num_tokens)
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.keys.extend([token_id])
+
+    def lose_memory(self) -> None:
+        """It was preempted: what was computed of it, and what was to come of that, is gone; its tokens stay."""
+        self.num_computed_tokens = 0
+        self.num_to_replay = 0
+        self.drafts, self.guessed = [], []
+        self.pending_row = self.last_row = None
+        self.remote = None
+        self.num_preemptions += 1
+        if self.prompt_logprobs is not None and not self.is_prompt_done:
+            self.prompt_logprobs = [None]
 
     def check_stop(self, token_id: int, max_model_len: int) -> None:
         """Sets ``finish_reason`` when ``token_id``, just appended, ends the sequence."""
@@ -171,5 +187,5 @@ class Sequence:
                 self.finish_reason = FinishReason.STOP
                 self.stop_reason = token_id
                 return
-        if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+        if self.num_left(max_model_len) <= 0:
             self.finish_reason = FinishReason.LENGTH

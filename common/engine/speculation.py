@@ -138,11 +138,7 @@ class Speculation:
         """Each drafted token brings one more that is sampled, beside the one that comes anyway."""
         sampling, grammar = sequence.sampling, sequence.grammar
         assert sampling is not None
-        limit = min(
-            self.num_tokens,
-            sampling.max_tokens - sequence.num_output_tokens - 1,
-            self._max_model_len - sequence.num_tokens - 1,
-        )
+        limit = min(self.num_tokens, sequence.num_left(self._max_model_len) - 1)
         if grammar is not None:
             if grammar.is_pending or grammar.error is not None:
                 return 0

@@ -114,7 +114,7 @@ class EngineThread:
         if request.request_id in self._outputs:
             raise AssertionError(f"request id {request.request_id} is in use")
         self._outputs[request.request_id] = outputs
-        unfinished = request.num_forks if request.sampling is not None else 1
+        unfinished = 1 if request.is_prompt_only else request.num_forks
         try:
             self.post(lambda: self._add(request))
             while unfinished:

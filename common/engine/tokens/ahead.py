@@ -68,10 +68,7 @@ class AheadSteps:
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether the token that is being drawn is not known to be the last one."""
-        assert sequence.sampling is not None
-        if sequence.is_over or sequence.num_output_tokens + 1 >= sequence.sampling.max_tokens:
-            return False
-        return sequence.num_tokens + 1 < self._max_model_len
+        return not sequence.is_over and sequence.num_left(self._max_model_len) > 1
 
     def _segment(self, sequence: Sequence, before: Segment) -> Segment | None:
         """The token behind that of ``before``. None: there is no memory for it."""
