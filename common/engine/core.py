@@ -120,7 +120,6 @@ class EngineCore:
         self._ahead: StepInFlight | None = None
         self._deliver: Callable[[list[RequestOutput]], None] | None = None
         self._collected_s = 0.0
-        scheduler.end = lambda sequence, donate: self._live.end(sequence, donate=donate)
         self.step_seconds = {"prompt": 0.0, "decode": 0.0}
         """Of all steps that ran a forward: those with prompt tokens, and those that only generated. Readable from any
         thread."""
@@ -157,7 +156,7 @@ class EngineCore:
 
     @property
     def num_running(self) -> int:
-        return len(self._scheduler.running) + len(self._scheduler.transferring)
+        return self._scheduler.num_holding
 
     @property
     def num_waiting(self) -> int:
@@ -165,10 +164,8 @@ class EngineCore:
 
     @property
     def num_uncomputed_prompt_tokens(self) -> int:
-        """Prompt tokens still to be computed for all requests that are here, at most: what a waiting one will find in
-        the cache is counted too. Readable from any thread."""
-        queued = [*self._scheduler.waiting, *self._scheduler.running]
-        return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+        """As the scheduler's."""
+        return self._scheduler.num_uncomputed_prompt_tokens
 
     @property
     def step_model(self) -> StepModel:
@@ -253,10 +250,8 @@ class EngineCore:
         sequence = self._live[seq_id]
         try:
             row = self._remote.finish(sequence, result)
-            if row is None:
-                return
-            for ready in self._prompts.begin_output(sequence):
-                ready.pending_row = row
+            if row is not None:
+                self._prompts.begin_from(sequence, row)
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this request's
             self._fail(sequence, exc, is_read_over=result.terminal)
 

@@ -74,7 +74,7 @@ class FinishedPrompts:
         """The last prompt token's row ([hidden], in host memory) is known: publishes it, and hands the prompt out, or
         returns the sequences that can be sampled from it."""
         self._manager.finish_prompt(sequence.seq_id, row, seal=sequence.request.is_prompt_only)
-        ready = self.begin_output(sequence)
+        ready = self._begin_output(sequence)
         if sequence.request.is_prompt_only:
             deadline = self._clock() + self._lease_seconds
             lease = self._manager.lease(sequence.seq_id, sequence.request.request_id, deadline)
@@ -84,7 +84,13 @@ class FinishedPrompts:
             self._live.end(sequence, donate=True)
         return ready
 
-    def begin_output(self, sequence: Sequence) -> list[Sequence]:
+    def begin_from(self, sequence: Sequence, row: Any) -> None:
+        """The whole prompt was pulled, with its last row ([hidden], in host memory): what can be sampled from that is,
+        in the next step."""
+        for ready in self._begin_output(sequence):
+            ready.pending_row = row
+
+    def _begin_output(self, sequence: Sequence) -> list[Sequence]:
         """The whole prompt is here: the sequences that can be sampled from its last row, this one and its forks; none
         when only the prompt was asked for."""
         sequence.is_prompt_done = True

@@ -23,6 +23,8 @@ class LiveSequences:
         self._outputs = outputs
         self._by_id: dict[str, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
+        # What is preempted with only its state left to compute ends.
+        scheduler.end = lambda sequence, donate: self.end(sequence, donate=donate)
 
     def __getitem__(self, seq_id: str) -> Sequence:
         return self._by_id[seq_id]

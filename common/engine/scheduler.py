@@ -151,9 +151,21 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def num_holding(self) -> int:
+        """Sequences that hold memory: those that run, and those for which a prefix is read."""
+        return len(self.running) + len(self.transferring)
+
+    @property
+    def num_uncomputed_prompt_tokens(self) -> int:
+        """Of the prompts that wait or run, at most: what a waiting one will find in the cache is counted too. Readable
+        from any thread."""
+        queued = [*self.waiting, *self.running]
+        return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued)
+
     def has_room(self) -> bool:
         """Whether one more sequence may hold memory."""
-        return len(self.running) + len(self.transferring) < self._config.max_num_seqs
+        return self.num_holding < self._config.max_num_seqs
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.WAITING

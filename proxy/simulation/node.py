@@ -149,7 +149,6 @@ class SimulatedNode:
         self.scheduler = scheduler = Scheduler(SchedulerConfig(speeds.max_num_seqs, speeds.chunk), manager, clock)
         self._outputs = OutputList()
         self._live = live = LiveSequences(scheduler, manager, self._outputs)
-        scheduler.end = lambda sequence, donate: live.end(sequence, donate=donate)
         self._remote = RemotePrefixes(
             scheduler, manager, live, recompute_on_load_failure=True, local_prefill_limit=None, clock=clock
         )
@@ -226,11 +225,10 @@ class SimulatedNode:
 
     def report(self) -> LoadReport:
         scheduler, speeds = self.scheduler, self.speeds
-        queued = [*scheduler.waiting, *scheduler.running]
         return LoadReport(
-            num_running=len(scheduler.running) + len(scheduler.transferring),
+            num_running=scheduler.num_holding,
             num_waiting=len(scheduler.waiting),
-            num_uncomputed_tokens=sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in queued),
+            num_uncomputed_tokens=scheduler.num_uncomputed_prompt_tokens,
             max_num_seqs=speeds.max_num_seqs,
             chunk=speeds.chunk,
             prefill=speeds.prefill,
@@ -297,8 +295,7 @@ class SimulatedNode:
         sequence = self._live[seq_id]
         row = self._remote.finish(sequence, result)
         if row is not None:
-            for ready in self._prompts.begin_output(sequence):
-                ready.pending_row = row
+            self._prompts.begin_from(sequence, row)
         remote.holder.release(remote.lease_id)
         self.wake()
 
