@@ -2,5 +2,5 @@
 
 In come requests (``common.request``), results of pulls, leases to grant; out go ``RequestOutput`` and what a prefix
 source shall pull. ``EngineCore`` is the face; one thread calls it. It knows nothing of HTTP, of asyncio, of text, or
-of how bytes move between nodes. ``scheduler``, ``sequence``, ``plan`` and ``shared_prefixes`` run without torch.
+of how bytes move between nodes. ``scheduler``, ``scheduling``, ``sequence`` and ``plan`` run without torch.
 """

@@ -28,7 +28,8 @@ from common.engine.pacing.step_model import StepModel, StepShape
 from common.engine.plan import Segment
 from common.engine.remote_prefixes import PrefixSource, PullResult, RemotePrefixes
 from common.engine.sampling.sampler import Sampler
-from common.engine.scheduler import LowerTiers, Schedule, Scheduler, shape_of
+from common.engine.scheduler import LowerTiers, Scheduler
+from common.engine.scheduling.schedule import Schedule, shape_of
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
 from common.engine.tokens.ahead import AheadSteps, Order

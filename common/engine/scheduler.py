@@ -2,11 +2,9 @@
 tensors.
 
 Continuous batching with chunked prefill: first a decode row of each sequence that generates, then the next chunks of
-running prompts, then waiting prompts, first come first served within a priority. Prompts beside decode rows get what
-fits into the time between two tokens that those rows' requests ask for, and more where they would miss their own target
-by that; or a part of ``max_num_batched_tokens`` where none is asked for, so that no stream stands still for a long
-prompt. When memory runs out, the last running sequence in order is preempted: its state is donated to the cache, and it
-is later resumed from whatever of it is still there.
+running prompts, then waiting prompts, first come first served within a priority. Beside decode rows prompts get a share
+of the step that lets no stream stand still for a long prompt. When memory runs out, the last running sequence in order
+is preempted: its state is donated to the cache, and it is later resumed from whatever of it is still there.
 
 What raises for one sequence is that sequence's fault (``Schedule.failed``). Those that were in a forward that raised
 are suspects: each runs alone until it has caught up, so that the one whose fault it is fails alone.
@@ -18,53 +16,32 @@ import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
-from common.engine.pacing.step_model import StepModel, StepShape, chunk_attended
-from common.engine.plan import Rows, Segment, StepPlan
+from common.engine.pacing.step_model import StepModel
+from common.engine.plan import Rows, Segment
+from common.engine.scheduling.prompt_share import PromptShare
+from common.engine.scheduling.schedule import Schedule
+from common.engine.scheduling.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.sequence import Sequence, SequenceStatus
-from common.engine.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.speculation import Head, Speculation
 from common.errors import TransferError
 from common.images.span import ImageSpan, end_of_images, overlapping
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
-from common.kv_cache.sharing.remote_prefix import PullPlan
 
 logger = logging.getLogger(__name__)
-
-PROMPT_SHARE = 4
-"""Beside decode rows without a target prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row
-waits for the whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little
-longer."""
 
 PROMPT_FLOOR = 16
 """Decode rows leave one ``PROMPT_FLOOR``-th of ``max_num_batched_tokens`` to prompts, so that these come to an end
 however many generate."""
 
-SLOWEST_SHARE = 0.125
-"""Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
-
 REST_SHARE = 8
 """What a chunk would leave of a prompt is computed with it if that is one ``REST_SHARE``-th of it at most: a step of a
 token or two takes as long as one of many rows, and may have to wait."""
-
-WASTEFUL = 2.0
-"""Times what a prompt's token takes by itself, from which on it is not worth computing beside rows: a step with few of
-them may take as long as reading the weights once more."""
-
-PACING_RESERVE = 1.25
-"""Times its length, what a prompt is taken to need where it is asked whether it comes in time at a slower pace: another
-stream may begin meanwhile."""
-
-JOIN_SHARE, JOIN_BY = 0.95, 0.9
-"""A stream begins later where its row would make steps longer than ``JOIN_SHARE`` of a target for the time between two
-tokens, until ``JOIN_BY`` of its own time to the first token would be over two steps later."""
-
-USUAL_ANSWER_TOKENS = 256
-"""Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
 
 LONE_STEPS_FACTOR = 8
 """A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
@@ -106,22 +83,6 @@ class SchedulerConfig:
     images_are_whole: bool = False
 
 
-@dataclass(slots=True)
-class Schedule:
-    """One step: ``sequences`` goes with ``plan.segments``; ``row_only`` sample from a row they already have; ``pulls``
-    are to be started now; for ``failed`` something raised, and they are in no other list."""
-
-    plan: StepPlan = field(default_factory=StepPlan)
-    sequences: list[Sequence] = field(default_factory=list)
-    row_only: list[Sequence] = field(default_factory=list)
-    pulls: list[tuple[Sequence, PullPlan]] = field(default_factory=list)
-    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.sequences or self.row_only or self.pulls or self.failed)
-
-
 class Scheduler:
     """Owned by the engine thread. Every sequence that it holds is in exactly one of waiting, transferring, running."""
 
@@ -135,6 +96,7 @@ class Scheduler:
         self._config = config
         self.speculation = speculation
         self.step_model = StepModel(clock)
+        self._share = PromptShare(config.max_num_batched_tokens, self.step_model, clock)
         self._manager = manager
         self._clock = clock
         self.waiting: list[Sequence] = []
@@ -267,71 +229,11 @@ class Scheduler:
             num_rows = self._plan_with_drafts(schedule, decoding, budget)
         budget = limit
         if num_rows:
-            share = min(limit - num_rows, self._prompt_share(schedule, prompts))
-            budget = max(_usual_size(num_rows + share) - num_rows, -(-share // 2))
+            queue = [*prompts, *self.waiting[:MAX_COMPARED]]
+            budget = self._share.budget(num_rows, self._share.tokens(schedule, queue))
         for sequence in prompts:
             budget -= self._plan(schedule, sequence, budget)
         return budget
-
-    def _prompt_share(self, schedule: Schedule, prompts: list[Sequence]) -> int:
-        """Tokens of prompts beside the rows that are planned: as many as let each of them have its next token in time;
-        but what they are without targets where a prompt would miss its own, and a part of its speed in any case. None
-        where so few would cost more than they do later, and all prompts can wait for that."""
-        limit = self._config.max_num_batched_tokens
-        share = max(1, limit // PROMPT_SHARE)
-        targets = [each.request.itl_target_s for each in schedule.sequences]
-        known = [target for target in targets if target is not None]
-        queue = [*prompts, *self.waiting[:MAX_COMPARED]]
-        if not known or not queue:
-            return share
-        model, start = self.step_model, queue[0].num_computed_tokens
-        rows = shape_of(schedule)
-        assert rows is not None, "those that generate compute no images"
-        fits = model.max_prompt_tokens(rows, start, limit, min(known))
-        full_rate = model.prompt_rate(StepShape(), start, limit)
-        if fits is None or full_rate is None:
-            return share
-        if len(known) < len(targets):
-            fits = min(fits, share)
-        if fits >= limit:
-            return limit
-        slowest = SLOWEST_SHARE * full_rate
-        rate = model.prompt_rate(rows, start, fits) if fits else None
-        if rate is None or rate < slowest:
-            fits = max(1, fits, model.least_prompt_tokens(rows, start, limit, slowest))
-            rate = model.prompt_rate(rows, start, fits)
-        alone_s = model.predict(rows)
-        if rate is not None and not self._is_soon_enough(schedule, queue, fits, fits / rate, full_rate):
-            return max(fits, share)
-        is_wasteful = rate and alone_s and fits / rate - alone_s > WASTEFUL * fits / full_rate
-        if any(each.remote is not None for each in queue):
-            return fits  # a pull does not wait behind a prompt that does
-        if is_wasteful and self._is_soon_enough(schedule, queue, 0, alone_s or 0.0, full_rate):
-            return 0
-        return fits
-
-    def _is_soon_enough(
-        self, schedule: Schedule, queue: list[Sequence], num_tokens: int, step_s: float, full_rate: float
-    ) -> bool:
-        """Whether those in ``queue`` that have a target, and can keep it, do so with ``num_tokens`` in each step of
-        ``step_s`` until the streams end, and at ``full_rate`` from then on. A prompt that has to be computed beside
-        them takes as much of their time in small chunks as in large ones. Without tokens: all of them have to."""
-        now, ahead = self._clock(), 0
-        beside_s, rate = max(map(_num_left, schedule.sequences)) * step_s, num_tokens / step_s
-        for sequence in queue:
-            if sequence.remote is not None:
-                continue  # what it lacks is computed elsewhere
-            ahead += max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-            target_s = sequence.request.ttft_target_s
-            left_s = sequence.request.arrival_s + target_s - now if target_s is not None else 0.0
-            if left_s <= 0.0:
-                if not num_tokens:
-                    return False
-                continue
-            slow_s = min(beside_s, left_s)
-            if rate * slow_s + full_rate * (left_s - slow_s) < PACING_RESERVE * ahead:
-                return False
-        return True
 
     def _plan_with_drafts(self, schedule: Schedule, decoding: list[Sequence], budget: int) -> int:
         """Plans those that generate; what they leave of ``budget`` their drafts may have. Returns the rows."""
@@ -374,23 +276,8 @@ class Scheduler:
         return num_tokens + len(sequence.drafts)
 
     def _begins_later(self, schedule: Schedule, sequence: Sequence) -> bool:
-        """Whether a stream whose first token could be sampled now waits for the end of another one, because together
-        they would be too slow for a target, and its first token has time yet."""
-        ttft_s = sequence.request.ttft_target_s
-        if ttft_s is None or sequence.request.is_prompt_only or sequence.num_output_tokens:
-            return False
-        beside = [each for each in self.running if each.is_decoding and each.pending_row is None]
-        beside += schedule.row_only
-        rows = [sequence, *beside]
-        alone_s = self.step_model.predict(StepShape(1, sequence.num_tokens))
-        step_s = self.step_model.predict(StepShape(len(rows), sum(each.num_tokens for each in rows)))
-        if not beside or alone_s is None or step_s is None:
-            return False
-        targets = [each.request.itl_target_s for each in rows if each.request.itl_target_s is not None]
-        if not any(alone_s <= JOIN_SHARE * target < step_s for target in targets):
-            return False
-        # After another step without it, which may take twice as long.
-        return self._clock() + 2.0 * step_s < sequence.request.arrival_s + JOIN_BY * ttft_s
+        streams = (each for each in self.running if each.is_decoding and each.pending_row is None)
+        return self._share.begins_later(sequence, chain(streams, schedule.row_only))
 
     def _drafts(self, sequence: Sequence, max_drafts: int, num_sequences: int) -> list[int]:
         """What the sequence may run behind its last token. It has the blocks for it then; nobody is preempted for
@@ -666,34 +553,6 @@ class Scheduler:
             return sequence.save_positions
         return {position: why for position, why in sequence.save_positions.items() if position != end}
 
-
-def _usual_size(num_tokens: int) -> int:
-    """At most ``num_tokens``, of which it keeps the first four binary digits: so that steps whose size is free come in
-    few sizes, each of which a backend may record."""
-    return num_tokens & -(1 << max(0, num_tokens.bit_length() - 4))
-
-
-def _num_left(sequence: Sequence) -> int:
-    """Tokens that it is taken to generate yet."""
-    if sequence.sampling is None:
-        return 0
-    return max(1, min(sequence.sampling.max_tokens - sequence.num_output_tokens, USUAL_ANSWER_TOKENS))
-
-
-def shape_of(schedule: Schedule) -> StepShape | None:
-    """What a step's time depends on; None when images may be computed in it, which take a time of their own."""
-    num_rows = row_attended = num_tokens = attended = 0
-    for sequence, segment in zip(schedule.sequences, schedule.plan.segments, strict=True):
-        positions = chunk_attended(segment.start, segment.num_tokens)
-        if sequence.is_decoding:
-            num_rows += segment.num_tokens
-            row_attended += positions
-        elif segment.image_inputs:
-            return None
-        else:
-            num_tokens += segment.num_tokens
-            attended += positions
-    return StepShape(num_rows, row_attended, num_tokens, attended)
 
 
 def _check_images(sequence: Sequence, num_computed: int) -> None:

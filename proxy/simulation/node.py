@@ -18,7 +18,8 @@ from common.engine.pacing.step_model import StepShape
 from common.engine.plan import StepPlan
 from common.engine.rates import HALF_LIFE
 from common.engine.remote_prefixes import RemotePrefixes
-from common.engine.scheduler import Schedule, Scheduler, SchedulerConfig, shape_of
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduling.schedule import Schedule, shape_of
 from common.engine.sequence import Sequence as EngineSequence
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.layout import make_layout, transfer_bytes

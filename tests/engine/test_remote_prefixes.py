@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from common.engine.core import EngineCore
-from common.engine.scheduler import Schedule
+from common.engine.scheduling.schedule import Schedule
 from common.errors import InvalidRequestError, TandemError, TransferError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.prefix.hits import PrefixHit

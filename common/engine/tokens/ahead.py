@@ -15,7 +15,8 @@ import enum
 
 from common.engine.model_runner import Forward
 from common.engine.plan import DrawnIds, Segment
-from common.engine.scheduler import Schedule, Scheduler
+from common.engine.scheduler import Scheduler
+from common.engine.scheduling.schedule import Schedule
 from common.engine.sequence import Sequence
 from common.kv_cache.manager import KVCacheManager
 

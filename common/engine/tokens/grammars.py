@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from common.engine.sampling.grammar import GrammarMasks, SequenceGrammar
 from common.engine.sampling.grammar_compiler import GrammarCompiler
-from common.engine.scheduler import Schedule
+from common.engine.scheduling.schedule import Schedule
 from common.engine.sequence import Sequence, SequenceStatus
 from common.errors import DeadlineExceededError, InvalidRequestError, TandemError
 

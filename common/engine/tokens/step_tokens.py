@@ -19,7 +19,8 @@ from common.engine.model_runner import ModelRunner
 from common.engine.outputs import OutputList
 from common.engine.plan import Rows, Segment
 from common.engine.sampling.sampler import Sampler, SampleTask
-from common.engine.scheduler import Schedule, Scheduler
+from common.engine.scheduler import Scheduler
+from common.engine.scheduling.schedule import Schedule
 from common.engine.sequence import Sequence
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.kv_cache.manager import KVCacheManager

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence as ListOf
 from typing import Any
 
-from common.engine.scheduler import Schedule, Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduling.schedule import Schedule
 from common.engine.sequence import Sequence, SequenceStatus
 from common.kv_cache.manager import KVCacheManager
 from common.request import Request, SamplingParams

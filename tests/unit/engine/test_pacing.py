@@ -126,20 +126,19 @@ def test_budget_when_what_waits_behind_a_prompt_is_computed_elsewhere_then_the_p
 
 def test_budget_when_many_targets_are_asked_for_then_steps_come_in_few_sizes_and_lose_little() -> None:
     """Each of which the backend may have recorded."""
-    sizes, learned = set(), Rig()
-    _learn(learned)
-    model = learned.scheduler.step_model
+    sizes, rig = set(), Rig(max_num_batched_tokens=256, caching=False)
+    _learn(rig)
     for itl_ms in range(20, 250):
-        rig = Rig(max_num_batched_tokens=256)
-        rig.scheduler.step_model = model
-        rig.add("stream", words(1, 4), itl_target_s=itl_ms / 1e3, max_tokens=100)
+        stream = rig.add("stream", words(1, 4), itl_target_s=itl_ms / 1e3, max_tokens=100)
         rig.step()
-        rig.add("prompt", words(2, 200), max_tokens=1)
+        prompt = rig.add("prompt", words(2, 200), max_tokens=1)
         size = sum(num_tokens for _, _, num_tokens in planned(rig.step()))
-        fits = model.max_prompt_tokens(StepShape(1, 5), 0, 256, itl_ms / 1e3)
+        fits = rig.scheduler.step_model.max_prompt_tokens(StepShape(1, 5), 0, 256, itl_ms / 1e3)
         assert fits is not None
         assert size > 0.85 * min(200, fits)
         sizes.add(size)
+        rig.end(stream)
+        rig.end(prompt)
     assert len(sizes) < 40
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from common.engine.plan import Rows
 from common.engine.scheduler import MAX_TIER_READS
+from common.engine.scheduling.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
 from common.engine.sequence import Sequence, SequenceStatus
-from common.engine.shared_prefixes import MAX_COMPARED, MAX_JUNCTIONS
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.prefix.hits import PrefixHit
 from tests.unit.engine.scheduling import BLOCK, Rig, names, planned, words
