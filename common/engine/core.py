@@ -116,7 +116,7 @@ class EngineCore:
             fail=self._fail,
             end=self._end_exactly,
         )
-        self.ahead_steps = AheadSteps(scheduler, manager, max_model_len=max_model_len) if async_scheduling else None
+        self.ahead_steps = AheadSteps(scheduler, max_model_len=max_model_len) if async_scheduling else None
         """Who plans steps that are launched ahead; None: every step is collected before the next one is launched."""
         self._ahead: StepInFlight | None = None
         self._deliver: Callable[[list[RequestOutput]], None] | None = None

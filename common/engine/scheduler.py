@@ -15,20 +15,20 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 from common.engine.pacing.step_model import StepModel
-from common.engine.plan import Rows, Segment
+from common.engine.plan import Segment
+from common.engine.scheduling.image_chunks import ImageChunks
 from common.engine.scheduling.prompt_share import PromptShare
 from common.engine.scheduling.schedule import Schedule
+from common.engine.scheduling.segments import Segments
 from common.engine.scheduling.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Head, Speculation
-from common.errors import TransferError
-from common.images.span import ImageSpan, end_of_images, overlapping
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -98,6 +98,8 @@ class Scheduler:
         self.step_model = StepModel(clock)
         self._share = PromptShare(config.max_num_batched_tokens, self.step_model, clock)
         self._manager = manager
+        self._images = ImageChunks(is_whole=config.images_are_whole)
+        self.segments = Segments(manager, self._images)
         self._clock = clock
         self.waiting: list[Sequence] = []
         self.transferring: dict[str, Sequence] = {}
@@ -306,18 +308,7 @@ class Scheduler:
             limit = speculation.num_wanted(sequence, self._manager.max_drafts(end, max_drafts), len(decoding))
             if not limit or not self._manager.extend(sequence.seq_id, end + limit):
                 continue
-            view = self._manager.sequence(sequence.seq_id)
-            segments.append(
-                Segment(
-                    request_id=sequence.seq_id,
-                    token_ids=sequence.token_ids[-1:],
-                    start=end - 1,
-                    tables=view.tables,
-                    src_slot=view.src_slot,
-                    dst_slot=view.dst_slot,
-                    images=sequence.request.images,
-                )
-            )
+            segments.append(self.segments.to_draft(sequence))
             limits.append(limit)
             asked.append(sequence)
         if asked:
@@ -388,7 +379,7 @@ class Scheduler:
             below = self._find_below(sequence, hit)
             if below is not None:
                 return self._read_below(schedule, sequence, below)
-        _check_images(sequence, hit.num_tokens)
+        self._images.check(sequence.request, hit.num_tokens)
         num_tokens = self._chunk_size(schedule, sequence, hit.num_tokens, budget)
         if num_tokens == 0 and hit.num_tokens < sequence.num_tokens:
             return 0  # for an image that is being processed
@@ -445,22 +436,7 @@ class Scheduler:
         num_tokens = max(0, min(num_left, budget))
         if num_tokens > 1:
             num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
-        images = sequence.request.images
-        if not num_tokens or start >= end_of_images(images):
-            return num_tokens
-        end = start + num_tokens
-        if self._config.images_are_whole:
-            cut = [image for image in images if image.start < end < image.end]
-            if cut:
-                # Whatever the budget: in two steps it would be another image.
-                end = cut[0].start if cut[0].start > start else cut[0].end
-        needed = [
-            (image, given)
-            for image, given in zip(images, sequence.request.image_inputs, strict=False)
-            if image.start < end and image.end > start
-        ]
-        missing = [image.start for image, given in needed if not given.is_ready()]
-        return max(0, min([end, *missing]) - start)
+        return self._images.end(sequence.request, start, start + num_tokens) - start
 
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
         if self.tiers is None or sequence.num_tier_reads == MAX_TIER_READS:
@@ -494,73 +470,6 @@ class Scheduler:
         return True
 
     def _add_segment(self, schedule: Schedule, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
-        end = start + num_tokens
-        token_ids = sequence.token_ids[start:end]
-        rollback: tuple[tuple[int, int], ...] = ()
-        if sequence.drafts:
-            rollback = self._plan_rollback(sequence, end)
-            token_ids += sequence.drafts
-        saves = self._manager.plan_saves(sequence.seq_id, start, start + len(token_ids), self._wanted_saves(sequence))
-        if rollback:
-            saves = tuple(sorted((*saves, *rollback)))
-        view = self._manager.sequence(sequence.seq_id)
-        if (sequence.prompt_logprobs is not None and not sequence.is_prompt_done) or sequence.drafts:
-            rows = Rows.ALL
-        else:
-            rows = Rows.LAST if end == sequence.num_tokens else Rows.NONE
-        schedule.plan.segments.append(
-            Segment(
-                request_id=sequence.seq_id,
-                token_ids=token_ids,
-                start=start,
-                tables=view.tables,
-                src_slot=view.src_slot,
-                dst_slot=view.dst_slot,
-                save_offsets=tuple(position - start for position, _ in saves),
-                save_slots=tuple(slot for _, slot in saves),
-                rows=rows,
-                images=sequence.request.images,
-                image_inputs=sequence.request.image_inputs,
-                whole=self._whole(sequence.request.images, start, end),
-            )
-        )
+        schedule.plan.segments.append(self.segments.next(sequence, num_tokens, self.speculation))
         schedule.sequences.append(sequence)
         sequence.last_step = self._num_steps
-
-    def _whole(self, images: tuple[ImageSpan, ...], start: int, end: int) -> tuple[tuple[int, int], ...]:
-        if not self._config.images_are_whole:
-            return ()
-        return tuple((image.start, image.end) for image in overlapping(images, start, end))
-
-    def _plan_rollback(self, sequence: Sequence, end: int) -> tuple[tuple[int, int], ...]:
-        """States to go back to from the sequence's drafts; without a slot for one it has no drafts."""
-        assert self.speculation is not None
-        last = end + len(sequence.drafts) - 1 if self.speculation.saves_each else end
-        rollback = self._manager.plan_rollback(sequence.seq_id, end, last)
-        if rollback is None:
-            sequence.drafts = []
-            return ()
-        return rollback
-
-    @staticmethod
-    def _wanted_saves(sequence: Sequence) -> Mapping[int, str]:
-        """A prompt without sampling keeps its end without a save: the running slot itself becomes that checkpoint."""
-        end = sequence.num_prompt_tokens
-        if sequence.num_computed_tokens >= end:
-            return {}
-        if not sequence.request.is_prompt_only:
-            return sequence.save_positions
-        return {position: why for position, why in sequence.save_positions.items() if position != end}
-
-
-
-def _check_images(sequence: Sequence, num_computed: int) -> None:
-    """Raises TransferError when the rest of a prompt has an image and this node has no vision tower: it came without
-    what one needs, because another node was to compute it."""
-    request = sequence.request
-    num_tokens = end_of_images(request.images)
-    if num_computed < num_tokens and not request.image_inputs:
-        raise TransferError(
-            f"only a prefill node computes images; {num_computed} of {num_tokens} tokens up to the last one are here"
-        )

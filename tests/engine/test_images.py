@@ -148,11 +148,10 @@ def test_control_when_tokens_of_an_image_do_not_all_see_each_other_then_it_is_se
     damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if damage == "seen":
-        monkeypatch.setattr("common.engine.scheduler.Scheduler._whole", lambda *_: ())
+        monkeypatch.setattr("common.engine.scheduling.image_chunks.ImageChunks.whole", lambda *_: ())
     pictured = Pictured("gemma3", max_num_batched_tokens=64 if damage == "seen" else 10)
     if damage == "cut":
-        config = dataclasses.replace(pictured.core._scheduler._config, images_are_whole=False)
-        monkeypatch.setattr(pictured.core._scheduler, "_config", config)
+        monkeypatch.setattr(pictured.core._scheduler._images, "is_whole", False)
     parts = ([10, 11, 12], A, [20, 21], B, TEXT)
     assert pictured.mismatch(pictured.outputs(pictured.request(*parts)), *parts) is not None
 

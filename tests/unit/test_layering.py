@@ -122,7 +122,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.pacing": ("regression", "step_model"),
     "common.engine.sampling": ("token_counts", "draw", "grammar", "grammar_compiler", "sampler"),
-    "common.engine.scheduling": ("schedule", "shared_prefixes", "prompt_share"),
+    "common.engine.scheduling": ("schedule", "shared_prefixes", "prompt_share", "image_chunks", "segments"),
     "common.engine.tokens": ("grammars", "step_tokens", "ahead"),
     "common.geometry": ("parts", "dense", "linear", "mamba", "families", "refused", "geometry"),
     "common.grammar": ("limits", "trial", "checker"),

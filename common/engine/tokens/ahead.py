@@ -14,11 +14,10 @@ from __future__ import annotations
 import enum
 
 from common.engine.model_runner import Forward
-from common.engine.plan import DrawnIds, Segment
+from common.engine.plan import DrawnIds
 from common.engine.scheduler import Scheduler
 from common.engine.scheduling.schedule import Schedule
 from common.engine.sequence import Sequence
-from common.kv_cache.manager import KVCacheManager
 
 
 class Order(enum.Enum):
@@ -35,9 +34,8 @@ class Order(enum.Enum):
 class AheadSteps:
     """Owned by the engine thread. ``counts``: steps that ran a forward, by their order; readable from any thread."""
 
-    def __init__(self, scheduler: Scheduler, manager: KVCacheManager, *, max_model_len: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, max_model_len: int) -> None:
         self._scheduler = scheduler
-        self._manager = manager
         self._max_model_len = max_model_len
         self.counts = dict.fromkeys((order.value for order in Order), 0)
 
@@ -59,7 +57,7 @@ class AheadSteps:
         following = Schedule()
         following.plan.ids_from = DrawnIds(forward.tokens, going_on)
         for row in going_on:
-            segment = self._segment(schedule.sequences[row], schedule.plan.segments[row])
+            segment = self._scheduler.segments.ahead(schedule.sequences[row], schedule.plan.segments[row])
             if segment is None:
                 return Order.MEMORY
             following.plan.segments.append(segment)
@@ -70,22 +68,3 @@ class AheadSteps:
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether the token that is being drawn is not known to be the last one."""
         return not sequence.is_over and sequence.num_left(self._max_model_len) > 1
-
-    def _segment(self, sequence: Sequence, before: Segment) -> Segment | None:
-        """The token behind that of ``before``. None: there is no memory for it."""
-        start = before.start + 1
-        view = self._manager.extend_ahead(sequence.seq_id, start + 1, before.dst_slot)
-        if view is None:
-            return None
-        saves = self._manager.plan_saves(sequence.seq_id, start, start + 1, ())
-        return Segment(
-            request_id=sequence.seq_id,
-            token_ids=(0,),
-            start=start,
-            tables=view.tables,
-            src_slot=view.src_slot,
-            dst_slot=view.dst_slot,
-            save_offsets=tuple(position - start for position, _ in saves),
-            save_slots=tuple(slot for _, slot in saves),
-            images=sequence.request.images,
-        )

@@ -24,9 +24,16 @@ def words(seed: int, count: int) -> list[int]:
 class Rig:
     """``step`` schedules and computes; ``schedule`` only schedules, as a step that would fail does."""
 
-    def __init__(self, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        images_are_whole: bool = False,
+        **cache: Any,
+    ) -> None:
         self.manager = KVCacheManager(make_config(block_size=BLOCK, **cache), clock=lambda: 0.0)
-        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens)
+        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, images_are_whole)
         self.scheduler = Scheduler(config, self.manager, clock=lambda: 0.0)
         self._num_added = 0
 

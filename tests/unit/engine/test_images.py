@@ -30,9 +30,7 @@ class Input:
 
 
 def rig(budget: int, *, is_whole: bool = False) -> Rig:
-    made = Rig(max_num_batched_tokens=budget)
-    made.scheduler._config = replace(made.scheduler._config, images_are_whole=is_whole)
-    return made
+    return Rig(max_num_batched_tokens=budget, images_are_whole=is_whole)
 
 
 def pictured(made: Rig, name: str, inputs: list[Input]) -> Sequence:
