@@ -454,7 +454,7 @@ class EngineCore:
             sequence.num_to_replay = max(0, sequence.num_to_replay - segment.num_tokens)
             self._prompts.report_progress(sequence)
             return
-        sequence.num_lone_steps = max(0, sequence.num_lone_steps - 1)
+        self._scheduler.suspects.caught_up(sequence)
         sequence.num_to_replay = 0
         if sequence.is_prompt_done:
             sequence.last_row = row = hidden[-1]
@@ -485,7 +485,7 @@ class EngineCore:
             self._fail(running[0], cause)
         elif running:
             logger.error("a forward of %d sequences raised", len(running), exc_info=cause)
-            self._scheduler.suspect(running)
+            self._scheduler.suspects.add(running)
         for sequence in list(self._scheduler.running):
             self._scheduler.preempt(sequence, donate=False)
 

@@ -21,14 +21,15 @@ from itertools import chain
 from typing import Any, Protocol
 
 from common.engine.pacing.step_model import StepModel
-from common.engine.plan import Segment
+from common.engine.scheduling.head_drafts import HeadDrafts
 from common.engine.scheduling.image_chunks import ImageChunks
 from common.engine.scheduling.prompt_share import PromptShare
 from common.engine.scheduling.schedule import Schedule
 from common.engine.scheduling.segments import Segments
 from common.engine.scheduling.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
+from common.engine.scheduling.suspects import Suspects
 from common.engine.sequence import Sequence, SequenceStatus
-from common.engine.speculation import Head, Speculation
+from common.engine.speculation import Speculation
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -42,13 +43,6 @@ however many generate."""
 REST_SHARE = 8
 """What a chunk would leave of a prompt is computed with it if that is one ``REST_SHARE``-th of it at most: a step of a
 token or two takes as long as one of many rows, and may have to wait."""
-
-LONE_STEPS_FACTOR = 8
-"""A suspect that caught up in one step by itself, and was in a forward that raised again, has to be alone 8 times as
-long: the fault may be one that only a step of one token shows."""
-
-MAX_HEAD_REST_BITS = 10
-"""Steps without the model's head after it raised: 2, and twice as many after each further time, 2**10 at most."""
 
 MAX_TIER_READS = 2
 """Prefixes that are read from tiers for one sequence: when one is bad, the next shallower one; then it is computed."""
@@ -94,23 +88,22 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         self._config = config
+        self._manager = manager
+        self._clock = clock
         self.speculation = speculation
         self.step_model = StepModel(clock)
-        self._share = PromptShare(config.max_num_batched_tokens, self.step_model, clock)
-        self._manager = manager
+        self.suspects = Suspects()
         self._images = ImageChunks(is_whole=config.images_are_whole)
         self.segments = Segments(manager, self._images)
-        self._clock = clock
+        self._head_drafts = HeadDrafts(manager, self.segments)
+        self._share = PromptShare(config.max_num_batched_tokens, self.step_model, clock)
         self.waiting: list[Sequence] = []
         self.transferring: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.tiers: LowerTiers | None = None
-        self.num_preemptions = 0
         self.end: Callable[[Sequence, bool], None] | None = None
+        self.num_preemptions = 0
         self._num_steps = 0
-        self._suspects: list[Sequence] = []
-        self._num_head_errors = 0  # one after the other
-        self._head_rests_until = 0
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -149,37 +142,27 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        sequence.num_lone_steps = 0
+        self.suspects.forget(sequence)
 
     def schedule(self) -> Schedule:
         """Plans one step and takes the memory for it; what runs comes before what waits."""
         schedule = Schedule()
         self._num_steps += 1
-        self._suspects = [each for each in self._suspects if each.num_lone_steps]
+        admits = not self.suspects.is_any_alone
         self._schedule_rows(schedule)
-        # What is read from a tier for one of them takes its time: the next one need not wait for that.
-        ready = (each for each in self._suspects if each.status is not SequenceStatus.TRANSFERRING)
-        if schedule.is_empty and (suspect := next(ready, None)) is not None:
+        if schedule.is_empty and (suspect := self.suspects.next_alone()) is not None:
             self._schedule_alone(schedule, suspect)
         if schedule.is_empty:
-            self._schedule_together(schedule, admits=not self._suspects)
+            self._schedule_together(schedule, admits=admits)
         if self.speculation is not None:
             schedule.plan.only_decodes = all(each.is_decoding for each in schedule.sequences)
         schedule.plan.block_copies = self._manager.take_block_copies()
         return schedule
 
-    def suspect(self, sequences: Iterable[Sequence]) -> None:
-        """One of these made a forward raise: each runs alone, until ``Sequence.num_lone_steps`` is 0."""
-        for sequence in sequences:
-            sequence.num_lone_steps = LONE_STEPS_FACTOR**sequence.num_failed_forwards
-            sequence.num_failed_forwards += 1
-            if sequence not in self._suspects:
-                self._suspects.append(sequence)
-
     def runs_the_same_again(self) -> bool:
         """Whether the next step would be of the same sequences as the last one: all that run were in it, and none that
         waits can join them before one of them ends."""
-        if (self.waiting and self.has_room()) or any(each.num_lone_steps for each in self._suspects):
+        if (self.waiting and self.has_room()) or self.suspects.is_any_alone:
             return False
         return all(each.last_step == self._num_steps for each in self.running)
 
@@ -243,13 +226,7 @@ class Scheduler:
         spare = max(0, budget - num_known)
         assert self.speculation is not None
         self.speculation.begin_step(len(decoding), num_known - len(decoding))
-        if self.speculation.head is not None and spare and self._num_steps > self._head_rests_until:
-            try:
-                self._ask_head(self.speculation, self.speculation.head, decoding, spare)
-            except Exception:  # nobody needs a draft; what is more than that raises again in the forward
-                logger.warning("the model's head could not draft", exc_info=True)
-                self._num_head_errors = min(self._num_head_errors + 1, MAX_HEAD_REST_BITS)
-                self._head_rests_until = self._num_steps + 2**self._num_head_errors
+        self._head_drafts.guess(self.speculation, decoding, spare, self._num_steps)
         num_rows = 0
         for sequence in decoding:
             num_rows += self._plan(schedule, sequence, budget - num_rows, spare, len(decoding))
@@ -291,30 +268,6 @@ class Scheduler:
         if not drafts or not self._manager.extend(sequence.seq_id, end + len(drafts)):
             return []
         return drafts
-
-    def _ask_head(self, speculation: Speculation, head: Head, decoding: list[Sequence], max_drafts: int) -> None:
-        """Lets the model's head guess for all who generate. It writes to their blocks, so they get those first; where
-        the known tokens of all do not fit, nobody drafts."""
-        if not all(self._manager.extend(each.seq_id, each.num_tokens) for each in decoding):
-            return
-        asked: list[Sequence] = []
-        segments: list[Segment] = []
-        limits: list[int] = []
-        for sequence in decoding:
-            end = sequence.num_tokens
-            sequence.guessed = []
-            if sequence.last_row is None or sequence.pending_row is not None or sequence.finish_reason is not None:
-                continue
-            limit = speculation.num_wanted(sequence, self._manager.max_drafts(end, max_drafts), len(decoding))
-            if not limit or not self._manager.extend(sequence.seq_id, end + limit):
-                continue
-            segments.append(self.segments.to_draft(sequence))
-            limits.append(limit)
-            asked.append(sequence)
-        if asked:
-            for sequence, guessed in zip(asked, head(segments, [each.last_row for each in asked], limits), strict=True):
-                sequence.guessed = guessed
-            self._num_head_errors = 0
 
     def _extend_or_preempt(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether the sequence has blocks for ``num_tokens`` tokens now, others having been preempted for it if need

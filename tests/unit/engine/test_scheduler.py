@@ -469,7 +469,7 @@ def test_suspects_when_there_are_some_then_each_runs_alone_until_it_has_caught_u
     while not all(each.is_prompt_done for each in suspects):
         rig.step()
     rig.add("new", words(7, 4))
-    rig.scheduler.suspect(suspects)
+    rig.scheduler.suspects.add(suspects)
     for each in suspects:
         rig.scheduler.preempt(each, donate=False)
     for each in suspects:
@@ -500,7 +500,7 @@ def test_suspect_when_a_tier_is_read_for_it_then_is_not_admitted_again() -> None
     rig.scheduler.tiers = Tiers()
     suspects = [rig.add(name, words(number, 40)) for number, name in enumerate(("first", "second"))]
     suspects[0].num_tier_reads = MAX_TIER_READS - 1  # what was read before was bad
-    rig.scheduler.suspect(suspects)
+    rig.scheduler.suspects.add(suspects)
     assert [sequence for sequence, _ in rig.schedule().pulls] == suspects[:1]
     assert rig.schedule().is_empty
     assert rig.manager.is_pulled("first#0")
@@ -512,7 +512,7 @@ def test_suspects_when_a_tier_is_read_for_the_first_then_the_second_runs_alone_a
     first, second = (rig.add(name, words(number, 40)) for number, name in enumerate(("first", "second")))
     new = rig.add("new", words(7, 4))
     second.num_tier_reads = new.num_tier_reads = MAX_TIER_READS  # a tier has nothing for them
-    rig.scheduler.suspect([first, second])
+    rig.scheduler.suspects.add([first, second])
     assert [sequence for sequence, _ in rig.schedule().pulls] == [first]
     assert names(rig.step().sequences) == ["second"]
     rig.end(second)
