@@ -20,8 +20,9 @@ from common.config.flag import (
 )
 from common.config.process import ProcessConfig
 from common.config.tiers import SHARED_KINDS, TierSpec, parse_tier
-from common.config.values import MIB, parse_device, parse_node_url
+from common.config.values import MIB, parse_device, parse_host, parse_node_name, parse_node_url
 from common.errors import ConfigError
+from common.names import MAX_NODE_NAME_CHARS
 
 # The names of vLLM where it has the format; the formats are in `common.text.answers.formats`.
 TOOL_CALL_PARSERS = (
@@ -71,9 +72,14 @@ class NodeConfig(ProcessConfig):
         None,
         "address at which other nodes reach this one (default: --host; where that is 0.0.0.0 or ::, the address of "
         "this machine's or container's own name)",
+        parse=parse_host,
         metavar="ADDR",
     )
-    node_name: str | None = flag(None, "name in traces and metrics (default: role and port)")
+    node_name: str | None = flag(
+        None,
+        f"name in traces and metrics, up to {MAX_NODE_NAME_CHARS} of A-Z a-z 0-9 . _ : - (default: role and port)",
+        parse=parse_node_name,
+    )
     dtype: str = choice_flag(
         "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
     )

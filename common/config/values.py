@@ -8,6 +8,8 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
+from common.names import HOST, MAX_NODE_NAME_CHARS, WORD
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MAX_TARGET_MS = 86_400_000
 """Of a target for the first token, or for the time between two: a day."""
@@ -82,6 +84,34 @@ def parse_device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", word):
         raise ValueError("not one of auto, cpu, cuda, cuda:N")
     return word
+
+
+def parse_node_name(text: str) -> str:
+    """A name that leaves room for the rest of an engine's name. Raises ValueError."""
+    name = text.strip()
+    if len(name) > MAX_NODE_NAME_CHARS or not WORD.fullmatch(name):
+        raise ValueError(f"not a name of 1 to {MAX_NODE_NAME_CHARS} of the characters A-Z a-z 0-9 . _ : -")
+    return name
+
+
+def parse_host(text: str) -> str:
+    """A host name or an IP address as other nodes put it into a URL. Raises ValueError."""
+    host = text.strip()
+    is_name = not any(character in host for character in ":%[]")
+    if not HOST.fullmatch(host) or not (is_name or _is_ipv6(host)):
+        raise ValueError(
+            "not a host name or an IP address without scheme, port and brackets, such as node-1.example.org, 10.0.0.7 "
+            "or fd00::7 (1 to 253 of the characters A-Z a-z 0-9 . _ : - %)"
+        )
+    return host
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_url(text: str) -> str:

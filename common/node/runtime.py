@@ -41,6 +41,7 @@ from common.kv_cache.pools.storage import KVStorage
 from common.kv_cache.spec import KVCacheConfig
 from common.models.loading.loader import LoadedModel, check_ranks, load_model
 from common.models.vision.encoder import ImageEncoder
+from common.names import LIFE_BYTES
 from common.node.cache_warnings import cache_warnings
 from common.node.device import check_environment, choose_device, thread_entry
 from common.node.device_memory import pool_bytes
@@ -323,7 +324,7 @@ def create_grammars(config: NodeConfig, loaded: LoadedModel) -> StepGrammars:
 
 def new_engine_id(config: NodeConfig) -> str:
     """A readable and unique name of this life of this node."""
-    return f"{config.node_name}-{secrets.token_hex(4)}"
+    return f"{config.node_name}-{secrets.token_hex(LIFE_BYTES)}"
 
 
 def read_cluster_key(config: NodeConfig) -> str | None:

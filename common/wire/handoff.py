@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.names import HOST, WORD
 from common.wire.fields import Fields, invalid
-from common.wire.manifest_reader import HOST, PREFIX, TRANSFER_PARAMS_KEY, WORD, ManifestReader
+from common.wire.manifest_reader import PREFIX, TRANSFER_PARAMS_KEY, ManifestReader
 
 RENDEZVOUS_KEY = "tandem_rendezvous"
 

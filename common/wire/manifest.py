@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.images.span import ImageSpan
+from common.names import HOST
 from common.wire.fields import Fields, invalid
 from common.wire.image_spans import read_spans, spans_to_json
 from common.wire.manifest_reader import (
     DIGEST,
     HEX,
-    HOST,
     MAX_BLOCK_SIZE,
     MAX_ID,
     MAX_LEASE_SECONDS,

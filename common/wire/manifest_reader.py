@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.names import WORD
 from common.wire.fields import Fields, check_int_list, invalid, is_int, shown
 
 TRANSFER_PARAMS_KEY = "kv_transfer_params"
@@ -30,9 +31,7 @@ MAX_LEASE_SECONDS = 86_400.0
 MAX_SECONDS = 1e9
 ROW_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# Names (of engines, requests, leases, rendezvous), hosts with IPv6 in brackets, bytes and digests in hex.
-WORD = re.compile(r"[A-Za-z0-9._:\-]{1,256}")
-HOST = re.compile(r"[A-Za-z0-9._:\-\[\]%]{1,253}")
+# Bytes and digests in hex.
 HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 DIGEST = re.compile(r"[0-9a-f]{16,64}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,19}")

@@ -17,10 +17,11 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.images.span import ImageSpan
+from common.names import WORD
 from common.wire.fields import Fields, invalid
 from common.wire.image_spans import read_spans, spans_to_json
 from common.wire.manifest import ANY_SHAPE, Manifest, ManifestShape, PartialManifest
-from common.wire.manifest_reader import DIGEST, HEX, MAX_PROMPT_TOKENS, WORD
+from common.wire.manifest_reader import DIGEST, HEX, MAX_PROMPT_TOKENS
 
 MAX_WAIT_SECONDS = 10.0
 """Seconds after which a long poll is answered although there is nothing new."""

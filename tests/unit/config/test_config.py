@@ -181,6 +181,15 @@ def test_argv_when_a_flag_is_unknown_then_refused(argv: list[str], capsys: pytes
         (["--prefix-cache-retention-interval", "-64"], "--prefix-cache-retention-interval -64 is below its minimum"),
         (["--state-memory-share", "1.5"], "--state-memory-share 1.5 is above its maximum of 0.99"),
         (["--state-memory-share", "half"], "--state-memory-share 'half' is not a number"),
+        (["--node-name", "north 1"], "--node-name 'north 1' is not a name of 1 to 247 of the characters A-Z a-z 0-9"),
+        (["--node-name", "mühle"], "--node-name 'mühle' is not a name of 1 to 247 of the characters"),
+        (["--node-name", "n" * 248], f"--node-name {'n' * 248!r} is not a name of 1 to 247 of the characters"),
+        (["--node-name", ""], "--node-name '' is not a name of 1 to 247 of the characters"),
+        (["--advertise-host", "http://a"], "--advertise-host 'http://a' is not a host name or an IP address without "),
+        (["--advertise-host", "10.0.0.1:8100"], "--advertise-host '10.0.0.1:8100' is not a host name or an IP"),
+        (["--advertise-host", "[fd00::7]"], "--advertise-host '[fd00::7]' is not a host name or an IP address"),
+        (["--advertise-host", "mühle"], "--advertise-host 'mühle' is not a host name or an IP address"),
+        (["--advertise-host", "a" * 254], f"--advertise-host {'a' * 254!r} is not a host name or an IP address"),
     ],
 )
 def test_value_when_out_of_bounds_then_error_names_flag_value_and_bound(argv: list[str], message: str) -> None:
@@ -242,6 +251,11 @@ def test_priority_targets_when_not_valid_then_error_names_flag_value_and_bound(w
         parse_config(ProxyConfig, ["--decode", "http://d:1", "--priority-targets", *words], {}, prog="test")
     assert error.value.message.startswith(message)
     assert error.value.param == "--priority-targets"
+
+
+@pytest.mark.parametrize("host", ["node-1.example.org", "10.0.0.7", "fd00::7", "a" * 253])
+def test_advertise_host_when_others_can_put_it_into_a_url_then_taken(host: str) -> None:
+    assert node("--advertise-host", host).advertise_host == host
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 1024])

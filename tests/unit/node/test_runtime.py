@@ -1,4 +1,4 @@
-"""What a node refuses before it loads anything."""
+"""What a node is called, and what it refuses before it loads anything."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 
-from common.config.node import NodeConfig
+from common.config.node import NodeConfig, parse_node_config
 from common.errors import ConfigError
-from common.node.runtime import load_node_model
+from common.names import MAX_NODE_NAME_CHARS
+from common.node.runtime import load_node_model, new_engine_id
+from common.wire.manifest import PartialManifest
 from tests.support.service import ROOT, child_environment
 
 
@@ -36,3 +38,12 @@ def test_nixl_backend_when_nixl_does_not_have_it_then_one_line_names_the_flag_be
     line = f"tandem {role}: error: --nixl-backends UCX PIGEON: NIXL has no ['PIGEON'], only ["
     assert node.stderr.startswith(line)
     assert node.stderr.count("\n") == 1
+
+
+def test_engine_id_when_the_nodes_name_is_as_long_as_may_be_then_a_manifest_may_name_it() -> None:
+    name = "n" * MAX_NODE_NAME_CHARS
+    config = parse_node_config(["--model", "m", "--node-name", name], {}, role="prefill", default_port=8100)
+    part = PartialManifest(new_engine_id(config), 7, "00ff", 4, 8, ((3, 9),), ((1, 2),), 30.0)
+    assert PartialManifest.from_params(part.to_params()) == part
+    with pytest.raises(ConfigError, match="--node-name"):
+        parse_node_config(["--model", "m", "--node-name", name + "n"], {}, role="prefill", default_port=8100)
