@@ -1,10 +1,10 @@
 """Keeps a group of child processes running until told to stop.
 
 Life cycle: 1 start every child, each in a session of its own (a Ctrl-C in the terminal reaches the supervisor alone),
-2 wait until each is ready; a child that dies before that ends everything, 3 watch: a restartable child that dies is
-started again after 1, 2, 4 .. 30 s, any other death ends everything, 4 stop: SIGTERM to those that others depend on
-least (the proxy, whose requests need the nodes to the end), then to the rest, SIGKILL to what is left after a deadline.
-Leaves by: a signal (status 0), a death at start or of an essential child (status 1). No child
+2 wait until all are ready; a child that dies before that, itself ready or not, ends everything, 3 watch: a restartable
+child that dies is started again after 1, 2, 4 .. 30 s, any other death ends everything, 4 stop: SIGTERM to those that
+others depend on least (the proxy, whose requests need the nodes to the end), then to the rest, SIGKILL to what is left
+after a deadline. Leaves by: a signal (status 0), a death at start or of an essential child (status 1). No child
 outlives ``run``.
 """
 
@@ -186,11 +186,13 @@ class Supervisor:
             child.signal(signal.SIGKILL)
 
     async def _start_and_watch(self) -> int:
+        starting = {spec.name for spec in self._specs}
+        all_ready = asyncio.Event()
         try:
             async with asyncio.timeout(self._startup_timeout_s):
-                await _all_or_first_error([self._start(spec) for spec in self._specs])
+                await _all_or_first_error([self._start_with_all(spec, starting, all_ready) for spec in self._specs])
         except ChildDiedError as exc:
-            self._report_death(exc, "while starting")
+            self._report_death(exc, "while starting" if exc.name in starting else "while others were starting")
             return 1
         except TimeoutError:
             self._say(f"error: not ready after {self._startup_timeout_s:g} s; stopping")
@@ -202,19 +204,19 @@ class Supervisor:
             self._report_death(exc, "and everything stops with it")
         return 1
 
+    async def _start_with_all(self, spec: ChildSpec, starting: set[str], all_ready: asyncio.Event) -> None:
+        """Start one child and wait until all are ready; raises ChildDiedError when it dies first. ``starting``: the
+        names of those that are not ready yet; the last one sets ``all_ready``."""
+        await self._start(spec)
+        starting.remove(spec.name)
+        if not starting:
+            all_ready.set()
+        await _unless_it_dies(self._children[spec.name], all_ready.wait())
+
     async def _start(self, spec: ChildSpec) -> None:
         """Start one child and wait until it is ready; raises ChildDiedError when it dies first."""
         child = self._children[spec.name] = await Child.start(spec, self._environ, self._log)
-        exited = asyncio.create_task(child.wait())
-        ready = asyncio.create_task(_wait_ready(spec.url))
-        try:
-            await asyncio.wait({exited, ready}, return_when=asyncio.FIRST_COMPLETED)
-            if exited.done():
-                raise exited.result()
-        finally:
-            exited.cancel()
-            ready.cancel()
-            await asyncio.gather(exited, ready, return_exceptions=True)
+        await _unless_it_dies(child, _wait_ready(spec.url))
         self._on_ready(spec)
 
     async def _watch(self, spec: ChildSpec) -> None:
@@ -268,6 +270,20 @@ async def _all_or_first_error(works: Sequence[collections.abc.Coroutine[None, No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _unless_it_dies(child: Child, work: collections.abc.Coroutine[None, None, object]) -> None:
+    """Do ``work``; raises ChildDiedError when the child dies first."""
+    exited = asyncio.create_task(child.wait())
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({exited, working}, return_when=asyncio.FIRST_COMPLETED)
+        if exited.done():
+            raise exited.result()
+    finally:
+        exited.cancel()
+        working.cancel()
+        await asyncio.gather(exited, working, return_exceptions=True)
 
 
 async def _wait_ready(url: str) -> None:

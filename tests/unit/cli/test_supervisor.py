@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -117,6 +118,21 @@ def test_run_when_never_ready_then_status_1_after_the_timeout(tmp_path: Path) ->
         assert await harness.run(harness.spec("a", "unready"), startup_timeout_s=1.0) == 1
         assert "not ready after 1 s" in harness.log.getvalue()
         harness.assert_all_gone("a")
+
+    asyncio.run(scenario())
+
+
+def test_run_when_a_ready_child_dies_before_all_are_then_says_which_and_why_and_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        harness = Harness(tmp_path)
+        task = harness.run(harness.spec("a"), harness.spec("b", "unready"), startup_timeout_s=3600)
+        while "a" not in harness.ready or not harness.pids("b"):
+            await asyncio.sleep(0.01)
+        os.kill(harness.pids("a")[0], signal.SIGKILL)
+        assert await asyncio.wait_for(task, 30) == 1
+        assert "error: a was killed by SIGKILL while others were starting" in harness.log.getvalue()
+        assert not harness.all_ready.is_set()
+        harness.assert_all_gone("a", "b")
 
     asyncio.run(scenario())
 
