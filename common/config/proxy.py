@@ -140,6 +140,11 @@ class ProxyConfig(ProcessConfig):
         super().__post_init__()
         if not self.decode:
             raise ConfigError("--decode is required: at least one decode node's URL", param="--decode")
+        if self.ssl_keyfile is not None and not self.ssl_certfile:
+            raise ConfigError(
+                f"--ssl-keyfile {self.ssl_keyfile} has no --ssl-certfile beside it: HTTPS needs a certificate",
+                param="--ssl-keyfile",
+            )
         twice = [each for each, count in Counter(rule.priority for rule in self.priority_targets).items() if count > 1]
         if twice:
             raise ConfigError(

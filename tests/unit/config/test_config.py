@@ -391,6 +391,17 @@ def test_host_when_only_this_machine_reaches_it_then_needs_no_key(host: str, cap
     assert not caplog.records
 
 
+@pytest.mark.parametrize("certificate", [(), ("--ssl-certfile=",)])
+def test_ssl_keyfile_when_there_is_no_certificate_then_refused_with_both_flags(certificate: tuple[str, ...]) -> None:
+    for parse in parsers()[1:]:
+        with pytest.raises(ConfigError) as caught:
+            parse("--ssl-keyfile=/key.pem", *certificate)
+        assert caught.value.param == "--ssl-keyfile"
+        assert caught.value.message.startswith("--ssl-keyfile /key.pem has no --ssl-certfile beside it")
+        parse("--ssl-keyfile=/key.pem", "--ssl-certfile=/chain.pem")
+        parse("--ssl-certfile=/both.pem")
+
+
 def test_up_when_it_is_open_to_others_then_every_process_is_told_and_nodes_stay_on_loopback() -> None:
     for argv, environ in (([], {"TANDEM_INSECURE_INTERNAL": "1"}), (["--insecure-internal"], {})):
         config = parse_up(["--host=0.0.0.0", *argv], environ)
