@@ -30,10 +30,13 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs"
 COMMAND = "python -m common.cli.docs"
 
 _FLAGS_INTRODUCTION = """\
-Every flag is also an environment variable: `--max-num-seqs` is `TANDEM_MAX_NUM_SEQS`. A flag wins over its variable.
-Lists take several words (`--prefill URL URL`), in a variable they are separated by blanks or commas. Sizes are written
-`512MiB`, `2GiB` or as bytes. Unknown flags are refused; a variable that names no flag is passed over, an empty one
-counts as not set. A decode node's default port is 8200.
+Every flag in these tables is also an environment variable: `--max-num-seqs` is `TANDEM_MAX_NUM_SEQS`. A flag wins over
+its variable. Lists take several words (`--prefill URL URL`), in a variable they are separated by blanks or commas.
+Sizes are written `512MiB`, `2GiB` or as bytes. Unknown flags are refused; a variable that names no flag is passed over,
+an empty one counts as not set. A decode node's default port is 8200.
+
+`tandem simulate` and `tandem bench` have flags of their own, which `--help` lists; they read no `TANDEM_` variables,
+also not for flags with a name from these tables.
 """
 _UP_INTRODUCTION = """\
 It takes these, and hands every flag of the nodes and of the proxy on to the processes that it starts; addresses, ports,

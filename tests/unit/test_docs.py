@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import pytest
 
+from common.cli.bench.settings import parse_settings
 from common.cli.docs import COMMAND, documents, metrics_document
 from common.cli.flags import UpConfig
 from common.config.command_line import flag_table
@@ -16,6 +18,7 @@ from common.config.proxy import ProxyConfig
 from common.metrics.labels import LABEL_VALUES
 from common.metrics.metrics import Metrics
 from common.metrics.table import METRICS, PREFIX, Role
+from common.simulate.simulate import add_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +42,24 @@ def test_flags_document_holds_the_flag_table_of(config_class: type) -> None:
 def test_flags_document_has_no_other_rows_than_those_tables() -> None:
     rows = [line for line in read("flags.md").splitlines() if line.startswith("| `")]
     assert len(rows) == sum(len(flags_of(each)) for each in (NodeConfig, ProxyConfig, UpConfig))
+
+
+@pytest.mark.parametrize("command", ["simulate", "bench"])
+def test_flags_document_says_of_a_command_that_reads_no_variables_that_it_does_not(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TANDEM_REQUESTS", "TANDEM_SEED", "TANDEM_BLOCK_SIZE", "TANDEM_LIMIT"):
+        monkeypatch.setenv(name, "7")
+    if command == "bench":
+        settings = parse_settings([])
+        assert (settings.requests, settings.seed) == (32, 0)
+    else:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        given = parser.parse_args(["--trace", "t", "--model-config", "m"])
+        assert (given.block_size, given.limit) == ([16], None)
+    [said] = [each for each in read("flags.md").split("\n\n") if "read no `TANDEM_` variables" in each]
+    assert f"`tandem {command}`" in said
 
 
 def test_metrics_document_lists_exactly_the_table_with_labels_and_help() -> None:
