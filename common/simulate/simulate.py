@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -36,7 +35,6 @@ from common.simulate.ideal_cache import IdealCache
 from common.simulate.tiers import SimulatedTiers, replay_settings
 from common.simulate.trace import TraceRequest, read_trace
 
-_UNIT_BYTES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SEQ_ID = "request"
 """One id serves all requests, as they run one after the other."""
 CACHE_FLAGS = {
@@ -232,11 +230,11 @@ def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """'8GiB', '512MiB', '1048576' -> bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNIT_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 8GiB")
-    return int(float(match[1]) * _UNIT_BYTES[match[2].upper()])
+    """As a node's flag is read. Raises ArgumentTypeError."""
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is {exc}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout, transfer_bytes
 from common.kv_cache.planner import plan_cache
 from common.kv_cache.shards import shard_geometry, unit_slices
-from common.simulate.simulate import add_arguments, parse_bytes, read_plan, run, simulate
+from common.simulate.simulate import add_arguments, read_plan, run, simulate
 from common.simulate.tiers import replay_settings
 from common.simulate.trace import read_trace
 from tests.support.published import MODELS
@@ -269,10 +269,23 @@ def test_node_of_ranks_when_it_cannot_be_then_refused_by_name(
     assert refused.value.param == "--tensor-parallel-size"
 
 
-def test_sizes_when_written_with_units_then_bytes() -> None:
-    assert [parse_bytes(text) for text in ("17", "2KiB", "1.5 MiB", "8gib")] == [17, 2048, 3 << 19, 8 << 30]
-    with pytest.raises(argparse.ArgumentTypeError):
-        parse_bytes("8 apples")
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("17", 17), ("2KiB", 2048), ("1.5 MiB", 3 << 19), ("8gib", 8 << 30), ("80GB", 80 * 10**9), ("1.5tb", 15 * 10**11)],
+)
+def test_memory_when_written_as_for_a_node_then_bytes(text: str, num_bytes: int) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args(["--trace", "t", "--model-config", "m", "--kv-cache-memory", text])
+    assert given.kv_cache_memory == [num_bytes]
+
+
+def test_memory_when_it_is_no_size_then_error_names_flag_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--trace", "t", "--model-config", "m", "--kv-cache-memory", "8 apples"])
+    assert "--kv-cache-memory: '8 apples' is not a size such as 512MiB, 2GiB or 1000000" in capsys.readouterr().err
 
 
 def test_import_when_simulating_then_torch_stays_out() -> None:
