@@ -140,6 +140,9 @@ class ProxyConfig(ProcessConfig):
         super().__post_init__()
         if not self.decode:
             raise ConfigError("--decode is required: at least one decode node's URL", param="--decode")
+        both = [url for url in self.prefill if url in self.decode]
+        if both:
+            raise ConfigError(f"--prefill and --decode both name {both[0]}: a node has one role", param="--decode")
         if self.ssl_keyfile is not None and not self.ssl_certfile:
             raise ConfigError(
                 f"--ssl-keyfile {self.ssl_keyfile} has no --ssl-certfile beside it: HTTPS needs a certificate",

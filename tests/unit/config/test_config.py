@@ -391,6 +391,14 @@ def test_host_when_only_this_machine_reaches_it_then_needs_no_key(host: str, cap
     assert not caplog.records
 
 
+@pytest.mark.parametrize("url", ["http://a:8100", "dns+http://nodes:8100"])
+def test_node_when_it_is_named_in_both_roles_then_refused_with_both_flags_and_its_url(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(ProxyConfig, ["--prefill", "http://b:1", f"{url}/", "--decode", url], {}, prog="tandem proxy")
+    assert caught.value.message == f"--prefill and --decode both name {url}: a node has one role"
+    assert caught.value.param == "--decode"
+
+
 @pytest.mark.parametrize("certificate", [(), ("--ssl-certfile=",)])
 def test_ssl_keyfile_when_there_is_no_certificate_then_refused_with_both_flags(certificate: tuple[str, ...]) -> None:
     for parse in parsers()[1:]:
