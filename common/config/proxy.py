@@ -16,7 +16,13 @@ from common.config.flag import (
     urls_flag,
 )
 from common.config.process import ProcessConfig
-from common.config.values import MAX_TARGET_MS, PriorityTargets, parse_node_url, parse_priority_targets
+from common.config.values import (
+    MAX_TARGET_MS,
+    PriorityTargets,
+    parse_media_domain,
+    parse_node_url,
+    parse_priority_targets,
+)
 from common.errors import ConfigError
 
 PLACEMENT_POLICIES = ("cost", "prefix_aware", "least_loaded", "power_of_two", "round_robin")
@@ -93,6 +99,7 @@ class ProxyConfig(ProcessConfig):
         (),
         "hosts, HOST or HOST:PORT, from which the proxy fetches images that requests name by http or https URLs "
         "(default: none; images come as data URLs)",
+        parse=parse_media_domain,
         many=True,
         metavar="HOST",
     )

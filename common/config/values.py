@@ -18,6 +18,9 @@ DNS_PREFIX = "dns+"
 
 _SIZE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MEDIA_DOMAIN = re.compile(
+    r"(?:(?P<name>[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?|\[(?P<ipv6>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
+)
 _TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 _FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
@@ -112,6 +115,21 @@ def _is_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def parse_media_domain(text: str) -> str:
+    """``HOST`` or ``HOST:PORT`` in lower case, IPv6 addresses as short as may be and in brackets. Raises ValueError."""
+    word = text.strip().lower()
+    match = _MEDIA_DOMAIN.fullmatch(f"[{word}]" if _is_ipv6(word) else word)
+    port = int(match["port"]) if match is not None and match["port"] else None
+    is_port = port is None or 1 <= port <= 65_535
+    if match is None or not is_port or (match["ipv6"] and not _is_ipv6(match["ipv6"])):
+        raise ValueError(
+            "not HOST or HOST:PORT in ASCII, without scheme, path and wildcards: example.org, example.org:8443 or "
+            "[2606:4700::1111]:443"
+        )
+    host = f"[{ipaddress.IPv6Address(match['ipv6'])}]" if match["ipv6"] else match["name"]
+    return host if port is None else f"{host}:{port}"
 
 
 def parse_url(text: str) -> str:

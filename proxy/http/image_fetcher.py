@@ -19,6 +19,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from common.config.dns import host_in_url
 from common.errors import ImageRefusedError
 from common.images.rules import ImageLimits
 from common.images.source import ImageSource, too_long
@@ -93,8 +94,8 @@ class _PublicResolver(AbstractResolver):
 
 
 class ImageFetcher:
-    """Lives on the event loop. ``domains``: as the flag has them; none: nothing is fetched. ``lookup`` and
-    ``is_allowed``: instead of the system's resolver and the rule for addresses."""
+    """Lives on the event loop. ``domains``: as ``parse_media_domain`` gives them; none: nothing is fetched.
+    ``lookup`` and ``is_allowed``: instead of the system's resolver and the rule for addresses."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class ImageFetcher:
         lookup: Lookup = look_up,
         is_allowed: Callable[[str], bool] = is_public,
     ) -> None:
-        self._domains = frozenset(domain.lower().rstrip(".") for domain in domains)
+        self._domains = frozenset(domains)
         self._limits = limits
         self._timeout_s = timeout_s
         self._resolver = _PublicResolver(lookup, is_allowed)
@@ -176,7 +177,8 @@ class ImageFetcher:
             raise _NotAllowedError("user names and passwords are not allowed in URLs")
         host, port = (url.raw_host or "").lower().rstrip("."), url.port
         is_usual = port == {"http": 80, "https": 443}[url.scheme]
-        if f"{host}:{port}" not in self._domains and not (is_usual and host in self._domains):
+        domain = host_in_url(host)
+        if f"{domain}:{port}" not in self._domains and not (is_usual and domain in self._domains):
             raise _NotAllowedError("its host is not one of --allowed-media-domains")
         # An address is no name: it is connected to without being resolved.
         try:

@@ -273,7 +273,7 @@ def test_images_when_they_are_none_or_lie_where_nobody_may_look_then_refused_cou
 ) -> None:
     service = site.service
     [node] = service.prefill
-    names = ["images.test", "turns.test", "169.254.169.254", *(host.strip("[]") for host in LOOPBACK)]
+    names = ["images.test", "turns.test", "169.254.169.254", *LOOPBACK]
     with web_server() as port:
         flags = ["--image-fetch-seconds", "0.5", "--max-image-bytes", "5MiB", "--allowed-media-domains"]
         flags += [each for name in names for each in (name, f"{name}:{port}")]

@@ -300,6 +300,7 @@ CHANGED_NODE = NodeConfig(
         ProxyConfig(
             decode=("http://d:1",),
             policy="least_loaded",
+            allowed_media_domains=("example.org", "example.org:8443", "[2606:4700::1111]:443"),
             priority_targets=(PriorityTargets(-1, 500, 40), PriorityTargets(5, None, 100)),
         ),
     ],
@@ -389,6 +390,21 @@ def test_host_when_only_this_machine_reaches_it_then_needs_no_key(host: str, cap
     for parse in parsers():
         parse(f"--host={host}").warn_if_exposed()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("https://example.org", "example.org/images", "*.example.org", ".example.org", "a@example.org", "mühle.org"),
+        *("example.org:0", "example.org:65536", "example.org:https", "example.org:", "[::1", "[1.2.3.4]", "fe80::1%a"),
+    ],
+)
+def test_media_domain_when_it_is_no_host_then_error_names_flag_value_and_form(word: str) -> None:
+    argv = ["--decode", "http://d:1", "--allowed-media-domains", "example.org", word]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(ProxyConfig, argv, {}, prog="tandem proxy")
+    assert caught.value.message.startswith(f"--allowed-media-domains {word!r} is not HOST or HOST:PORT in ASCII, ")
+    assert caught.value.param == "--allowed-media-domains"
 
 
 @pytest.mark.parametrize("url", ["http://a:8100", "dns+http://nodes:8100"])

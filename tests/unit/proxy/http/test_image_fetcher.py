@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from common.config.command_line import parse_config
+from common.config.proxy import ProxyConfig
 from common.errors import ImageRefusedError
 from common.images.rules import ImageLimits
 from common.images.source import ImageSource
@@ -180,6 +182,28 @@ async def test_url_when_it_leads_elsewhere_or_brings_too_much_then_refused(case:
         with pytest.raises(ImageRefusedError, match=words):
             await fetched(it, url.replace("{port}", str(it.port)))
         assert all(path.startswith(("/redirect", "/loop", "/endless", "/long", "/missing")) for path in it.paths)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("word", "url"),
+    [
+        ("Example.ORG.", "https://example.org/a"),
+        ("example.org.:08443", "https://EXAMPLE.org.:8443/a"),
+        ("10.0.0.1:80", "http://10.0.0.1/a"),
+        ("[0:0::1]:8080", "http://[::1]:8080/a"),
+        ("0:0::1", "https://[0::1]/a"),
+    ],
+)
+async def test_domain_when_the_flag_takes_it_then_urls_of_that_host_match(word: str, url: str) -> None:
+    argv = ["--decode", "http://d:1", "--allowed-media-domains", word]
+    domains = parse_config(ProxyConfig, argv, {}, prog="tandem proxy").allowed_media_domains
+    fetcher = ImageFetcher(domains, LIMITS, 5.0, lookup=World().look_up, is_allowed=lambda _: False)
+    try:
+        with pytest.raises(ImageRefusedError, match="public"):  # behind the look at the host
+            await fetcher.fetch(request(url))
+    finally:
+        await fetcher.close()
 
 
 @pytest.mark.asyncio
