@@ -277,8 +277,13 @@ class NodeConfig(ProcessConfig):
 
 
 def parse_node_config(argv: Sequence[str], environ: Mapping[str, str], *, role: str, default_port: int) -> NodeConfig:
-    """``NodeConfig`` of a prefill or decode node; a node without a name is called after its role and port."""
+    """``NodeConfig`` of a prefill or decode node, without a name where there is none and the port is any free one."""
     config = parse_config(NodeConfig, argv, environ, prog=f"tandem {role}", defaults={"port": default_port})
-    if config.node_name is None:
-        config = dataclasses.replace(config, node_name=f"{role}-{config.port}")
-    return config
+    return with_default_name(config, role)
+
+
+def with_default_name(config: NodeConfig, role: str) -> NodeConfig:
+    """``config``; a node without a name is called after its role and port, once its port is known."""
+    if config.node_name is not None or config.port == 0:
+        return config
+    return dataclasses.replace(config, node_name=f"{role}-{config.port}")

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import NoReturn
 
-from common.config.node import parse_node_config
+from common.config.node import NodeConfig, parse_node_config, with_default_name
 from common.metrics.table import Role
 from common.server.garbage import keep_collections_short
 from common.server.serve import bind_socket, end_process, raise_file_limit, run_app, run_main
@@ -33,12 +33,13 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
 
     def main() -> int:
         config = parse_node_config(sys.argv[1:], os.environ, role=role.value, default_port=default_port)
-        configure_logging(config.log_level, config.log_format, role=role.value, node=config.node_name or role.value)
+        _name_in_logs(config, role)
         config.warn_if_exposed()
         check_tracing(config.otlp_traces_endpoint)
         raise_file_limit(FILES_PER_REQUEST * (config.max_num_seqs + config.max_queue) + SPARE_FILES, flag="--max-queue")
         sock = bind_socket(config.host, config.port)
-        config = dataclasses.replace(config, port=sock.getsockname()[1])
+        config = with_default_name(dataclasses.replace(config, port=sock.getsockname()[1]), role.value)
+        _name_in_logs(config, role)
         gc.disable()
         try:
             from common.transfer.nixl.agent import check_plugins
@@ -61,3 +62,8 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
         return run_app(app, sock, log_level=config.log_level)
 
     end_process(run_main(main, program=f"tandem {role.value}"))
+
+
+def _name_in_logs(config: NodeConfig, role: Role) -> None:
+    """Called again when the port is bound, of which the name may be made."""
+    configure_logging(config.log_level, config.log_format, role=role.value, node=config.node_name or role.value)

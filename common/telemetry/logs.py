@@ -71,7 +71,7 @@ def timestamp(epoch_s: float) -> str:
 def configure_logging(
     log_level: str, log_format: str = "text", *, role: str = "", node: str = "", stream: TextIO | None = None
 ) -> None:
-    """Log to stderr. Called once by each process's main, never by library code.
+    """Log to stderr. Called by each process's main, again when its ``node`` has changed, never by library code.
 
     With ``json`` Python's warnings and uncaught exceptions become log lines too: the stream holds nothing
     but objects, except for what libraries outside of Python print.

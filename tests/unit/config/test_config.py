@@ -64,6 +64,7 @@ def test_node_when_nothing_else_is_given_then_documented_defaults() -> None:
     assert (config.local_prefill_limit, config.kv_transfer_verify) == (None, "off")
     assert config.max_body_bytes == 16 << 20
     assert config.node_name == "prefill-8100"
+    assert node("--port", "0").node_name is None  # to be made when the port is known
     assert config.enable_prefix_caching
     assert config.peers == ()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 
@@ -38,6 +40,21 @@ def test_nixl_backend_when_nixl_does_not_have_it_then_one_line_names_the_flag_be
     line = f"tandem {role}: error: --nixl-backends UCX PIGEON: NIXL has no ['PIGEON'], only ["
     assert node.stderr.startswith(line)
     assert node.stderr.count("\n") == 1
+
+
+def test_name_when_there_is_none_and_the_port_is_any_free_one_then_made_of_the_port_that_was_bound() -> None:
+    flags = ("--model", "/no/such/folder", "--port", "0", "--nixl-backends", "PIGEON", "--log-format", "json")
+    node = subprocess.run(
+        [sys.executable, "-m", "prefill_node", *flags],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    line = json.loads(node.stderr.splitlines()[-1])
+    assert "PIGEON" in line["message"]
+    assert re.fullmatch("prefill-[1-9][0-9]{3,4}", line["node"]), line
 
 
 def test_engine_id_when_the_nodes_name_is_as_long_as_may_be_then_a_manifest_may_name_it() -> None:
