@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,11 @@ def child_specs(config: UpConfig, model: str, num_gpus: int = 0) -> list[ChildSp
 def welcome(config: ProxyConfig) -> str:
     """What to print when everything is ready: the chat page and a command to try."""
     body = json.dumps({"messages": _EXAMPLE, "max_tokens": 32, "temperature": 0, "stream": True})
-    key = f" -H \"Authorization: Bearer $(head -n 1 '{config.api_key_file}')\"" if config.api_key_file else ""
+    key = ""
+    if config.api_key_file:
+        # The line that ``read_key_file`` takes; blanks round a key are nothing to a server.
+        first_key = f"grep -m 1 '^[[:space:]]*[^#[:space:]]' {shlex.quote(config.api_key_file)}"
+        key = f' -H "Authorization: Bearer $({first_key})"'
     url = _url(config)
     return (
         f"\nTandem is ready at {url}  (Ctrl-C stops it)\n\n"

@@ -16,8 +16,10 @@ import httpx
 import pytest
 
 from common.cli.flags import parse_up
-from common.cli.up import child_specs
+from common.cli.up import child_specs, welcome
+from common.config.key_file import read_key_file
 from common.config.node import parse_node_config
+from common.config.proxy import ProxyConfig
 from tests.support.certificate import make_certificate
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, child_environment, free_port
@@ -163,6 +165,18 @@ def test_up_when_starting_nodes_then_flags_are_in_argv_and_keys_are_not(start_up
             assert word in started["argv"]
         assert not any(name.startswith("TANDEM_") for name in started["environ"])
         assert "very-secret" not in json.dumps(started)
+
+
+@pytest.mark.parametrize("above", ["", "# of the team\n\n  # and its tools\n \n  "])
+def test_example_when_keys_are_asked_for_then_its_command_sends_the_first_one(tmp_path: Path, above: str) -> None:
+    file = tmp_path / "the team's keys"
+    file.write_text(above + "secret-1 \n# old\nsecret-2\n")
+    config = ProxyConfig(decode=("http://127.0.0.1:1",), api_key_file=str(file))
+    [command] = [line for line in welcome(config).splitlines() if "curl -N" in line]
+    shown = "curl() { for word; do printf '%s\\n' \"$word\"; done; }\n" + command
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True)
+    [header] = [line for line in done.stdout.splitlines() if line.startswith("Authorization: Bearer ")]
+    assert header.removeprefix("Authorization: Bearer ").strip() == read_key_file(str(file), "--api-key-file")[0]
 
 
 def test_up_when_a_node_dies_at_start_then_says_which_and_why(start_up: StartUp) -> None:
