@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     share: dict[str, Any] = {"type": float, "metavar": "X"}
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="base URL of the service [%(default)s]")
     parser.add_argument("--model", metavar="NAME", help="in the requests [the first of /v1/models]")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the API key")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key, the first in it")
     load = parser.add_argument_group("load")
     load.add_argument("--requests", default=32, help="requests in all [%(default)s]", **number)
     load.add_argument("--concurrency", help=f"requests at a time [{DEFAULT_CONCURRENCY}]", **number)
