@@ -33,10 +33,12 @@ MAX_FIELD_CHARS = 200
 
 
 class Conversion(abc.ABC):
-    """Of one request. ``names``: what a chat's field is called in the body that the client sent; ``headers``: of every
-    answer; ``at_work``: what a comment becomes, by which a node says that it is."""
+    """Of one request. ``names``: what a chat's field is called in the body that the client sent; ``inner_names``: the
+    same of the end of a field that lies deeper; ``headers``: of every answer; ``at_work``: what a comment becomes, by
+    which a node says that it is."""
 
     names: Mapping[str, str] = {}
+    inner_names: Mapping[str, str] = {}
     headers: Mapping[str, str] = {}
     at_work = SSE_AT_WORK
 
@@ -120,12 +122,20 @@ class Conversion(abc.ABC):
 
     def renamed(self, error: TandemError) -> TandemError:
         """``error``, which may be about a chat's field, about the field that the client knows."""
-        root = re.match(r"\w*", (error.param or "")[:MAX_FIELD_CHARS])
-        name = self.names.get(root.group()) if root else None
-        if root is None or name is None:
-            return error
-        pattern = rf"\b{re.escape(root.group())}\b(?:\[\d+\][\w.\[\]]*)?"
-        error.message, error.param = re.sub(pattern, name, error.message), name
+        param = error.param or ""
+        for there, here in self.inner_names.items():
+            error.message = error.message.replace(there, here)
+            if param.endswith(there):
+                error.param = param = param.removesuffix(there) + here
+        field = re.split(r"\W", param[:MAX_FIELD_CHARS], maxsplit=1)[0]
+        # A name with an underscore is no other word of a message that is about another field.
+        named = [name for name in self.names if name == field or "_" in name]
+        if named:
+            pattern = rf"\b({'|'.join(map(re.escape, named))})\b(?:\[\d+\][\w.\[\]]*)?"
+            error.message = re.sub(pattern, lambda found: self.names[found.group(1)], error.message)
+        if field in named:
+            rest = param.removeprefix(field)
+            error.param = self.names[field] + ("" if rest.startswith("[") else rest)  # lists differ
         return error
 
     # --- what each API has of its own

@@ -9,6 +9,7 @@ from typing import Any
 from proxy.dialects.conversion import Conversion
 from proxy.dialects.messages.answer import MessagesConversion
 from proxy.dialects.messages.body import is_marked, read_messages_body
+from proxy.dialects.messages.request import names_of
 from proxy.dialects.messages.request import to_chat as messages_to_chat
 from proxy.dialects.responses.answer import Echo, ResponsesConversion
 from proxy.dialects.responses.body import read_responses_body
@@ -36,4 +37,5 @@ def convert_responses(body: Mapping[str, Any], request_id: str) -> Converted:
 def convert_messages(body: Mapping[str, Any], request_id: str) -> Converted:
     """``POST /v1/messages``."""
     read = read_messages_body(body)
-    return Converted(messages_to_chat(read), MessagesConversion(request_id, has_marks=is_marked(body)))
+    conversion = MessagesConversion(request_id, has_marks=is_marked(body), names=names_of(read))
+    return Converted(messages_to_chat(read), conversion)

@@ -155,13 +155,8 @@ class GenerateService:
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             targets = self._targets.targets(request.headers, parsed.priority)
-            if parsed.constraint is not None:
-                constraint = await parsed.constraint.in_lark(self._grammars.lark)
-                await self._grammars.check(constraint.grammar(), param=constraint.param)
-            if isinstance(parsed, ChatRequest):
-                schemas = await run_for_body(request, CallRules.of(parsed).schemas)
-                if schemas is not None:
-                    await self._grammars.check(schemas, param="tools")
+            with _in_words_of(read.conversion):
+                await self._check_grammars(request, parsed)
             max_model_len = self._pool.max_model_len() if read.cost.max_answer_tokens is None else None
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])
@@ -183,6 +178,16 @@ class GenerateService:
         )
         asked = _Asked(request, label, job, admission_request, parsed, read.conversion)
         return RelayResponse(lambda client: self._run(asked, client))
+
+    async def _check_grammars(self, request: Request, parsed: GenerationRequest) -> None:
+        """Raises as ``GrammarChecker.check``."""
+        if parsed.constraint is not None:
+            constraint = await parsed.constraint.in_lark(self._grammars.lark)
+            await self._grammars.check(constraint.grammar(), param=constraint.param)
+        if isinstance(parsed, ChatRequest):
+            schemas = await run_for_body(request, CallRules.of(parsed).schemas)
+            if schemas is not None:
+                await self._grammars.check(schemas, param="tools")
 
     async def _run(self, asked: _Asked, client: ClientStream) -> None:
         job, label, admission = asked.job, asked.label, asked.admission
@@ -284,11 +289,18 @@ def _read(
     if convert is not None:
         converted = convert(body, request_id)
         body, conversion = converted.body, converted.conversion
-    try:
+    with _in_words_of(conversion):
         parsed = parse(body)
+    return _Read(body, parsed, RequestCost.of(parsed), conversion)
+
+
+@contextlib.contextmanager
+def _in_words_of(conversion: Conversion | None) -> Iterator[None]:
+    """Errors about a chat's field are about the field that the client knows. None: it is the client's own."""
+    try:
+        yield
     except TandemError as exc:
         raise exc if conversion is None else conversion.renamed(exc) from None
-    return _Read(body, parsed, RequestCost.of(parsed), conversion)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from common.errors import TandemError
 from common.openai.errors import read_error
 from proxy.dialects.chat_answer import Part, PartKind, Step
 from proxy.dialects.conversion import Conversion, Event, sse
-from proxy.dialects.messages.request import NAMES
+from proxy.dialects.messages.request import INNER_NAMES, NAMES
 
 REQUEST_ID_NAME = "request-id"
 """The header in which Anthropic's clients look for a request's id."""
@@ -37,11 +37,12 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessagesConversion(Conversion):
     """``request_id`` names the answer. ``has_marks``: the client asked for its prompt to be kept."""
 
-    names = NAMES
+    inner_names = INNER_NAMES
     at_work = sse(_PING)
 
-    def __init__(self, request_id: str, *, has_marks: bool) -> None:
+    def __init__(self, request_id: str, *, has_marks: bool, names: Mapping[str, str] = NAMES) -> None:
         super().__init__()
+        self.names = names
         self._id = request_id
         self._has_marks = has_marks
         self.headers = {REQUEST_ID_NAME: request_id}

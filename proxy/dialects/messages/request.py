@@ -38,6 +38,8 @@ NAMES: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
+# How a field that lies deeper ends in the chat body -> in the client's.
+INNER_NAMES: Mapping[str, str] = {".json_schema.schema": ".schema", ".function.parameters": ".input_schema"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -58,8 +60,7 @@ def to_chat(body: MessagesBody) -> dict[str, Any]:
 
 def to_prompt(body: CountTokensBody) -> dict[str, Any]:
     """What of the chat body makes the prompt, and what goes with it."""
-    output = body.output_config
-    output_format = (output.format if output is not None else None) or body.output_format
+    output_format = _format_given(body) or body.output_format
     return given(
         model=body.model,
         messages=_messages(body),
@@ -69,6 +70,18 @@ def to_prompt(body: CountTokensBody) -> dict[str, Any]:
         response_format=None if output_format is None else _format(output_format),
         continue_final_message=True if body.messages[-1][0] == "assistant" else None,
     )
+
+
+def _format_given(body: CountTokensBody) -> OutputFormat | None:
+    """In ``output_config``."""
+    return body.output_config.format if body.output_config is not None else None
+
+
+def names_of(body: CountTokensBody) -> Mapping[str, str]:
+    """``NAMES``, for errors about ``body``."""
+    if body.output_format is None or _format_given(body) is not None:
+        return NAMES
+    return {**NAMES, "response_format": "output_format"}
 
 
 def _reasoning(body: CountTokensBody) -> dict[str, Any]:

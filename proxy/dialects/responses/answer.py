@@ -17,7 +17,7 @@ from proxy.dialects.chat_answer import Part, PartKind, Step
 from proxy.dialects.conversion import Conversion, Event
 from proxy.dialects.fields import as_given
 from proxy.dialects.responses.body import ENCRYPTED_REASONING, LOGPROBS, ResponsesBody
-from proxy.dialects.responses.request import NAMES, seal, tools_as_given
+from proxy.dialects.responses.request import INNER_NAMES, NAMES, seal, tools_as_given
 
 ECHO_BYTES = 64 * 1024
 """Of instructions and tools that an answer repeats: longer ones are kept by nobody while the answer streams."""
@@ -85,6 +85,7 @@ class ResponsesConversion(Conversion):
     """``request_id`` names the answer."""
 
     names = NAMES
+    inner_names = INNER_NAMES
 
     def __init__(self, echo: Echo, request_id: str, clock: Callable[[], float] = time.time) -> None:
         super().__init__(clock)

@@ -42,6 +42,8 @@ NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
+# How a field that lies deeper ends in the chat body -> in the client's.
+INNER_NAMES: Mapping[str, str] = {".json_schema.schema": ".schema", ".function.parameters": ".parameters"}
 
 
 def to_chat(body: ResponsesBody) -> dict[str, Any]:

@@ -125,6 +125,60 @@ def test_nodes_refusal_when_passed_on_then_names_the_fields_of_the_api(
     assert caught.value.param == "max_output_tokens"
 
 
+BROKEN = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+FORMAT = {"type": "json_schema", "schema": BROKEN}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "name"),
+    [
+        (RESPONSES_ROUTE, {"text": {"format": {**FORMAT, "name": "n"}}}, "text.format.schema"),
+        (RESPONSES_ROUTE, {"guided_grammar": "root ::= ("}, "guided_grammar"),
+        (
+            RESPONSES_ROUTE,
+            {"tools": [{"type": "function", "name": "f", "parameters": BROKEN, "strict": True}]},
+            "tools",
+        ),
+        (MESSAGES_ROUTE, {"output_config": {"format": FORMAT}}, "output_config.format.schema"),
+        (MESSAGES_ROUTE, {"output_format": FORMAT}, "output_format.schema"),
+        (MESSAGES_ROUTE, {"tools": [{"name": "f", "input_schema": BROKEN, "strict": True}]}, "tools"),
+    ],
+)
+def test_grammar_when_it_cannot_be_compiled_then_is_refused_by_the_name_of_the_field_that_was_sent(
+    cluster: Cluster, node: ScriptedNode, route: str, fields: dict[str, Any], name: str
+) -> None:
+    body = {"input": "a"} if route == RESPONSES_ROUTE else {"messages": HELLO, "max_tokens": 5}
+    answer = cluster.client.post(route, json=body | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["message"].startswith(f"{name} "), error
+    assert error.get("param", name) == name
+    assert not node.received
+
+
+@pytest.mark.parametrize(
+    ("route", "param", "message", "told"),
+    [
+        (
+            RESPONSES_ROUTE,
+            "tools[1].function.parameters",
+            "tools[1].function.parameters makes a grammar of 9 characters",
+            "tools[1].parameters makes",
+        ),
+        (MESSAGES_ROUTE, "tools[1].function.parameters", "tools[1].function.parameters is", "tools[1].input_schema is"),
+        (RESPONSES_ROUTE, "min_tokens", "min_tokens is above max_completion_tokens 5", "above max_output_tokens 5"),
+        (MESSAGES_ROUTE, "min_tokens", "min_tokens is above max_completion_tokens 5", "above max_tokens 5"),
+    ],
+)
+def test_nodes_refusal_when_it_names_a_deeper_or_another_field_then_that_is_named_as_it_was_sent(
+    cluster: Cluster, node: ScriptedNode, route: str, param: str, message: str, told: str
+) -> None:
+    node.error = InvalidRequestError(message, param=param)
+    answer = cluster.client.post(route, json={"input": "a", "messages": HELLO, "max_tokens": 5})
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]
+
+
 def test_api_key_when_sent_as_either_client_does_then_lets_in_and_goes_to_the_nodes_as_one(
     node: ScriptedNode, start_cluster: StartCluster, tmp_path: Path
 ) -> None:
