@@ -16,7 +16,7 @@ from common.openai.bodies.models import MAX_TOKENS
 from common.openai.bodies.values import Prompts, parse_prompts
 from common.openai.messages import MAX_MESSAGES
 from common.openai.protocol import MAX_ANSWERS, ChatRequest, CompletionRequest, check_answers
-from common.openai.sampling import OutputFields, SamplingFields
+from common.openai.sampling import OutputFields, SamplingFields, max_tokens_of
 from common.wire.fields import invalid, is_int
 
 
@@ -58,7 +58,7 @@ def parse_foreign_chat(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def _common(fields: _Foreign) -> dict[str, Any]:
-    max_tokens = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    max_tokens, max_tokens_field = max_tokens_of(fields.max_tokens, fields.max_completion_tokens)
     return {
         "model": fields.model,
         "priority": fields.priority or 0,
@@ -66,6 +66,7 @@ def _common(fields: _Foreign) -> dict[str, Any]:
         "request_id": fields.request_id if isinstance(fields.request_id, str) else None,
         "sampling": SamplingFields(
             max_tokens=max_tokens,
+            max_tokens_field=max_tokens_field,
             logprobs=fields.logprobs if is_int(fields.logprobs) else None,
             prompt_logprobs=fields.prompt_logprobs if is_int(fields.prompt_logprobs) else None,
         ),

@@ -183,7 +183,7 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
         check_answers(output.n, len(prompts))
         answer = _answer(body, fields, output, fields.logprobs, _CHAT_ONLY, is_from_peer=is_from_peer)
         if answer.sampling.max_tokens == 0 and not output.echo:
-            invalid("max_tokens", 0, "at least 1 unless echo is true")
+            invalid(answer.sampling.max_tokens_field, 0, "at least 1 unless echo is true")
     return CompletionRequest(
         prompts=prompts,
         resume=resume,
@@ -227,7 +227,7 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         output = output_of(fields, echo=bool(fields.echo))
         answer = _answer(body, fields, output, chat_logprobs_of(fields), _COMPLETION_ONLY, is_from_peer=is_from_peer)
         if answer.sampling.max_tokens == 0:
-            invalid("max_tokens", 0, "at least 1")
+            invalid(answer.sampling.max_tokens_field, 0, "at least 1")
     return ChatRequest(
         messages=messages,
         images=parse_images(fields.messages) if messages else read_prompt_images(body) if prompt_ids else (),
@@ -409,16 +409,17 @@ def to_sampling_params(
         max_tokens = room if is_chat else min(DEFAULT_COMPLETION_TOKENS, room)
     elif max_tokens > room:
         raise InvalidRequestError(
-            f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} make {num_prompt_tokens + max_tokens}, "
-            f"more than the model's context of {max_model_len} tokens",
-            param="max_tokens",
+            f"{num_prompt_tokens} prompt tokens and {sampling.max_tokens_field} {max_tokens} make "
+            f"{num_prompt_tokens + max_tokens}, more than the model's context of {max_model_len} tokens",
+            param=sampling.max_tokens_field,
             code="context_length_exceeded",
         )
     if defaults.max_tokens is not None:
         max_tokens = min(max_tokens, defaults.max_tokens)
     if sampling.min_tokens > max_tokens:
         raise InvalidRequestError(
-            f"min_tokens must be at most max_tokens {max_tokens}, got {sampling.min_tokens}", param="min_tokens"
+            f"min_tokens must be at most {sampling.max_tokens_field} {max_tokens}, got {sampling.min_tokens}",
+            param="min_tokens",
         )
     check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     check_token_ids("logit_bias", sampling.logit_bias, vocab_size)

@@ -18,14 +18,18 @@ from common.wire.fields import invalid
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by them overflows and changes nothing else."""
 
+MAX_TOKENS_FIELD = "max_tokens"
+
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """Sampling fields as the client gave them. None: not given, ``SamplingDefaults`` say what is done."""
+    """Sampling fields as the client gave them. None: not given, ``SamplingDefaults`` say what is done.
+    ``max_tokens_field``: which one ``max_tokens`` was given in, for errors."""
 
     max_tokens: int | None = None
+    max_tokens_field: str = MAX_TOKENS_FIELD
     min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
@@ -80,18 +84,26 @@ class OutputFields:
     return_tokens_as_token_ids: bool = False
 
 
+def max_tokens_of(max_tokens: int | None, max_completion_tokens: int | None) -> tuple[int | None, str]:
+    """The one that goes before the other, and its name."""
+    if max_completion_tokens is None:
+        return max_tokens, MAX_TOKENS_FIELD
+    return max_completion_tokens, "max_completion_tokens"
+
+
 def sampling_of(body: AnswerFields, logprobs: int | None) -> SamplingFields:
     """Raises InvalidRequestError where two fields contradict each other."""
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens, max_tokens_field = max_tokens_of(body.max_tokens, body.max_completion_tokens)
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        invalid("min_tokens", min_tokens, f"at most max_tokens {max_tokens}")
+        invalid("min_tokens", min_tokens, f"at most {max_tokens_field} {max_tokens}")
     if body.logprob_token_ids is not None and logprobs is None:
         raise InvalidRequestError("logprob_token_ids is allowed only with logprobs", param="logprob_token_ids")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("prompt_logprobs is allowed only without stream", param="prompt_logprobs")
     return SamplingFields(
         max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
         min_tokens=min_tokens,
         temperature=0.0 if body.temperature is not None and body.temperature < GREEDY_BELOW else body.temperature,
         top_p=body.top_p,

@@ -182,9 +182,9 @@ def _check_alone(request: AdmissionRequest, limits: Limits) -> int:
     if request.is_open_ended and request.num_prompt_tokens <= limit:
         return limit  # what it uses beyond is a debt
     raise InvalidRequestError(
-        f"the request may use {request.num_tokens} tokens (its prompt, and max_tokens for each choice), the "
-        f"tokens_per_minute of this API key are {limit}",
-        param="max_tokens",
+        f"the request may use {request.num_tokens} tokens (its prompt, and {request.max_tokens_field} for each "
+        f"choice), the tokens_per_minute of this API key are {limit}",
+        param=request.max_tokens_field,
         code="over_token_limit",
     )
 

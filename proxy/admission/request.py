@@ -15,6 +15,7 @@ class AdmissionRequest:
         num_prompt_tokens: of all prompts, estimated.
         num_answer_tokens: of all answers, when each is as long as it may be.
         is_open_ended: no ``max_tokens`` was given: the answers may be as long as the context.
+        max_tokens_field: what the request calls ``max_tokens``, for errors.
     """
 
     arrival_s: float
@@ -25,6 +26,7 @@ class AdmissionRequest:
     num_prompt_tokens: int = 0
     num_answer_tokens: int = 0
     is_open_ended: bool = False
+    max_tokens_field: str = "max_tokens"
 
     @property
     def num_tokens(self) -> int:

@@ -63,6 +63,7 @@ def read_admission_request(
         num_prompt_tokens=cost.num_prompt_tokens,
         num_answer_tokens=cost.num_answer_tokens(num_answers(parsed), max_model_len),
         is_open_ended=cost.max_answer_tokens is None,
+        max_tokens_field=parsed.sampling.max_tokens_field,
     )
 
 

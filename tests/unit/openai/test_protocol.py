@@ -288,6 +288,19 @@ def test_min_tokens_over_max_tokens_is_refused_given_or_implied() -> None:
         params(completion(min_tokens=17))
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_when_it_is_wrong_then_the_field_that_was_given_is_named(name: str) -> None:
+    for ask in (chat, completion):
+        with pytest.raises(InvalidRequestError, match=f"^{name} ") as caught:
+            ask(**{name: 0})
+        assert caught.value.param == name
+        with pytest.raises(InvalidRequestError, match=f"prompt tokens and {name} 91 make 101") as caught:
+            params(ask(**{name: 91}))
+        assert caught.value.param == name
+        with pytest.raises(InvalidRequestError, match=f"at most {name} 3,"):
+            ask(**{name: 3, "min_tokens": 4})
+
+
 def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
     for request in (
         completion(stop_token_ids=[1000]),

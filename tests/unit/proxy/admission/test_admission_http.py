@@ -183,6 +183,16 @@ def test_request_when_it_has_ended_then_its_key_has_used_what_it_used(
         assert answer.status_code == status, answer.text
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_request_when_it_may_use_more_than_its_key_ever_can_then_the_field_that_says_so_is_named(
+    limited: Cluster, name: str
+) -> None:
+    answer = limited.client.post("/v1/chat/completions", json={**CHAT, name: 101})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "over_token_limit", name)
+    assert f"and {name} for each" in error["message"]
+
+
 def test_request_when_nodes_fail_or_refuse_it_then_it_has_used_nothing(limited: Cluster) -> None:
     node = limited.decode[0]
     for node.status in (500, 400):
