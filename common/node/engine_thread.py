@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from common.engine.core import EngineCore
 from common.engine.outputs import RequestOutput
-from common.errors import EngineDeadError, NodeUnavailableError, TandemError
+from common.errors import DeadlineExceededError, EngineDeadError, NodeUnavailableError, TandemError
 from common.request import Request
 from common.server.garbage import collect_when_idle
 
@@ -83,7 +83,7 @@ class EngineThread:
 
     async def call(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
         """Runs ``function`` between two steps and returns its result; raises what it raised, NodeUnavailableError when
-        the engine has stopped, or TimeoutError."""
+        the engine has stopped, or DeadlineExceededError: it was in a step for ``timeout_s``."""
         self._check_serving()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -104,6 +104,8 @@ class EngineThread:
             # on.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(future)
+        except TimeoutError as exc:
+            raise DeadlineExceededError(f"the engine of this node was in a step for more than {timeout_s:g} s") from exc
         finally:
             self._calls.discard(future)
 

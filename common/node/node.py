@@ -17,7 +17,7 @@ import logging
 from common.config.dns import own_host
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.errors import NodeUnavailableError, RequestAbortedError
+from common.errors import DeadlineExceededError, NodeUnavailableError, RequestAbortedError
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.observe.stats import CacheStats
@@ -189,7 +189,7 @@ class Node:
             return num_writes
         try:
             return (await self._read_stats()).leases_active
-        except TimeoutError:  # in a long step: nothing says that the leases have ended
+        except DeadlineExceededError:  # in a long step: nothing says that the leases have ended
             return 1
         except NodeUnavailableError:
             return 0
@@ -249,5 +249,5 @@ class Node:
     async def refresh_stats(self) -> None:
         """Brings the cache's numbers up to date between two steps; keeps the last ones when a step takes too long, or
         there will be none any more."""
-        with contextlib.suppress(TimeoutError, NodeUnavailableError):
+        with contextlib.suppress(DeadlineExceededError, NodeUnavailableError):
             self._cache_stats = await self._read_stats()

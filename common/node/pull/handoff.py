@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from common.errors import InvalidRequestError, PrefillLegAbortedError, PrefillLegRejectedError, TransferError
+from common.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PrefillLegAbortedError,
+    PrefillLegRejectedError,
+    TransferError,
+)
 from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
@@ -251,9 +257,7 @@ class HandoffReader:
         num_tokens = keys.num_tokens
         first = asyncio.create_task(self._first_part(url, manifests))
         try:
-            # Costs nothing: the request would wait for the running step anyway, and the poll goes on meanwhile.
-            hit = await self._engine.call(lambda: self._manager.lookup(keys, num_tokens))
-            if hit.num_tokens == num_tokens and hit.output_row is not None:
+            if await self._is_here(keys):
                 manifests.close()
                 return HandoffResult(known_report=PrefillReport("", cached_tokens=num_tokens, computed_tokens=0))
             await first
@@ -269,6 +273,16 @@ class HandoffReader:
             manifests=manifests,
         )
         return HandoffResult(prefix)
+
+    async def _is_here(self, keys: PrefixKeys) -> bool:
+        """Whether all of the prompt is known to be."""
+        num_tokens = keys.num_tokens
+        try:
+            # Costs nothing: the request would wait for the running step anyway, and the poll goes on meanwhile.
+            hit = await self._engine.call(lambda: self._manager.lookup(keys, num_tokens))
+        except DeadlineExceededError:  # in a long step
+            return False
+        return hit.num_tokens == num_tokens and hit.output_row is not None
 
     async def _first_part(self, url: str, manifests: RendezvousManifestStream) -> None:
         """Returns when the prompt is being computed. That may take as long as it queues, so the wait has no deadline of

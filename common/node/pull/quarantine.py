@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
-from common.errors import TransferError
+from common.errors import DeadlineExceededError, TransferError
 from common.kv_cache.observe.stats import CacheStats
 from common.transfer.codes import TransferCode
 
@@ -113,7 +113,7 @@ class QuarantineKeeper:
             return None
         try:
             stats = await self._read_stats()
-        except TimeoutError:  # the engine is in a long step
+        except DeadlineExceededError:  # the engine is in a long step
             return None
         pools = {**{f"blocks of {name}": states for name, states in stats.group_blocks.items()}, "slots": stats.slots}
         for name, states in pools.items():

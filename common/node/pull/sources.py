@@ -14,7 +14,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from common.engine.core import EngineCore
-from common.errors import FingerprintMismatchError, InvalidRequestError, TandemError, TransferError
+from common.errors import (
+    DeadlineExceededError,
+    FingerprintMismatchError,
+    InvalidRequestError,
+    TandemError,
+    TransferError,
+)
 from common.images.span import ImageSpan
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
@@ -105,7 +111,7 @@ class PrefixSources:
         try:
             # The request would wait for the running step anyway.
             num_local = await self._engine.call(lambda: self._core.num_local_tokens(keys))
-        except TimeoutError:
+        except DeadlineExceededError:
             return None
         if keys.num_tokens - num_local < min_missing:
             return None

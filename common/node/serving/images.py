@@ -86,7 +86,7 @@ class PromptImages:
             return ()
         inputs = [each for image in encoded for each in inputs_of(self._processor, image, self._submit)]
         num_cached = 0
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(DeadlineExceededError):
             num_cached = await self._engine.call(lambda: self._num_cached(keys))
         wanted = [each for each, image in zip(inputs, keys.images, strict=True) if image.end > num_cached]
         loop = asyncio.get_running_loop()

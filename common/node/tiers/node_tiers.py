@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.engine.core import EngineCore
-from common.errors import NodeUnavailableError
+from common.errors import DeadlineExceededError, NodeUnavailableError
 from common.kv_cache.checkpoints.checkpoint import Checkpoint
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
@@ -157,7 +157,7 @@ class NodeTiers:
         """Begins to write all that is worth it; how many writes have not ended. Event loop."""
         try:
             return await self._engine.call(self._look_at_all, timeout_s=LOOK_TIMEOUT_S)
-        except (TimeoutError, NodeUnavailableError):
+        except (DeadlineExceededError, NodeUnavailableError):
             return 0 if self._engine.death is not None else 1
 
     async def _look_forever(self) -> None:
@@ -172,7 +172,7 @@ class NodeTiers:
                 seconds = await self._engine.call(partial(self._look, is_whole=is_idle), timeout_s=LOOK_TIMEOUT_S)
                 is_done = is_idle and not self._writing.total()
                 interval_s = max(IDLE_LOOK_S if is_done else LOOK_S, LOOK_SHARE * seconds)
-            except (TimeoutError, NodeUnavailableError):
+            except (DeadlineExceededError, NodeUnavailableError):
                 continue  # in a long step, or ended
             except Exception:  # the next look may go well; the node serves without
                 logger.exception("a look at what leaves the cache raised")

@@ -13,7 +13,13 @@ import pytest_asyncio
 from common.config.node import NodeConfig
 from common.engine.model_runner import Forward, ModelRunner
 from common.engine.plan import StepPlan
-from common.errors import EngineDeadError, InvalidRequestError, NodeUnavailableError, TandemError
+from common.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+    NodeUnavailableError,
+    TandemError,
+)
 from common.node.engine_thread import EngineThread
 from common.node.runtime import NodeModel, create_core, load_node_model
 from common.request import Request, SamplingParams
@@ -89,6 +95,20 @@ async def test_call_when_cancelled_just_as_its_result_arrives_then_the_cancellat
             await asyncio.gather(call, return_exceptions=True)
             assert call.cancelled(), f"lost after {num_turns} turns of the loop"
     assert 2 <= num_cancelled < 10
+
+
+@pytest.mark.asyncio
+async def test_call_when_the_engine_is_in_a_long_step_then_a_deadline_is_exceeded_and_nothing_is_run(
+    engine: EngineThread,
+) -> None:
+    goes_on, ran = threading.Event(), []  # type: tuple[threading.Event, list[str]]
+    engine.post(lambda: goes_on.wait(DEADLINE_S))
+    with pytest.raises(DeadlineExceededError) as caught:
+        await engine.call(lambda: ran.append("late"), timeout_s=0.05)
+    goes_on.set()
+    assert (caught.value.status, caught.value.code) == (504, "deadline_exceeded")
+    await engine.call(lambda: ran.append("now"), timeout_s=DEADLINE_S)
+    assert ran == ["now"]
 
 
 @pytest.mark.asyncio

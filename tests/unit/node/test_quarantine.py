@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from common.errors import TransferError
+from common.errors import DeadlineExceededError, TransferError
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.observe.stats import CacheStats
 from common.node.pull import quarantine
@@ -44,7 +44,7 @@ class Scene:
     async def read_stats(self) -> CacheStats:
         self.num_asked += 1
         if self.stats is None:
-            raise TimeoutError
+            raise DeadlineExceededError("in a long step")
         return self.stats
 
     def count(self) -> None:

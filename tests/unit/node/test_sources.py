@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import FingerprintMismatchError, InvalidRequestError, TransferError
+from common.errors import DeadlineExceededError, FingerprintMismatchError, InvalidRequestError, TransferError
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.pools.generations import content_tag
 from common.node.lend.manifest_builder import ManifestBuilder
@@ -241,6 +241,16 @@ def test_sources_when_less_than_two_blocks_are_missing_then_nobody_is_asked(know
 def test_sources_when_states_are_not_cached_here_then_nobody_is_asked(options: dict[str, Any]) -> None:
     node = FakeNode(manager=KVCacheManager(make_config(**options)))
     assert find(node) is None
+
+
+def test_sources_when_the_engine_is_in_a_long_step_then_nobody_is_asked() -> None:
+    class BusyNode(FakeNode):
+        async def call(self, function: Callable[[], Any]) -> Any:
+            raise DeadlineExceededError("in a step")
+
+    node = BusyNode()
+    assert find(node) is None
+    assert node.asked == []
 
 
 # --- the holder's side
