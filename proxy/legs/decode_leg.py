@@ -74,7 +74,7 @@ class DecodeLegs:
                 if answer.status < 400:
                     leases.hand_over()
                 await self._pass(node, job, answer, leg, client, progress)
-        except (LegFailedError, DeadlineExceededError):
+        except BaseException:  # also the client's leaving: of a list, not every prompt may have been read by then
             leases.take_back()
             raise
 

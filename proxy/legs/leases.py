@@ -3,8 +3,9 @@
 A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer (or, when
 both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
 over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
-refused) releases it. A decode node that fails afterwards may have died before it released what it was given: then the
-lease is the proxy's again. Releasing is best effort: a lease that is not released ends by its own deadline.
+refused) releases it. A decode node that fails afterwards, or that is left because the client was, may have ended before
+it released what it was given: then the lease is the proxy's again. Releasing is best effort: a lease that is not
+released ends by its own deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class LeaseGuard:
         self._held.clear()
 
     def take_back(self) -> None:
-        """The decode node failed: whether it has released them nobody knows, and releasing twice does no harm."""
+        """The decode leg did not come to its end: whether the node has released them nobody knows, and releasing twice
+        does no harm."""
         self._held += self._handed_over
         self._handed_over.clear()
 

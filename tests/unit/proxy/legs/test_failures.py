@@ -203,16 +203,18 @@ def test_client_when_gone_before_decode_answers_then_lease_is_released(start_clu
     wait_for(lambda: cluster.prefill[0].released == ["prefill-0-lease-0"], "the lease's release")
 
 
-def test_client_when_gone_while_streaming_then_decode_is_aborted_and_keeps_the_lease(
+def test_client_when_gone_while_streaming_then_decode_is_aborted_and_what_it_was_given_is_released(
     start_cluster: StartCluster,
 ) -> None:
     cluster = start_cluster()
     cluster.decode[0].fault = Fault.STALL
-    with cluster.client.stream("POST", "/v1/completions", json=STREAM) as answer:
+    with cluster.client.stream("POST", "/v1/completions", json={**STREAM, "prompt": ["a", "b"]}) as answer:
         assert next(answer.iter_lines())
+        assert cluster.prefill[0].released == []
     wait_for(lambda: cluster.decode[0].num_aborted == 1, "the decode leg's connection to be closed")
+    wait_for(lambda: len(cluster.prefill[0].released) == 2, "the leases' release")
+    assert set(cluster.prefill[0].released) == {"prefill-0-lease-0", "prefill-0-lease-1"}
     wait_for(lambda: cluster.metric("tandem_requests_running") == 0, "the request to end")
-    assert cluster.prefill[0].released == []
 
 
 def test_concurrency_when_at_its_limit_then_429_with_retry_after(start_cluster: StartCluster) -> None:
