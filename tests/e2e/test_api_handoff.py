@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import foreign
 from tests.support.client import Answer, complete, completion_body, metric, payload_bytes, wait_settled
+from tests.support.http_server import wait_for
 from tests.support.reference import Reference, random_tokens
 from tests.support.service import Service
 
@@ -314,3 +315,26 @@ def test_output_row_when_a_caller_has_changed_it_then_is_neither_used_nor_kept(
     assert metric(service.decode[0], "transfer_failures_total", reason="unproven") == before + 1
     for params in good:
         foreign.release(service.prefill[0].url, params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"echo": True}, 200),  # its log-probabilities are those of a prompt that is computed here
+        ({"prompt_logprobs": 1}, 200),
+        ({"allowed_token_ids": [1_000_000]}, 400),
+        ({"guided_regex": "a(b"}, 400),
+        ({"cache_salt": "another"}, 400),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_handoff_when_it_is_not_used_then_its_lease_is_released(
+    service: Service, fields: dict[str, Any], status: int
+) -> None:
+    body = completion_body(random_tokens(40, seed=343), 4)
+    params = foreign.prefill(service.prefill[0].url, body)
+    assert foreign.renew(service.prefill[0].url, params)
+    response = foreign.decode(service.decode[0].url, {**body, **fields}, params)
+    assert response.status_code == status, response.text
+    # Renewed each time: it does not end by itself.
+    wait_for(lambda: not foreign.renew(service.prefill[0].url, params), "the lease's release")

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from common.wire.headers import TRACE_HEADER
-from common.wire.routes import COMPLETIONS_ROUTE, LEASE_RELEASE_ROUTE
+from common.wire.routes import COMPLETIONS_ROUTE, LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE
 
 PREFILL_PARAMS: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -51,3 +51,10 @@ def release(url: str, params: Mapping[str, Any]) -> None:
     """Ends the lease early, as a decode node does after its read."""
     response = httpx.post(url + LEASE_RELEASE_ROUTE, json={"lease_ids": [params["tandem_lease_id"]]})
     assert response.status_code == 200, response.text
+
+
+def renew(url: str, params: Mapping[str, Any]) -> bool:
+    """Whether the lease is still there; then it lasts for a full period from now."""
+    response = httpx.post(url + LEASE_RENEW_ROUTE, json={"lease_ids": [params["tandem_lease_id"]]})
+    assert response.status_code == 200, response.text
+    return not response.json()["unknown"]

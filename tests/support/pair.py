@@ -8,6 +8,7 @@ their wire forms. The pair owns the event loop, and both cores are stepped on it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 from common.config.node import NodeConfig
 from common.engine.outputs import RequestOutput
+from common.errors import TransferError
 from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
@@ -155,6 +157,7 @@ class OnlyPeer:
         self._peer = peer
         self._backend = backend
         self._held: set[str] = set()
+        self.returning: list[asyncio.Task[None]] = []
 
     def check_allowed(self, url: str, *, is_from_peer: bool) -> None:
         assert url == f"http://{HOST}:{PORT}"
@@ -192,6 +195,15 @@ class OnlyPeer:
         self._peer.rendezvous.release(lease_id)
         assert self._peer.model.manager.release_lease(lease_id)
         return True
+
+    def give_back(self, lease_id: str, confirm: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            with contextlib.suppress(TransferError):  # it was not made like this
+                await confirm()
+                self._held.discard(lease_id)
+                self._peer.model.manager.release_lease(lease_id)  # again, if the test has
+
+        self.returning.append(asyncio.create_task(run()))
 
 
 class WatchedStream(ManifestStream):
@@ -239,7 +251,8 @@ class Pair:
     async def _start(self) -> None:
         self.prefill, self.decode = (Side(name, self.new_backend, self._config) for name in ("prefill", "decode"))
         self._puller = Puller(self.decode.backend)
-        peers: Any = self._new_peers()
+        self._peer = self._new_peers()
+        peers: Any = self._peer
         model, config = self.decode.model, self._config
         self.metrics = Metrics(Role.DECODE)
         self._handoffs = HandoffReader(
@@ -355,22 +368,21 @@ class Pair:
         return self._decode(manifests, pulls)
 
     def lose(self, name: str, prompt: Sequence[int], *, at_once: bool) -> HandoffResult:
-        """A handoff of which nothing can be pulled: of a manifest, whose lease then ends as one that nobody took over;
-        or of a leg that is yet to come, which is called off."""
+        """A handoff of which nothing can be pulled: of a manifest, whose lease is given back; or of a leg that is yet
+        to come, which is called off."""
 
         async def run() -> HandoffResult:
             handoff: Handoff = Rendezvous(HOST, PORT, name)
             if not at_once:
                 params = _over_the_wire((await self._hand_out(name, prompt)).to_params())
                 handoff = self._handoffs.parse(params, is_from_peer=False)
-            async with self._handoffs.read(handoff, prompt, None) as found:
-                return found
+            try:
+                async with self._handoffs.read(handoff, prompt, None) as found:
+                    return found
+            finally:
+                await asyncio.gather(*self._peer.returning)
 
-        try:
-            return self._runner.run(run())
-        finally:
-            if not at_once:
-                self.end_lease(name)
+        return self._runner.run(run())
 
     def hand_out_late(self, name: str, prompt: Sequence[int]) -> None:
         """The prefill leg of a rendezvous that was called off before it came."""

@@ -2,11 +2,12 @@
 
 A manifest: 1 check it, 2 is its holder a peer of this node, 3 connect to the holder in the life that made it, 4 ask the
 holder whether it is as it was made (while it is read: whoever sends a request could have written it, and its output row
-would be sampled from, and kept for others), 5 hold the lease (renewed from here on). A rendezvous: 1 is it a peer, 2
-poll it for what is finished, 3 when the whole prompt is here already, call its leg off; else wait until it is begun: a
-prompt that queues at the prefill node holds no memory here, and one that is finished does not wait for memory, or a
-step, before it is read. Then the engine pulls; everything is given up as soon as the pull has ended, and on every way
-out. Leaves by: a prefix to pull, nothing (recompute, or all of it is here), an error.
+would be sampled from, and kept for others), 5 hold the lease (renewed from here on). One that is not read after all is
+given back: 4, 5, and its lease is released. A rendezvous: 1 is it a peer, 2 poll it for what is finished, 3 when the
+whole prompt is here already, call its leg off; else wait until it is begun: a prompt that queues at the prefill node
+holds no memory here, and one that is finished does not wait for memory, or a step, before it is read. Then the engine
+pulls; everything is given up as soon as the pull has ended, and on every way out. Leaves by: a prefix to pull, nothing
+(recompute, or all of it is here), an error.
 """
 
 from __future__ import annotations
@@ -147,8 +148,12 @@ class HandoffReader:
         keys = self._manager.prefix_keys(token_ids, cache_salt, images=images)
         manifests: ManifestStream
         if isinstance(handoff, Manifest):
-            self._check_compatible(handoff)
-            manifests = fixed = self._fixed_stream(handoff)
+            try:
+                self._check_compatible(handoff)
+                manifests = fixed = self._fixed_stream(handoff)
+            except InvalidRequestError:
+                self.give_back(handoff)
+                raise
             read = partial(self._read_manifest, handoff, url, keys, fixed)
         else:
             manifests = stream = self._rendezvous_stream(handoff, url, keys)
@@ -169,6 +174,12 @@ class HandoffReader:
         finally:
             manifests.close()
 
+    def give_back(self, handoff: Handoff) -> None:
+        """Nobody will read it. A manifest's lease is released, once its holder has said that the manifest is its own; a
+        leg that is followed ends with whoever sent it. Does not wait."""
+        if isinstance(handoff, Manifest):
+            self._leases.give_back(handoff.lease_id, partial(self._check_with_holder, handoff, _url_of(handoff)))
+
     def _lose(self, error: TransferError) -> HandoffResult:
         """The prefix cannot be had. Raises TransferError, with one code for all reasons, when the policy is to fail."""
         self._metrics.transfer_failed(failure_label(error.code))
@@ -184,7 +195,8 @@ class HandoffReader:
         model."""
         if manifest.output_row is None:
             raise InvalidRequestError(f"{ROW_PARAM} is missing", param=ROW_PARAM)
-        return FixedManifestStream(ReadablePrefix.of(manifest, self._loaded), self._leases, manifest.lease_id)
+        prefix = ReadablePrefix.of(manifest, self._loaded)
+        return FixedManifestStream(prefix, self._leases, manifest.lease_id, partial(self.give_back, manifest))
 
     async def _read_manifest(
         self, manifest: Manifest, url: str, keys: PrefixKeys, manifests: FixedManifestStream

@@ -130,13 +130,17 @@ class ManifestStream(abc.ABC):
 
 class FixedManifestStream(ManifestStream):
     """A finished manifest, from its holder or, until ``confirm`` has asked it, from who knows whom. ``close`` releases
-    its lease."""
+    its lease; one that is not held yet is left to ``give_back``."""
 
-    def __init__(self, prefix: ReadablePrefix, leases: RemoteLeases, lease_id: str) -> None:
+    def __init__(
+        self, prefix: ReadablePrefix, leases: RemoteLeases, lease_id: str, give_back: Callable[[], None] | None = None
+    ) -> None:
         assert prefix.is_final
         self._prefix = prefix
         self._leases = leases
         self._lease_id = lease_id
+        self._give_back = give_back
+        self._is_closed = False
         self._check: asyncio.Task[None] | None = None
 
     @property
@@ -163,9 +167,14 @@ class FixedManifestStream(ManifestStream):
         self._check.result()
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_answered = self._check is not None and self._check.done()
         if self._check is not None:
             self._check.cancel()
-        self._leases.release(self._lease_id)
+        if not self._leases.release(self._lease_id) and not is_answered and self._give_back is not None:
+            self._give_back()
 
 
 ReadManifest = Callable[[Manifest | PartialManifest], ReadablePrefix]

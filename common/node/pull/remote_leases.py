@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.errors import TransferError
@@ -30,6 +31,12 @@ RELEASE_TIMEOUT_S = 2.0
 
 RELEASE_TRIES = 3
 """Then the lease expires. A holder with hundreds of requests at once may answer late, and memory is what it lacks."""
+
+GIVE_BACK_S = 30.0
+"""How long a lease that nobody uses is worth asking for; most would have ended by then."""
+
+GIVEN_BACK_AT_ONCE = 8
+"""Fewer than ``CHECKS_AT_ONCE``: those that are read go first, also where a holder does not answer."""
 
 RENEW_TIMEOUT_S = 1.0
 """How long a holder has to answer a renewal; the next one follows anyway."""
@@ -52,17 +59,22 @@ class RemoteLeases:
         self._task: asyncio.Task[None] | None = None
         self._renewals: dict[str, asyncio.Task[None]] = {}  # one at a time per holder
         self._releases: set[asyncio.Task[None]] = set()
+        self._returning: set[asyncio.Task[None]] = set()
+        self._giving_back = asyncio.Semaphore(GIVEN_BACK_AT_ONCE)
+        self._is_closed = False
         self._unsent: dict[tuple[str, bool], list[str]] = {}  # releases of this turn of the loop, one call for each key
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._renew_forever(), name="lease-renewal")
 
     async def close(self) -> None:
+        self._is_closed = True
+        ending = [*self._renewals.values(), *self._returning]
         if self._task is not None:
-            renewing = (self._task, *self._renewals.values())
-            for task in renewing:
-                task.cancel()
-            await asyncio.gather(*renewing, return_exceptions=True)
+            ending.append(self._task)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         for lease_id in list(self._held):
             self.release(lease_id)
         if self._releases:
@@ -85,6 +97,23 @@ class RemoteLeases:
         """Tells a peer that nobody wants this prompt: its lease ends, and a leg that still computes, or is yet to come,
         is aborted."""
         self._tell(lease_id, url, may_come=True)
+
+    def give_back(self, lease_id: str, confirm: Callable[[], Awaitable[None]]) -> None:
+        """Ends a lease that is not held here and that nobody will use. ``confirm`` holds it, or raises TransferError:
+        then it is not for whoever brought it to end. Does not wait."""
+        if not self._is_closed:
+            task = asyncio.create_task(self._give_back(lease_id, confirm), name=f"give back {lease_id}")
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _give_back(self, lease_id: str, confirm: Callable[[], Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(GIVE_BACK_S), self._giving_back:
+                await confirm()
+        except (TransferError, TimeoutError) as exc:
+            logger.info("lease left to expire lease_id=%s: %s", lease_id, str(exc) or type(exc).__name__)
+        else:
+            self.release(lease_id)
 
     def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
         """One call for all that are told in this turn of the loop: a request may have 2,048 leases."""

@@ -72,10 +72,10 @@ class EncodedPrompt:
 
 @dataclass(slots=True)
 class PromptJob:
-    """One prompt of a request on its way through the engine. ``handoff_result``: what ``handoff`` came to, once it was
-    read. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so far. ``first_token_due_s``:
-    when the first token is to be there, monotonic; ``itl_target_s``: as of the engine's request. ``prompt_logprobs``:
-    once the prompt is computed, if they were asked for."""
+    """One prompt of a request on its way through the engine. ``is_read``: whether reading ``handoff`` has begun;
+    ``handoff_result``: what it came to. ``num_resumed``: how many of ``token_ids``, at their end, are the answer so
+    far. ``first_token_due_s``: when the first token is to be there, monotonic; ``itl_target_s``: as of the engine's
+    request. ``prompt_logprobs``: once the prompt is computed, if they were asked for."""
 
     index: int
     request_id: str
@@ -90,6 +90,7 @@ class PromptJob:
     images: tuple[ImageSpan, ...] = ()
     encoded_images: tuple[EncodedImage, ...] = ()
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    is_read: bool = False
     handoff_result: HandoffResult = field(default_factory=HandoffResult)
 
 
@@ -192,10 +193,38 @@ class PromptReader:
         return replace(sampling, bad_token_ids=self.codec.bad_token_ids(request.sampling.bad_words))
 
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
+        """Raises InvalidRequestError. What is not read of what the request was handed is given back."""
         handoffs: Sequence[Handoff] = ()
         if request.transfer_mode is TransferMode.REMOTE_PREFILL:
             parse = partial(self._parse_handoffs, request, is_from_peer=is_peer(http))
             handoffs = await run_for_body(http, parse)
+        try:
+            jobs = await self._jobs(http, request, handoffs)
+        except InvalidRequestError:
+            self._give_back(handoffs)
+            raise
+        if handoffs:
+            self._give_back([handoff for job, handoff in zip(jobs, handoffs, strict=True) if job.handoff is None])
+        return jobs
+
+    def give_back(self, jobs: Sequence[PromptJob]) -> None:
+        """The request is refused: what of its handoffs is not read will not be."""
+        self._give_back([job.handoff for job in jobs if job.handoff is not None and not job.is_read])
+
+    def _give_back(self, handoffs: Sequence[Handoff]) -> None:
+        for handoff in handoffs:
+            assert self._handoffs is not None
+            self._handoffs.give_back(handoff)
+
+    async def _jobs(
+        self, http: HttpRequest, request: GenerationRequest, handoffs: Sequence[Handoff]
+    ) -> list[PromptJob]:
+        num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        if handoffs and len(handoffs) != num_prompts:
+            raise InvalidRequestError(
+                f"kv_transfer_params must have one entry per prompt: got {len(handoffs)} for {num_prompts} prompts",
+                param="kv_transfer_params",
+            )
         manifests = [handoff for handoff in handoffs if isinstance(handoff, Manifest)]
         if manifests and len(manifests) == len(handoffs):
             prompts = [EncodedPrompt(list(each.prompt_token_ids), images=each.images) for each in manifests]
@@ -264,14 +293,7 @@ class PromptReader:
                 "kv_transfer_params.do_remote_prefill: this node does not take prompts in; ask a decode node",
                 param="kv_transfer_params.do_remote_prefill",
             )
-        handoffs = [self._handoffs.parse(each, is_from_peer=is_from_peer) for each in request.kv_transfer_params]
-        num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
-        if len(handoffs) != num_prompts:
-            raise InvalidRequestError(
-                f"kv_transfer_params must have one entry per prompt: got {len(handoffs)} for {num_prompts} prompts",
-                param="kv_transfer_params",
-            )
-        return handoffs
+        return [self._handoffs.parse(each, is_from_peer=is_from_peer) for each in request.kv_transfer_params]
 
     async def _echo_text(self, request: GenerationRequest, prompt_index: int, token_ids: list[int]) -> str | None:
         output = request.output

@@ -129,6 +129,7 @@ class Serving:
         check_model(request.model, (self._model_name,))
         span = self._tracer.begin(http.url.path, request_id_of(http), http.headers, time.monotonic())
         record = RequestRecord(self._metrics, "chat" if isinstance(request, ChatRequest) else "completions", span)
+        jobs: Sequence[PromptJob] = ()
         try:
             self._admission.check(num_answers(request))
             if request.transfer_mode is TransferMode.REMOTE_DECODE:
@@ -151,6 +152,8 @@ class Serving:
             stream = response.events()
             first = await run_until_disconnect(http, anext(stream))  # errors up to here have a status
         except BaseException as exc:
+            if isinstance(exc, InvalidRequestError):  # others may be answered by another node, with the same handoff
+                self._prompts.give_back(jobs)
             record.close(outcome_of(exc))
             raise
         return EventStream(first, stream, response.report_headers())
@@ -241,6 +244,7 @@ class Serving:
                 assert self._handoffs is not None
                 reading = self._handoffs.read(job.handoff, job.token_ids, request.cache_salt, job.images)
                 async with self._admission.waiting_for_peer():
+                    job.is_read = True
                     job.handoff_result = await stack.enter_async_context(reading)
             remote = job.handoff_result.prefix
             if job.handoff is None and job.sampling.prompt_logprobs is None:

@@ -16,7 +16,15 @@ from common.kv_cache.pools.generations import content_tag
 from common.node.pull.manifest_stream import ReadablePrefix
 from common.server.json_body import read_json_object
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
-from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE, LIVENESS_ROUTE, PULL_ROUTE, TRANSFER_ROUTE
+from common.wire.pull import check_answer
+from common.wire.routes import (
+    LEASE_RELEASE_ROUTE,
+    LEASE_RENEW_ROUTE,
+    LIVENESS_ROUTE,
+    MANIFEST_CHECK_ROUTE,
+    PULL_ROUTE,
+    TRANSFER_ROUTE,
+)
 from tests.support.transfer_memory import BLOCK_GENERATIONS, BLOCKS, SLOT_GENERATIONS, SLOTS, EndpointMemory
 
 ENGINE_ID = "holder"
@@ -38,6 +46,8 @@ class PeerHolder:
         self.is_over = False
         self.has_beats_route = True
         self.released: list[str] = []
+        self.checked: list[str] = []
+        self.may_check = self.is_mine = True
         self.answers: list[Any] = []
         self.queries: list[dict[str, Any]] = []
 
@@ -86,6 +96,13 @@ class PeerHolder:
         @app.post(LEASE_RENEW_ROUTE)
         async def renew() -> dict[str, Any]:
             return {"unknown": []}
+
+        @app.post(MANIFEST_CHECK_ROUTE)
+        async def check(request: Request) -> dict[str, Any]:
+            self.checked.append((await read_json_object(request))["digest"])
+            while not self.may_check:
+                await asyncio.sleep(0.005)
+            return check_answer(self.is_mine)
 
         @app.post(PULL_ROUTE)
         async def pull(request: Request) -> Response:
