@@ -1,4 +1,4 @@
-"""Which request the running code works for, so that each log line can name it.
+"""Which request the running code works for, so that each log line can name it, and each call to another process.
 
 One context variable: a task inherits it from the task that made it. The ``Gate`` sets it at a request's begin;
 tracing adds its ids. Code outside of requests (start, polling, the engine's thread) has none.
@@ -25,6 +25,11 @@ _CURRENT: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar("ta
 
 def current_context() -> LogContext | None:
     return _CURRENT.get()
+
+
+def current_request_id() -> str | None:
+    context = _CURRENT.get()
+    return None if context is None else context.request_id
 
 
 def enter_request(request_id: str) -> None:

@@ -15,6 +15,8 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
+from common.telemetry.context import current_request_id
+from common.wire.headers import REQUEST_ID_HEADER
 from common.wire.routes import LEASE_RELEASE_ROUTE
 from proxy.legs.bodies import encode
 from proxy.node_http.errors import NodeClientError, describe
@@ -75,8 +77,11 @@ class LeaseReleaser:
             self.release(guard)
 
     def release(self, guard: LeaseGuard) -> None:
+        """``guard``: of the request that the caller works for."""
+        request_id = current_request_id()
+        headers = self._headers if request_id is None else {**self._headers, REQUEST_ID_HEADER: request_id}
         for node, lease_ids in guard.take().items():
-            task = asyncio.create_task(self._send(node, lease_ids))
+            task = asyncio.create_task(self._send(node, lease_ids, headers))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -84,14 +89,14 @@ class LeaseReleaser:
         """Wait for releases that are in progress; each has its own deadline."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _send(self, node: Node, lease_ids: list[str]) -> None:
+    async def _send(self, node: Node, lease_ids: list[str], headers: Mapping[str, str]) -> None:
         try:
             answer = await node.client.request(
                 "POST",
                 LEASE_RELEASE_ROUTE,
                 # A leg whose connection was closed may still be on its way into the node.
                 content=encode({"lease_ids": lease_ids, "may_come": True}),
-                headers=self._headers,
+                headers=headers,
                 timeout_s=RELEASE_TIMEOUT_S,
             )
             logger.info("leases released node=%s num=%d status=%d", node.name, len(lease_ids), answer.status)

@@ -27,8 +27,9 @@ from common.errors import (
 )
 from common.node.peers.liveness import Liveness
 from common.node.peers.names import PeerNames
+from common.telemetry.context import current_request_id
 from common.transfer.regions import Peer
-from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER, REQUEST_ID_HEADER
 from common.wire.routes import TRANSFER_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -129,10 +130,16 @@ class PeerDirectory:
         """This node's transfer agent is a new one: no peer is connected to it."""
         self._peers.clear()
 
-    async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST to an internal route of a peer. Raises TransferError on anything but a JSON object with status 200."""
+    async def post(
+        self, url: str, path: str, body: dict[str, Any], timeout_s: float, request_id: str | None = None
+    ) -> dict[str, Any]:
+        """POST to an internal route of a peer. ``request_id``: of the one request that it is for.
+
+        Raises TransferError on anything but a JSON object with status 200.
+        """
         try:
-            response = await self._http.post(url + path, json=body, timeout=timeout_s)
+            headers = _headers(request_id)
+            response = await self._http.post(url + path, json=body, headers=headers, timeout=timeout_s)
             response.raise_for_status()
             answer = response.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
@@ -140,17 +147,18 @@ class PeerDirectory:
         return answer if isinstance(answer, dict) else {}
 
     async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST a query that may be answered late; it is sent once more when the connection breaks under it.
+        """POST a query for the request that the caller works for, which may be answered late; it is sent once more when
+        the connection breaks under it.
 
         Raises:
             TransferError: no answer, or another one than a JSON object with status 200.
             PrefillLegFailedError: the leg that the query is about has failed; PrefillLegRejectedError when its client
                 should hear why, PrefillLegAbortedError when its caller left.
         """
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        timeout, headers = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S), _headers(current_request_id())
         for attempt in range(2):
             try:
-                response = await self._http.post(url + path, json=body, timeout=timeout)
+                response = await self._http.post(url + path, json=body, headers=headers, timeout=timeout)
                 break
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
                 if attempt:
@@ -202,6 +210,10 @@ class PeerDirectory:
         self.liveness.watch(url, peer.engine_id, peer.epoch)
         logger.info("peer connected url=%s engine_id=%s epoch=%d", url, peer.engine_id, peer.epoch)
         return peer
+
+
+def _headers(request_id: str | None) -> dict[str, str]:
+    return {} if request_id is None else {REQUEST_ID_HEADER: request_id}
 
 
 def _unreachable(url: str, path: str, exc: Exception) -> TransferError:

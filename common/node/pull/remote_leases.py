@@ -1,7 +1,8 @@
 """Leases that this node holds at its peers, each renewed from when its manifest arrives until its pull has ended.
 
 Renewal runs on the event loop, never in the model loop, so a long step does not let a lease run out. A release is
-sent by a task of its own, because the handler that wants it may be being cancelled.
+sent by a task of its own, because the handler that wants it may be being cancelled; it carries the id of the request
+that had the lease, unless it is for several.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import TransferError
 from common.node.peers.directory import PeerDirectory
+from common.telemetry.context import current_request_id
 from common.wire.routes import LEASE_RELEASE_ROUTE, LEASE_RENEW_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,15 @@ class _Held:
     url: str
     interval_s: float
     due_s: float  # when to renew next, on time.monotonic
+    request_id: str | None
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """Releases that go out in one call, and for which requests."""
+
+    lease_ids: list[str] = field(default_factory=list)
+    request_ids: set[str | None] = field(default_factory=set)
 
 
 class RemoteLeases:
@@ -62,7 +73,7 @@ class RemoteLeases:
         self._returning: set[asyncio.Task[None]] = set()
         self._giving_back = asyncio.Semaphore(GIVEN_BACK_AT_ONCE)
         self._is_closed = False
-        self._unsent: dict[tuple[str, bool], list[str]] = {}  # releases of this turn of the loop, one call for each key
+        self._unsent: dict[tuple[str, bool], _Unsent] = {}  # releases of this turn of the loop, one call for each key
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._renew_forever(), name="lease-renewal")
@@ -81,8 +92,9 @@ class RemoteLeases:
             await asyncio.wait(self._releases, timeout=RELEASE_TIMEOUT_S)
 
     def hold(self, lease_id: str, url: str, lease_seconds: float) -> None:
+        """For the request that the caller works for."""
         interval_s = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_INTERVAL_S)
-        self._held[lease_id] = _Held(url, interval_s, time.monotonic() + interval_s)
+        self._held[lease_id] = _Held(url, interval_s, time.monotonic() + interval_s, current_request_id())
         self._changed.set()
 
     def release(self, lease_id: str) -> bool:
@@ -90,13 +102,13 @@ class RemoteLeases:
         held = self._held.pop(lease_id, None)
         if held is None:
             return False
-        self._tell(lease_id, held.url, may_come=False)
+        self._tell(lease_id, held.url, held.request_id, may_come=False)
         return True
 
     def call_off(self, lease_id: str, url: str) -> None:
         """Tells a peer that nobody wants this prompt: its lease ends, and a leg that still computes, or is yet to come,
         is aborted."""
-        self._tell(lease_id, url, may_come=True)
+        self._tell(lease_id, url, current_request_id(), may_come=True)
 
     def give_back(self, lease_id: str, confirm: Callable[[], Awaitable[None]]) -> None:
         """Ends a lease that is not held here and that nobody will use. ``confirm`` holds it, or raises TransferError:
@@ -115,21 +127,24 @@ class RemoteLeases:
         else:
             self.release(lease_id)
 
-    def _tell(self, lease_id: str, url: str, *, may_come: bool) -> None:
+    def _tell(self, lease_id: str, url: str, request_id: str | None, *, may_come: bool) -> None:
         """One call for all that are told in this turn of the loop: a request may have 2,048 leases."""
-        unsent = self._unsent.setdefault((url, may_come), [])
-        unsent.append(lease_id)
-        if len(unsent) == 1:
+        unsent = self._unsent.setdefault((url, may_come), _Unsent())
+        unsent.lease_ids.append(lease_id)
+        unsent.request_ids.add(request_id)
+        if len(unsent.lease_ids) == 1:
             task = asyncio.create_task(self._release(url, may_come=may_come))
             self._releases.add(task)
             task.add_done_callback(self._releases.discard)
 
     async def _release(self, url: str, *, may_come: bool) -> None:
-        lease_ids = self._unsent.pop((url, may_come))
+        unsent = self._unsent.pop((url, may_come))
+        lease_ids = unsent.lease_ids
+        request_id = unsent.request_ids.pop() if len(unsent.request_ids) == 1 else None
         body = {"lease_ids": lease_ids, "may_come": may_come}
         for tries_left in reversed(range(RELEASE_TRIES)):
             try:
-                await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S)
+                await self._peers.post(url, LEASE_RELEASE_ROUTE, body, RELEASE_TIMEOUT_S, request_id)
                 return
             except TransferError as exc:
                 if not tries_left:

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.kv_cache.keys import PrefixKeys
@@ -16,6 +16,7 @@ from common.kv_cache.pools.generations import content_tag
 from common.node.pull.manifest_stream import ReadablePrefix
 from common.server.json_body import read_json_object
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
+from common.wire.headers import REQUEST_ID_HEADER
 from common.wire.pull import check_answer
 from common.wire.routes import (
     LEASE_RELEASE_ROUTE,
@@ -47,6 +48,7 @@ class PeerHolder:
         self.has_beats_route = True
         self.released: list[str] = []
         self.checked: list[str] = []
+        self.request_ids: list[tuple[str, str | None]] = []
         self.may_check = self.is_mine = True
         self.answers: list[Any] = []
         self.queries: list[dict[str, Any]] = []
@@ -75,7 +77,10 @@ class PeerHolder:
         )
 
     def app(self) -> FastAPI:
-        app = FastAPI()
+        async def note_request_id(request: Request) -> None:
+            self.request_ids.append((request.url.path, request.headers.get(REQUEST_ID_HEADER)))
+
+        app = FastAPI(dependencies=[Depends(note_request_id)])
 
         @app.get(TRANSFER_ROUTE)
         async def transfer() -> Response:

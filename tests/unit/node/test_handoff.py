@@ -17,8 +17,10 @@ from common.kv_cache.manager import KVCacheManager
 from common.metrics.metrics import Metrics
 from common.metrics.table import Role
 from common.node.pull.handoff import HandoffReader
+from common.telemetry.context import enter_request
 from common.wire.handoff import Rendezvous
 from common.wire.manifest import Manifest
+from common.wire.routes import LEASE_RELEASE_ROUTE, MANIFEST_CHECK_ROUTE, PULL_ROUTE
 from tests.unit.kv_cache.world import make_config
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.test_manifest_stream import WAIT_S, manifest, part, until
@@ -127,3 +129,25 @@ async def test_manifest_when_its_holder_does_not_know_it_then_nothing_is_release
     reading.give_back(carried(served, lease_id="mine"))
     await until(lambda: served.holder.released)
     assert served.holder.released == ["mine"]
+
+
+async def test_request_id_when_a_handoff_is_read_then_its_holder_hears_it_in_all_calls_for_that_request(
+    reader: Reader, served: Served
+) -> None:
+    served.holder.answers += [part(8).to_params()]
+    reading, rendezvous = handoffs(reader), Rendezvous("127.0.0.1", served.server.port, "r")
+
+    async def request() -> None:
+        enter_request("req-1")
+        async with reading.read(rendezvous, PROMPT, None):
+            pass
+        async with reading.read(carried(served), PROMPT, None) as result:
+            assert result.prefix is not None
+            await result.prefix.manifests.confirmed()
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.create_task(request())
+    await until(lambda: len(served.holder.released) == 2)
+    named = {path for path, request_id in served.holder.request_ids if request_id == "req-1"}
+    assert named == {PULL_ROUTE, MANIFEST_CHECK_ROUTE, LEASE_RELEASE_ROUTE}
+    assert {request_id for path, request_id in served.holder.request_ids if path in named} == {"req-1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from common.errors import TransferError
 from common.node.pull.remote_leases import MIN_RENEWAL_INTERVAL_S, RELEASE_TRIES, RemoteLeases
+from common.telemetry.context import enter_request
 
 GOOD, SILENT, BROKEN = "http://good", "http://silent", "http://broken"
 LEASE_S = 3.0
@@ -25,8 +27,12 @@ class FakePeers:
         self.made_s = time.monotonic()
         self.renewals: list[tuple[str, float, tuple[str, ...]]] = []
         self.releases: list[tuple[str, tuple[str, ...], bool]] = []
+        self.request_ids: list[str | None] = []
 
-    async def post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def post(
+        self, url: str, path: str, body: dict[str, Any], timeout_s: float, request_id: str | None = None
+    ) -> dict[str, Any]:
+        self.request_ids.append(request_id)
         if path.endswith("/renew"):
             self.renewals.append((url, time.monotonic(), tuple(body["lease_ids"])))
             if url == SILENT:
@@ -99,3 +105,24 @@ async def test_leases_when_given_up_together_then_each_holder_hears_it_in_one_ca
         (GOOD, ("d",), False),
         (GOOD, ("e",), True),
     ]
+
+
+@pytest.mark.asyncio
+async def test_release_when_it_is_for_one_request_then_has_its_id_and_none_when_it_is_for_several() -> None:
+    peers = FakePeers()
+    leases = RemoteLeases(peers)  # type: ignore[arg-type]
+
+    def hold(request_id: str, *lease_ids: str) -> None:
+        enter_request(request_id)
+        for lease_id in lease_ids:
+            leases.hold(lease_id, GOOD, 60.0)
+
+    for request_id, lease_ids in (("first", "abc"), ("second", "d")):
+        contextvars.copy_context().run(hold, request_id, *lease_ids)
+    for together in ("ab", "cd"):
+        for lease_id in together:
+            leases.release(lease_id)
+        await asyncio.sleep(0.01)
+    await leases.close()
+    assert peers.releases == [(GOOD, ("a", "b"), False), (GOOD, ("c", "d"), False)]
+    assert peers.request_ids == ["first", None]

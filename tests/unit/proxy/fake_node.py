@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from common.wire.headers import REPORT_HEADER
+from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
@@ -95,6 +95,7 @@ class FakeNode:
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    releasing_ids: list[str | None] = field(default_factory=list)  # X-Request-Id of each release
     documents: dict[str, Any] = field(default_factory=dict)  # further internal routes: path -> JSON
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
@@ -146,6 +147,7 @@ class FakeNode:
 
         async def release(request: Request) -> Response:
             self.released += (await request.json())["lease_ids"]
+            self.releasing_ids.append(request.headers.get(REQUEST_ID_HEADER))
             return JSONResponse({})
 
         async def models(request: Request) -> Response:

@@ -140,7 +140,8 @@ def test_decode_leg_when_all_answer_500_then_it_is_relayed_and_lease_released(st
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "no"
     assert sum(len(node.bodies) for node in cluster.decode) == 2
-    wait_for(lambda: cluster.prefill[0].released, "the lease's release")
+    wait_for(lambda: cluster.prefill[0].releasing_ids, "the lease's release")
+    assert cluster.prefill[0].releasing_ids == [answer.headers["x-request-id"]]
 
 
 def test_decode_leg_when_broken_after_the_first_byte_then_error_event_without_done(start_cluster: StartCluster) -> None:
