@@ -88,20 +88,23 @@ class _Request:
     constraint: Constraint | None = None
     unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 
+    def num_kept(self, max_model_len: int) -> int | None:
+        """Tokens that a longer prompt is cut to, None: it is not. As ``truncate_prompt_tokens`` says; for -1, what the
+        context holds beside ``max_tokens``, or beside one token, as in a prefill leg, which does not know better."""
+        most = self.truncate_prompt_tokens
+        return max(1, max_model_len - max(1, self.sampling.max_tokens or 0)) if most == -1 else most
+
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """What of a prompt is used: all, or as much as ``truncate_prompt_tokens`` says; for -1, what the context holds
-        beside ``max_tokens``, or beside one token.
+        """What of a prompt is used: all, or ``num_kept`` tokens.
 
         Raises:
             InvalidRequestError: it says more than the context holds.
         """
-        most = self.truncate_prompt_tokens
+        most = self.num_kept(max_model_len)
         if most is None:
             return token_ids
         if most > max_model_len:
             invalid("truncate_prompt_tokens", most, f"at most the model's context of {max_model_len} tokens")
-        if most == -1:
-            most = max(1, max_model_len - max(1, self.sampling.max_tokens or 0))
         return token_ids[-most:] if self.truncates_left else token_ids[:most]
 
 

@@ -177,6 +177,7 @@ class PromptTokenizer:
             InvalidRequestError: because of an image. Other requests go on as they are, for the nodes to refuse them.
             NodeUnavailableError: images have to be found their place in the prompt here, and that cannot be done now.
         """
+        request, body = self._cut_alike(request, body)
         has_images = isinstance(request, ChatRequest) and bool(request.images)
         if isinstance(request, ChatRequest) and request.images:
             await self._wait()
@@ -214,6 +215,19 @@ class PromptTokenizer:
         if not has_images and num_bytes <= (INLINE_BYTES if has_text else LONG_BYTES):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _cut_alike(
+        self, request: GenerationRequest, body: Mapping[str, Any]
+    ) -> tuple[GenerationRequest, Mapping[str, Any]]:
+        """``truncate_prompt_tokens`` -1 as the number that it is: a prefill leg is not told how long the answer may be,
+        and would cut elsewhere than the decode leg."""
+        if request.truncate_prompt_tokens != -1:
+            return request, body
+        shortest = self._pool.shortest_model_len()
+        if shortest is None:
+            return request, body
+        num_kept = request.num_kept(shortest)
+        return replace(request, truncate_prompt_tokens=num_kept), {**body, "truncate_prompt_tokens": num_kept}
 
     async def _wait(self) -> None:
         """Until there is a tokenizer, for ``WAIT_S`` at most: a proxy that has just begun to serve may be fetching

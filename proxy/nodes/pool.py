@@ -129,8 +129,15 @@ class NodePool:
 
     def max_model_len(self) -> int | None:
         """The longest context of a node that is up; None when none says."""
+        return max(self._model_lens(), default=None)
+
+    def shortest_model_len(self) -> int | None:
+        """The shortest context of a node that is up; None when none says."""
+        return min(self._model_lens(), default=None)
+
+    def _model_lens(self) -> list[int]:
         lengths = (node.info.max_model_len for node in self._nodes.values() if node.is_up)
-        return max((length for length in lengths if length is not None), default=None)
+        return [length for length in lengths if length is not None]
 
     # --- who belongs to it
 

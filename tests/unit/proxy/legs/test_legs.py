@@ -63,6 +63,23 @@ def test_completion_when_prompt_is_token_ids_then_it_is_one_prompt(start_cluster
     assert [body["prompt"] for body in cluster.prefill[0].bodies] == [[1, 2, 3]]
 
 
+@pytest.mark.parametrize("pull", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "num_kept"), [({"max_tokens": 20}, 108), ({"max_completion_tokens": 28}, 100), ({}, 127)]
+)
+def test_prompt_when_it_is_cut_to_what_the_context_holds_then_both_legs_say_how_much_that_is(
+    start_cluster: StartCluster, fields: dict[str, int], num_kept: int, route: str, *, pull: bool
+) -> None:
+    """Only the decode leg knows how long the answer may be; the nodes' context has 128 tokens."""
+    cluster = start_cluster(pull=pull)
+    prompt = {"prompt": "abc"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    body = {**prompt, **fields, "truncate_prompt_tokens": -1}
+    assert cluster.client.post(route, json=body).status_code == 200
+    legs = [*cluster.prefill[0].bodies, *cluster.decode[0].bodies]
+    assert [leg["truncate_prompt_tokens"] for leg in legs] == [num_kept] * 2
+
+
 def test_completion_when_echo_with_logprobs_then_no_prefill_leg(start_cluster: StartCluster) -> None:
     cluster = start_cluster()
     body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
