@@ -28,6 +28,8 @@ class BlockCopier(Protocol):
 
     def launch(self, plan: StepPlan) -> Launched: ...
 
+    def synchronize(self) -> None: ...
+
 
 class FinishedPrompts:
     """Owned by the engine thread. ``lease_seconds``: how long a handed out prompt is kept without renewal."""
@@ -62,13 +64,16 @@ class FinishedPrompts:
             self._outputs.add(sequence, progress=progress)
 
     def run_copies(self, lease_id: str) -> None:
-        """Block copies that must not wait for the next step: the lease's reader pulls their destinations."""
-        if copies := self._manager.take_block_copies():
+        """Block copies that must not wait for the next step: the lease's reader pulls their destinations. When they
+        raise, the lease ends and takes its own with it; those of other sequences run with the next step."""
+        if copies := self._manager.block_copies():
             try:
                 self._runner.launch(StepPlan(block_copies=copies)).wait()
             except BaseException:
+                self._runner.synchronize()  # some may still write to what the lease gives back
                 self._manager.release_lease(lease_id)
                 raise
+            self._manager.take_block_copies()
 
     def finish(self, sequence: Sequence, row: Any) -> list[Sequence]:
         """The last prompt token's row ([hidden], in host memory) is known: publishes it, and hands the prompt out, or

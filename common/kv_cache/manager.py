@@ -181,6 +181,11 @@ class KVCacheManager:
         another pair."""
         return {group_id: copies.drain() for group_id, copies in enumerate(self._sequences.copies) if copies}
 
+    def block_copies(self) -> dict[int, list[tuple[int, int]]]:
+        """What ``take_block_copies`` would give; all of it stays queued, with its sources held. For copies that may
+        fail without their sequences: take them once they have run. A pair may run again before the next forward."""
+        return {group_id: copies.pairs() for group_id, copies in enumerate(self._sequences.copies) if copies}
+
     def save_positions(
         self, num_prompt_tokens: int, hit: PrefixHit | None, boundaries: Sequence[int] = ()
     ) -> dict[int, str]:

@@ -121,6 +121,9 @@ class _NoDevice:
     def launch(self, plan: StepPlan) -> _NoDevice:
         return self
 
+    def synchronize(self) -> None:
+        return None
+
     def wait(self) -> None:
         return None
 

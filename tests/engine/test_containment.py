@@ -193,11 +193,49 @@ def test_copies_for_a_reader_when_they_raise_then_its_lease_is_gone() -> None:
     for _ in run(core):
         pass
     with (
-        patch.object(model.manager, "take_block_copies", lambda: {0: [(1, 2)]}),
+        patch.object(model.manager, "block_copies", lambda: {0: [(1, 2)]}),
         patch.object(model.runner, "launch", side_effect=InjectedError("copy")),
         pytest.raises(InjectedError),
     ):
         core.lease_prefix(model.manager.prefix_keys(BAD), "reader", deeper_than=0)
+    assert used(model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "llama"])
+@pytest.mark.parametrize("reader", ["prompt", "query"])
+def test_copies_for_a_reader_when_they_raise_then_those_of_others_run_with_the_next_step(
+    reader: str, family: str
+) -> None:
+    """A chat whose prompt ended inside a block goes on in a copy of it, which is still to be made."""
+    prompt = tokens(5, 31)
+    alone, _ = engine(family, kv_cache_memory=8 << 20, enable_prefix_caching=False)
+    alone.add_request(request("chat", prompt))
+    expected = collect(alone)["chat", 0]
+    core, model = engine(family, kv_cache_memory=8 << 20, max_num_batched_tokens=128)
+    core.add_request(request("cached", BAD))
+    collect(core)
+    kept = model.runner.launch
+    refused: list[StepPlan] = []
+
+    def faulty(plan: StepPlan) -> Forward:
+        if not plan.segments and not refused:
+            refused.append(plan)
+            raise InjectedError("copies")
+        return kept(plan)
+
+    with patch.object(model.runner, "launch", faulty):
+        core.add_request(request("chat", prompt))
+        if reader == "prompt":
+            core.add_request(Request("reader", tokens(6, 20), None))
+        outputs = core.step()
+        if reader == "query":
+            with pytest.raises(InjectedError):
+                core.lease_prefix(model.manager.prefix_keys(BAD), "reader", deeper_than=0)
+        assert model.manager.check() == []
+        outputs += [output for step in run(core) for output in step]
+    assert any(refused[0].block_copies.values())
+    assert [output.request_id for output in outputs if output.error is not None] == ["reader"] * (reader == "prompt")
+    assert [token for output in outputs if output.request_id == "chat" for token in output.token_ids] == expected
     assert used(model) == (0, 0, 0, 0)
 
 

@@ -40,8 +40,12 @@ class CopyQueue:
             for destination in self._source_of.keys() & set(block_ids):
                 self._pool.drop((self._source_of.pop(destination),))
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """What ``drain`` would give; it stays queued."""
+        return [(source, destination) for destination, source in self._source_of.items()]
+
     def drain(self) -> list[tuple[int, int]]:
-        pairs = [(source, destination) for destination, source in self._source_of.items()]
+        pairs = self.pairs()
         self._source_of.clear()
         self._pool.drop(source for source, _ in pairs)
         return pairs
