@@ -14,7 +14,7 @@ from typing import Any
 from common.images.span import ImageSpan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SamplingParams:
     """How to turn logits into tokens.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,20 @@ def random_logits(num_rows: int, seed: int = 0, scale: float = 2.0) -> Tensor:
 
 def task(prompt: Sequence[int] = (), output: Sequence[int] = (), index: int = 0, **params: object) -> SampleTask:
     return SampleTask(SamplingParams(**params), list(prompt), list(output), index)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all lists that become tensors, in order."""
+    lengths: list[int] = []
+    tensor = torch.tensor
+
+    def counting(values: Any, *args: Any, **kwargs: Any) -> Tensor:
+        lengths.append(len(values))
+        return tensor(values, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", counting)
+    return lengths
 
 
 def drawn_frequencies(logits: Tensor, num_draws: int, **params: object) -> Tensor:
@@ -260,6 +277,22 @@ def test_sample_when_tokens_are_allowed_then_only_these_are_drawn_and_other_rows
     assert not set(free[1::2]) <= allowed
     greedy = Sampler().sample(logits[:1], [task(temperature=0.0, allowed_token_ids=allowed)])
     assert greedy[0].token_id == max(allowed, key=lambda token: float(logits[0, token]))
+
+
+def test_sample_when_many_requests_have_allowed_tokens_then_each_list_is_made_once_and_goes_with_its_request(
+    converted: list[int],
+) -> None:
+    logits, sampler = random_logits(40, seed=5), Sampler()
+    allowed = [frozenset(range(number, VOCAB)) for number in range(40)]
+    tasks = [task(temperature=0.0, allowed_token_ids=each) for each in allowed]
+    first = sampler.sample(logits, tasks)
+    assert sampler.sample(logits, tasks) == first
+    assert converted == [VOCAB - number for number in range(40)]
+    is_kept = [weakref.ref(each) for each in allowed]
+    del allowed, tasks
+    gc.collect()
+    assert [each() for each in is_kept] == [None] * 40
+    assert len(sampler.lists) == 0
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.98])

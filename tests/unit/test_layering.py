@@ -123,7 +123,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
     "common.engine.pacing": ("regression", "step_model"),
-    "common.engine.sampling": ("token_counts", "draw", "grammar", "grammar_compiler", "sampler"),
+    "common.engine.sampling": ("token_counts", "token_lists", "draw", "grammar", "grammar_compiler", "sampler"),
     "common.engine.scheduling": (
         "schedule",
         "shared_prefixes",
