@@ -6,7 +6,7 @@ import gc
 import math
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -348,6 +348,53 @@ def test_sample_when_only_ends_and_bad_words_are_allowed_before_min_tokens_then_
     before = SampleTask(params, [7], [], eos_token_ids=frozenset({9}))
     assert Sampler().sample(random_logits(1), [before])[0].token_id == 5
     assert Sampler().sample(random_logits(1), [replace(before, output_token_ids=[5])])[0].token_id == 9
+
+
+class Words(tuple[tuple[int, ...], ...]):
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+def test_sample_when_a_request_says_much_of_tokens_then_it_is_read_once_and_not_in_each_step(
+    converted: list[int],
+) -> None:
+    bad = Words((*((token,) for token in range(10, 20)), *((1, 2, token) for token in range(4, 10))))
+    params = SamplingParams(
+        temperature=0.0,
+        min_tokens=9,
+        logit_bias={token: token / 8 for token in range(20, 40)},
+        stop_token_ids=frozenset(range(40, VOCAB)),
+        bad_token_ids=bad,
+    )
+    forks = [SampleTask(params, [5], [], index, frozenset({3})) for index in range(3)]
+    sampler, outputs = Sampler(), [[], [1], [1, 2], [2, 2], [2, 1, 2]]
+    sampler.sample(random_logits(3), forks)
+    num_reads = bad.num_reads
+    assert max(converted) == 20
+    converted.clear()
+    found = []
+    for step, output in enumerate(outputs):
+        tasks = [replace(each, output_token_ids=output) for each in forks]
+        found.append(sampler.sample(random_logits(3, seed=step), tasks))
+    assert bad.num_reads == num_reads
+    assert max(converted) <= 3 * len(forks)  # a number for each row, and what completes a word
+    for step, output in enumerate(outputs):
+        tasks = [replace(each, output_token_ids=output) for each in forks]
+        assert Sampler().sample(random_logits(3, seed=step), tasks) == found[step]
+
+
+def test_sample_when_bad_words_begin_alike_or_end_alike_then_each_is_kept_from_coming() -> None:
+    rng, words = random.Random(4), ((1, 2), (2, 2), (1, 1, 2), (2, 1, 2, 0), (1, 2, 1), (0, 0, 0, 1), (2, 2, 0))
+    for _ in range(200):
+        output = [rng.randrange(3) for _ in range(rng.randrange(6))]
+        logits = torch.zeros(1, VOCAB)
+        logits[0, :4] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+        banned = {word[-1] for word in words if tuple(output[-len(word) + 1 :]) == word[:-1]}
+        drawn = Sampler().sample(logits, [task(output=output, temperature=0.0, bad_token_ids=words)])
+        assert drawn[0].token_id == min({0, 1, 2, 3} - banned)
 
 
 def test_sample_when_tokens_are_named_then_their_logprobs_are_told_instead_of_the_likeliest() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.engine.sampling.draw import draw_rows, largest
 from common.engine.sampling.token_counts import TokenCounts
-from common.engine.sampling.token_lists import KeptTokenLists
+from common.engine.sampling.token_lists import KeptTokenLists, TokenLists
 from common.errors import GrammarError
 from common.request import SamplingParams, TokenLogprob
 
@@ -66,27 +66,9 @@ class SampleTask:
         return len(self.output_token_ids) + self.num_unknown
 
     @property
-    def stops(self) -> frozenset[int]:
-        return self.eos_token_ids | self.params.stop_token_ids
-
-    @property
-    def masks_stops(self) -> bool:
-        """Unless nothing else is allowed."""
-        if self.position >= self.params.min_tokens or self.mask is not None:
-            return False
-        allowed = self.params.allowed_token_ids
-        return allowed is None or not allowed <= self.stops
-
-    def banned(self) -> set[int]:
-        """The tokens that would complete one of ``bad_token_ids``, unless nothing else is allowed."""
-        output = self.output_token_ids
-        found = {
-            word[-1]
-            for word in self.params.bad_token_ids
-            if len(word) == 1 or tuple(output[-(len(word) - 1) :]) == word[:-1]
-        }
-        allowed, hidden = self.params.allowed_token_ids, self.stops if self.masks_stops else frozenset()
-        return set() if allowed is not None and allowed <= found | hidden else found
+    def hides_stops(self) -> bool:
+        """Whether ``min_tokens`` are not out yet; a mask says of ends itself."""
+        return self.mask is None and self.position < self.params.min_tokens
 
     @property
     def has_penalties(self) -> bool:
@@ -104,7 +86,7 @@ class SampleTask:
         p = self.params
         if p.logprobs is not None or p.allowed_token_ids is not None:
             return False
-        return not (p.logit_bias or p.bad_token_ids or self.masks_stops or self.has_penalties)
+        return not (p.logit_bias or p.bad_token_ids or self.hides_stops or self.has_penalties)
 
 
 class Sampler:
@@ -129,8 +111,9 @@ class Sampler:
             if all(task.is_plain_greedy for task in tasks):
                 return [TokenLogprob(token, 0.0, 0) for token in _largest(logits, tasks)]
             scores = logits.float().clone()
-            _add_bias(scores, tasks)
-            is_blocked = _mask(scores, tasks, self.lists)
+            lists = [self.lists.of(task.params, task.eos_token_ids, scores.device) for task in tasks]
+            _add_bias(scores, lists)
+            is_blocked = _mask(scores, tasks, lists)
             _penalise(scores, tasks)
             tokens = scores.argmax(-1)
             drawn = [row for row, task in enumerate(tasks) if not task.params.is_greedy]
@@ -171,35 +154,42 @@ class Sampler:
         return bits * 2.0**-_UNIFORM_BITS
 
 
-def _add_bias(scores: Tensor, tasks: Sequence[SampleTask]) -> None:
-    entries = [(row, token, bias) for row, task in enumerate(tasks) for token, bias in task.params.logit_bias.items()]
-    if entries:
-        rows, tokens, biases = zip(*entries, strict=True)
-        where = (_ids(rows, scores), _ids(tokens, scores))
-        scores.index_put_(where, torch.tensor(biases, dtype=scores.dtype, device=scores.device), accumulate=True)
+def _add_bias(scores: Tensor, lists: Sequence[TokenLists]) -> None:
+    found = [(row, each.bias) for row, each in enumerate(lists) if each.bias is not None]
+    if found:
+        where = _places([(row, token_ids) for row, (token_ids, _) in found])
+        scores.index_put_(where, torch.cat([values for _, (_, values) in found]), accumulate=True)
 
 
-def _mask(scores: Tensor, tasks: Sequence[SampleTask], lists: KeptTokenLists) -> Tensor | None:
+def _mask(scores: Tensor, tasks: Sequence[SampleTask], lists: Sequence[TokenLists]) -> Tensor | None:
     """Stops before ``min_tokens``, what would complete bad words, and all but the allowed tokens. Which of the rows
     with a grammar have none left; None: there are no such rows."""
-    for row, task in enumerate(tasks):
-        if task.params.allowed_token_ids is not None:
-            allowed = lists.of(task.params, scores.device).allowed
-            assert allowed is not None
-            _keep(scores[row], allowed)
+    hidden: list[tuple[int, Tensor]] = []
+    for row, (task, each) in enumerate(zip(tasks, lists, strict=True)):
+        if each.allowed is not None:
+            _keep(scores[row], each.allowed)
         if task.mask is not None:
             bits = _bits(task.mask, scores.shape[1])
             if 2 * np.count_nonzero(bits) < bits.size:
                 _keep(scores[row], torch.from_numpy(np.flatnonzero(bits)).to(scores.device))
             else:
                 scores[row, torch.from_numpy(np.flatnonzero(~bits)).to(scores.device)] = float("-inf")
-    entries = [(row, token) for row, task in enumerate(tasks) if task.masks_stops for token in task.stops]
-    entries += [(row, token) for row, task in enumerate(tasks) if task.params.bad_token_ids for token in task.banned()]
-    if entries:
-        rows, tokens = zip(*entries, strict=True)
-        scores[_ids(rows, scores), _ids(tokens, scores)] = float("-inf")
+        if task.hides_stops and each.stops is not None:
+            hidden.append((row, each.stops))
+        if task.params.bad_token_ids:
+            banned = each.banned(task.output_token_ids, hides_stops=task.hides_stops)
+            hidden += [(row, token_ids) for token_ids in banned]
+    if hidden:
+        scores[_places(hidden)] = float("-inf")
     constrained = [row for row, task in enumerate(tasks) if task.mask is not None]
     return scores[constrained].amax(-1) == float("-inf") if constrained else None
+
+
+def _places(entries: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The indices of these tokens, [n], in each of these rows."""
+    columns = torch.cat([token_ids for _, token_ids in entries])
+    rows, counts = _ids([row for row, _ in entries], columns), _ids([len(ids) for _, ids in entries], columns)
+    return torch.repeat_interleave(rows, counts, output_size=len(columns)), columns
 
 
 def _largest(logits: Tensor, tasks: Sequence[SampleTask]) -> list[int]:
