@@ -125,8 +125,7 @@ class FinishedPrompts:
         ready: list[Sequence] = []
         request = sequence.request
         for index in range(len(self._live.of_request(request.request_id)), request.num_forks):
-            keys = self._manager.prefix_keys(request.prompt_token_ids, request.cache_salt, images=request.images)
-            child = Sequence(request, index, keys)
+            child = Sequence(request, index, sequence.keys.fork())
             child.remote = None
             self._live.add(child)
             if self._scheduler.has_room() and self._manager.fork(sequence.seq_id, child.seq_id):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -152,6 +153,15 @@ def test_forks_when_there_is_no_room_for_all_wait_and_still_answer() -> None:
     assert answers[0] == answers[1]
     assert len(answers[0]) == 5
     assert used(model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 8])
+def test_forks_when_they_begin_then_their_prompt_was_read_once(max_num_seqs: int) -> None:
+    core, model = engine(max_num_seqs=max_num_seqs)
+    with patch.object(model.manager, "prefix_keys", wraps=model.manager.prefix_keys) as prefix_keys:
+        core.add_request(request("n", tokens(7, 50), num_forks=5, temperature=1.0, seed=3))
+        assert len(collect(core)) == 5
+    assert prefix_keys.call_count == 1
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
