@@ -138,7 +138,7 @@ class RecurrentStateManager:
             self.pool.remove_content(checkpoint.slot_id)
         self._policy.checkpoint_removed(checkpoint)
         if self._events is not None:
-            self._events.removed(STATE_LABEL, checkpoint.key, checkpoint.position, is_checkpoint=True)
+            self._events.checkpoint_removed(STATE_LABEL, checkpoint.key, checkpoint.position)
 
 
 def _discard(index: dict[_Key, list[Checkpoint]], key: _Key, checkpoint: Checkpoint) -> None:

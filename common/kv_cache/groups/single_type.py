@@ -139,12 +139,14 @@ class SingleTypeManager(ABC):
     def forget(self, block_ids: Sequence[int]) -> None:
         """Evict: their keys find nothing from now on."""
         by_key, key_of = self._by_key, self._key_of
+        removed: list[bytes] = []
         for block_id in block_ids:
             key = key_of[block_id]
             assert key is not None, f"{self.pool.name} {block_id} has no name"
             key_of[block_id] = None
             del by_key[key]
-            if self._events is not None:
-                self._events.removed(self.group.label, key, self._position[block_id])
+            removed.append(key)
+        if self._events is not None:
+            self._events.removed(self.group.label, removed)
         self.pool.remove_contents(block_ids)
         self._policy.blocks_removed(self.pool.name, block_ids)

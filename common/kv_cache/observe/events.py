@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 DEFAULT_CAPACITY = 16_384
 """Events that are kept for readers; one that has missed more starts from a snapshot."""
+DEFAULT_MAX_KEYS = 262_144
+"""Keys in them together: some 25 MB, where nobody else has these keys any more."""
+MAX_REMOVED_KEYS = 1024
+"""Keys of one event of removed blocks."""
 
 
 class EventKind(enum.Enum):
@@ -27,9 +31,9 @@ class CacheEvent:
     """
     Attributes:
         group: label of the group: attention, mla, window_<tokens>, state.
-        keys: the prefixes concerned, consecutive block boundaries (one key for a removal or a checkpoint).
+        keys: the prefixes concerned: consecutive block boundaries, removed blocks in any order, or one checkpoint.
         parent: key of the block boundary before the first of ``keys``; b"" for a removal.
-        position: token position of the last of ``keys``.
+        position: token position of the last of ``keys``; 0 for removed blocks.
         is_checkpoint: a local request can resume there (as far as the attention groups reach too).
         has_row: a checkpoint from which a prompt that ends exactly there can go on; told again when it becomes true.
     """
@@ -79,9 +83,14 @@ class CacheSnapshot:
 
 
 class EventLog:
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+    """Keeps the last ``capacity`` events, or fewer that have ``max_keys`` keys together."""
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY, max_keys: int = DEFAULT_MAX_KEYS) -> None:
         self._lock = threading.Lock()
-        self._events: deque[CacheEvent] = deque(maxlen=capacity)
+        self._capacity = capacity
+        self._max_keys = max_keys
+        self._events: deque[CacheEvent] = deque()
+        self._num_keys = 0
         self._last = 0
 
     @property
@@ -94,8 +103,13 @@ class EventLog:
     def checkpoint_stored(self, group: str, parent: bytes, key: bytes, position: int, *, has_row: bool) -> None:
         self._append(EventKind.STORED, group, (key,), parent, position, True, has_row)
 
-    def removed(self, group: str, key: bytes, position: int, *, is_checkpoint: bool = False) -> None:
-        self._append(EventKind.REMOVED, group, (key,), b"", position, is_checkpoint)
+    def removed(self, group: str, keys: Sequence[bytes]) -> None:
+        """Blocks, in any order. So many of them are several events that what is sent of them stays bounded."""
+        for start in range(0, len(keys), MAX_REMOVED_KEYS):
+            self._append(EventKind.REMOVED, group, tuple(keys[start : start + MAX_REMOVED_KEYS]), b"", 0)
+
+    def checkpoint_removed(self, group: str, key: bytes, position: int) -> None:
+        self._append(EventKind.REMOVED, group, (key,), b"", position, True)
 
     def since(self, sequence_number: int) -> list[CacheEvent] | None:
         """Events after that one, oldest first. None: some of them are gone, start from a snapshot."""
@@ -118,3 +132,6 @@ class EventLog:
         with self._lock:
             self._last += 1
             self._events.append(CacheEvent(self._last, kind, group, keys, parent, position, is_checkpoint, has_row))
+            self._num_keys += len(keys)
+            while self._events and (len(self._events) > self._capacity or self._num_keys > self._max_keys):
+                self._num_keys -= len(self._events.popleft().keys)

@@ -303,7 +303,7 @@ class NodeTiers:
                 group, checkpoint.boundary_key, prefix.key, prefix.position, has_row=prefix.has_row
             )
         else:
-            events.removed(group, prefix.key, prefix.position, is_checkpoint=True)
+            events.checkpoint_removed(group, prefix.key, prefix.position)
 
     # --- what the folders hold; engine thread
 

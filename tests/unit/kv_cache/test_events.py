@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import pytest
+
 from common.kv_cache.manager import KVCacheManager
-from common.kv_cache.observe.events import CacheEvent, EventKind, EventLog
+from common.kv_cache.observe.events import MAX_REMOVED_KEYS, CacheEvent, EventKind, EventLog
 from tests.unit.kv_cache.test_random_interleavings import Driver
 from tests.unit.kv_cache.turns import run_turn
 from tests.unit.kv_cache.world import World, make_config
@@ -91,6 +93,35 @@ def test_events_when_a_reader_is_too_late_then_it_is_told_to_start_again() -> No
     assert [event.sequence_number for event in log.since(2) or []] == [3, 4, 5]
     assert log.since(5) == []
     assert log.since(6) is None  # a number of another life of this node
+
+
+def test_events_when_they_have_more_keys_than_are_kept_then_the_oldest_go() -> None:
+    log = EventLog(max_keys=2 * MAX_REMOVED_KEYS)
+    keys = [number.to_bytes(4, "big") for number in range(2 * MAX_REMOVED_KEYS)]
+    log.stored("attention", b"", keys[:MAX_REMOVED_KEYS], MAX_REMOVED_KEYS)
+    log.removed("attention", keys[:-1])
+    assert log.since(0) is None
+    assert [event.keys for event in log.since(1) or []] == [
+        tuple(keys[:MAX_REMOVED_KEYS]),
+        tuple(keys[MAX_REMOVED_KEYS:-1]),
+    ]
+    log.removed("attention", [])
+    assert log.since(3) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_events_when_one_prompt_takes_the_place_of_20_000_blocks_then_its_readers_can_follow(policy: str) -> None:
+    manager = KVCacheManager(make_config(num_blocks=20_010, policy=policy, events=True))
+    assert manager.events is not None
+    run_turn(manager, range(80_000))
+    known, last = picture(manager), manager.events.last_sequence_number
+    run_turn(manager, range(80_000, 160_000))
+    events = manager.events.since(last)
+    assert events is not None
+    assert sum(len(event.keys) for event in events if event.kind is EventKind.REMOVED) > 19_000
+    assert max(len(event.keys) for event in events if event.kind is EventKind.REMOVED) <= MAX_REMOVED_KEYS
+    apply(known, events, 4)
+    assert known == picture(manager)
 
 
 def test_events_when_not_asked_for_then_none_are_kept() -> None:
