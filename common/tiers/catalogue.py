@@ -22,26 +22,36 @@ class Catalogue:
         self._first_needed = first_needed
         self._extents: dict[Extent, ObjectHeader] = {}
         self._tails: dict[bytes, ObjectHeader] = {}
-        self._states: dict[bytes, ObjectHeader] = {}
+        self._states: dict[tuple[bytes, bool], ObjectHeader] = {}  # and whether it has its row: both may be there
         self._prefixes: dict[bytes, StoredPrefix] = {}
+        self._has_lost = False
 
     def add(self, headers: Iterable[ObjectHeader]) -> list[StoredPrefix]:
-        """Takes in what is new; returns the prefixes that are whole with it."""
+        """Takes in what is new; returns the prefixes that are whole with it, or that ``remove`` told as gone and are
+        there otherwise: a state with its row goes before the same one without."""
         headers = list(headers)
-        if not headers:
+        if not headers and not self._has_lost:
             return []
+        self._has_lost = False
         for header in headers:
             if header.kind is ObjectKind.EXTENT:
                 self._extents[Extent(header.group_id, header.start, header.num_blocks, header.key)] = header
+            elif header.kind is ObjectKind.TAIL:
+                self._tails[header.key] = header
             else:
-                (self._tails if header.kind is ObjectKind.TAIL else self._states)[header.key] = header
-        waiting = [state for key, state in self._states.items() if key not in self._prefixes]
+                self._states[_place(header)] = header
+        waiting = [
+            state
+            for (key, has_row), state in self._states.items()
+            if key not in self._prefixes and (has_row or (key, True) not in self._states)
+        ]
         whole = [prefix for prefix in map(self._prefix, waiting) if prefix is not None]
         self._prefixes.update((prefix.key, prefix) for prefix in whole)
         return whole
 
     def remove(self, headers: Iterable[ObjectHeader]) -> list[bytes]:
-        """Takes out what is gone; returns the keys of the prefixes that are whole no longer."""
+        """Takes out what is gone; returns the keys of the prefixes that are whole no longer, or not as they were told:
+        ``add`` tells these again."""
         keys: set[bytes] = set()
         extents: set[Extent] = set()
         for header in headers:
@@ -50,11 +60,16 @@ class Catalogue:
                 self._extents.pop(extent, None)
                 extents.add(extent)
             else:
-                (self._tails if header.kind is ObjectKind.TAIL else self._states).pop(header.key, None)
+                if header.kind is ObjectKind.TAIL:
+                    self._tails.pop(header.key, None)
+                else:
+                    self._states.pop(_place(header), None)
                 keys.add(header.key)
         if extents:
             keys.update(prefix.key for prefix in self._prefixes.values() if not extents.isdisjoint(prefix.extents))
-        return [key for key in keys if self._prefixes.pop(key, None) is not None]
+        gone = [key for key in keys if self._prefixes.pop(key, None) is not None]
+        self._has_lost = self._has_lost or bool(gone)
+        return gone
 
     def useless(self) -> list[ObjectHeader]:
         """What no prefix needs that is whole."""
@@ -62,8 +77,8 @@ class Catalogue:
         for prefix in self._prefixes.values():
             used.update(prefix.extents)
         left = [header for extent, header in self._extents.items() if extent not in used]
-        for headers in (self._tails, self._states):
-            left += [header for key, header in headers.items() if key not in self._prefixes]
+        left += [header for key, header in self._tails.items() if key not in self._prefixes]
+        left += [header for (key, _), header in self._states.items() if key not in self._prefixes]
         return left
 
     def _prefix(self, state: ObjectHeader) -> StoredPrefix | None:
@@ -105,3 +120,7 @@ def _checkpoint(state: ObjectHeader) -> Checkpoint:
         origin=state.origin,
         history=state.history,
     )
+
+
+def _place(state: ObjectHeader) -> tuple[bytes, bool]:
+    return state.key, state.row_bytes > 0

@@ -30,6 +30,7 @@ from common.tiers.object_header import (
     BadHeaderError,
     ObjectHeader,
     decode_header,
+    former_name,
     object_name,
 )
 from common.tiers.store import ObjectReadError, ObjectWriteError
@@ -201,7 +202,10 @@ class ObjectFolder:
             reason = ""
             if size != HEADER_BYTES + header.payload_bytes:
                 reason = "short"
-            elif path.name != object_name(self._secret, header) + SUFFIX:
+            elif path.name != (name := object_name(self._secret, header)) + SUFFIX:
+                if path.name == former_name(self._secret, header) + SUFFIX:
+                    self._rename(path, name)
+                    return "missing"  # from there; it is found where it is now
                 reason = "other"
             if not reason:
                 return header
@@ -216,6 +220,15 @@ class ObjectFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
         return reason
+
+    def _rename(self, path: Path, name: str) -> None:
+        """Raises OSError."""
+        target = self._path(name)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        path.replace(target)
+        if self._syncs:
+            _sync_folder(target.parent)
+            _sync_folder(path.parent)
 
     def _unlink(self, path: Path) -> bool:
         try:

@@ -11,7 +11,7 @@ import enum
 import hmac
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 MAGIC = b"TANDEMKV"
@@ -163,6 +163,13 @@ def _unpack(raw: bytes, num_tokens: int) -> tuple[int, ...]:
 
 
 def object_name(secret: bytes, header: ObjectHeader) -> str:
-    """64 hex digits that nobody without the secret can link to a prefix: a folder tells nobody what exists."""
+    """64 hex digits that nobody without the secret can link to a prefix: a folder tells nobody what exists. A state has
+    one name with its row and another one without, so that neither takes the other's place."""
     fields = b"%d %d %d %d " % (header.kind, header.group_id, header.start, header.num_blocks)
-    return hmac.new(secret, b"name " + fields + header.fingerprint + header.key, sha256).hexdigest()
+    end = b" without row" if header.kind is ObjectKind.STATE and not header.row_bytes else b""
+    return hmac.new(secret, b"name " + fields + header.fingerprint + header.key + end, sha256).hexdigest()
+
+
+def former_name(secret: bytes, header: ObjectHeader) -> str:
+    """What a state without its row was named before it had a name of its own."""
+    return object_name(secret, replace(header, row_bytes=1))

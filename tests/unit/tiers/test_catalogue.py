@@ -73,6 +73,20 @@ def test_closure_when_one_object_is_missing_then_the_state_is_of_no_use(missing:
     assert catalogue.remove([DEEP[missing]]) == []
 
 
+def test_state_when_it_is_there_with_its_row_and_without_then_one_is_told_and_when_that_goes_the_other() -> None:
+    catalogue, bare = Catalogue(16, [FULL]), state(37 * 16 + 3)[0]
+    with_row = next(header for header in DEEP if header.row_bytes)
+    assert [prefix.has_row for prefix in catalogue.add([bare, *DEEP])] == [True]
+    assert catalogue.useless() == []
+    assert catalogue.remove([with_row]) == [with_row.key]
+    assert [prefix.has_row for prefix in catalogue.add([])] == [False]
+    assert catalogue.add([with_row]) == []
+    assert catalogue.remove([bare]) == [bare.key]
+    assert [prefix.has_row for prefix in catalogue.add([])] == [True]
+    assert catalogue.remove([with_row]) == [with_row.key]
+    assert catalogue.add([]) == []
+
+
 def test_window_when_it_covers_the_end_then_only_its_blocks_are_needed() -> None:
     headers = [extent(0, 0, 16), extent(0, 16, 4), extent(1, 16, 4), *state(20 * 16)]
     assert len(Catalogue(16, [FULL, WINDOW]).add(headers)) == 1

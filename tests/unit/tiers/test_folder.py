@@ -158,6 +158,36 @@ def test_valid_object_when_it_lies_under_anothers_name_then_it_is_refused(
     assert read_reason(store, EXTENT) == "other"
 
 
+def test_state_when_one_node_has_it_with_its_row_and_another_without_then_both_stay_readable(tmp_path: Path) -> None:
+    one, other = (ObjectFolder(tmp_path, SECRET, is_shared=True) for _ in range(2))
+    bare = replace(STATE, row_bytes=0, payload_bytes=STATE.payload_bytes - STATE.row_bytes)
+    put(one, bare)
+    assert not other.has(STATE)
+    put(other, STATE)
+    for each in (one, other):
+        assert [read_reason(each, header) for header in (bare, STATE)] == ["", ""]
+        assert sorted(map(repr, each.scan(MODEL))) == sorted(map(repr, (bare, STATE)))
+    one.delete(bare)
+    assert [read_reason(other, header) for header in (bare, STATE)] == ["missing", ""]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_state_when_it_has_the_name_from_before_those_without_a_row_had_their_own_then_a_look_gives_it_that(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    store = ObjectFolder(tmp_path, SECRET, is_shared=is_shared)
+    bare = replace(STATE, row_bytes=0, payload_bytes=STATE.payload_bytes - STATE.row_bytes)
+    put(store, bare)
+    path_of(tmp_path, STATE).parent.mkdir(exist_ok=True)
+    path_of(tmp_path, bare).rename(path_of(tmp_path, STATE))
+    watch = FolderWatch(store, MODEL)
+    looks = [watch.look() for _ in range(2)]
+    assert [header for changes in looks for header in changes.added] == [bare]
+    assert [changes.removed for changes in looks] == [[], []]
+    assert read_reason(store, bare) == ""
+    assert len(list(tmp_path.rglob("*.kv"))) == 1
+
+
 def test_object_when_made_without_the_key_then_it_is_refused(store: ObjectFolder, tmp_path: Path) -> None:
     forger = ObjectFolder(tmp_path / "forged", derived_secret("another key"))
     (tmp_path / "forged").mkdir()
