@@ -28,7 +28,7 @@ from common.node.device import thread_entry
 from common.node.digests import VERIFY_OFF, find_mismatch
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
-from common.node.lend.rendezvous import RendezvousTable
+from common.node.lend.rendezvous import RendezvousTable, not_wanted
 from common.node.metrics import ahead_samples, cache_samples, draft_samples
 from common.node.peers.directory import PeerDirectory
 from common.node.pull.engine_bridge import EngineBridge
@@ -226,7 +226,7 @@ class Node:
         return is_leased or self.engine.is_in_use(request_id)
 
     def _call_off(self, request_id: str) -> None:
-        self.engine.interrupt(request_id, RequestAbortedError("its reader does not want the prompt any more"))
+        self.engine.interrupt(request_id, not_wanted())
 
     # --- metrics
 

@@ -1,9 +1,11 @@
 """Handing out a computed prompt: the prefill leg.
 
-1 the engine computes the prompt (or finds it); with a rendezvous, its reader is told after each step which blocks are
-finished, 2 the engine leases blocks and state between two steps, 3 the manifest says which memory holds the prompt, in
-which generations, until when: it is the leg's answer, and what a rendezvous' reader gets. The memory is free again when
-the reader releases the lease or stops renewing it; nothing is written to the reader. A reader may call the leg off.
+1 a rendezvous opens, 2 what is left to do with the request is done: other nodes are asked for what they have of the
+prompt, images are prepared, 3 the engine computes the prompt (or finds it); with a rendezvous, its reader is told after
+each step which blocks are finished, 4 the engine leases blocks and state between two steps, 5 the manifest says which
+memory holds the prompt, in which generations, until when: it is the leg's answer, and what a rendezvous' reader gets.
+The memory is free again when the reader releases the lease or stops renewing it; nothing is written to the reader. A
+reader may call the leg off.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from common.errors import RequestAbortedError, TandemError
 from common.kv_cache.manager import KVCacheManager
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
-from common.node.lend.rendezvous import RendezvousTable
+from common.node.lend.rendezvous import RendezvousTable, not_wanted
 from common.request import Request
 from common.wire.manifest import Manifest, PrefillReport
 
@@ -44,7 +46,7 @@ class PrefillLeg:
     ) -> tuple[Manifest, RequestOutput]:
         """Computes the prompt and leases it out under the request's id, which is that of the rendezvous when the
         request wants progress. Aborted like any request when the caller goes away before that. ``prepare``: what is
-        left to do with the request; it may take longer than a reader waits for a leg to come.
+        left to do with the request; it may wait for a step, and take longer than a reader waits for a leg to come.
 
         The lease outlives the call: whoever got the manifest releases it, or it expires.
 
@@ -61,6 +63,8 @@ class PrefillLeg:
         try:
             if prepare is not None:
                 await prepare()
+            if table.is_called_off(rendezvous_id):
+                raise not_wanted()
             manifest, output = await self._compute(request)
         except BaseException as exc:
             gone = RequestAbortedError("the prefill leg's caller went away")
@@ -68,7 +72,7 @@ class PrefillLeg:
             raise
         if not table.finish(rendezvous_id, manifest):
             self._release(rendezvous_id)
-            raise RequestAbortedError("its reader does not want the prompt any more")
+            raise not_wanted()
         return manifest, output
 
     async def _compute(self, request: Request) -> tuple[Manifest, RequestOutput]:

@@ -96,7 +96,7 @@ class RendezvousTable:
         self._stop_timer(entry)
         if entry.is_released:
             self._remove(entry)
-            raise RequestAbortedError("its reader does not want the prompt any more")
+            raise not_wanted()
 
     def advance(self, rendezvous_id: str, part: PartialManifest) -> None:
         """More of the prompt is finished."""
@@ -244,6 +244,11 @@ def _untold(part: PartialManifest, told: PartialManifest | None, have: int) -> P
         if ids[first:num_blocks] != told_ids[first:] or generations[first:num_blocks] != told_generations[first:]:
             return part
     return part.beyond(num_blocks)
+
+
+def not_wanted() -> RequestAbortedError:
+    """Of a leg whose reader has given it up."""
+    return RequestAbortedError("its reader does not want the prompt any more")
 
 
 class UnknownPullError(TransferError):

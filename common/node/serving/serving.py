@@ -184,27 +184,30 @@ class Serving:
         token_ids = prompt.token_ids
         self._prompts.sampling(request, token_ids)
 
-        async def prepare() -> None:
-            engine_request.image_inputs = await self._image_inputs(request, prompt)
+        rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
+        now = time.monotonic()
+        engine_request = Request(
+            request_id=rendezvous_id or engine_request_id(http),
+            prompt_token_ids=token_ids,
+            sampling=None,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            is_remote_optional=True,
+            arrival_s=now,
+            ttft_target_s=None if due_s is None else due_s - now,
+            semantic_boundaries=prompt.semantic_boundaries,
+            wants_progress=rendezvous_id is not None,
+            images=prompt.images,
+        )
+        async with contextlib.AsyncExitStack() as stack:
 
-        async with self._sources.prefix(token_ids, request.cache_salt, request.sources, prompt.images) as remote:
-            rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
-            now = time.monotonic()
-            engine_request = Request(
-                request_id=rendezvous_id or engine_request_id(http),
-                prompt_token_ids=token_ids,
-                sampling=None,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                remote=remote,
-                is_remote_optional=True,
-                arrival_s=now,
-                ttft_target_s=None if due_s is None else due_s - now,
-                semantic_boundaries=prompt.semantic_boundaries,
-                wants_progress=rendezvous_id is not None,
-                images=prompt.images,
-            )
-            manifest, output = await self._prefill_leg.run(engine_request, prepare if prompt.images else None)
+            async def prepare() -> None:
+                found = self._sources.prefix(token_ids, request.cache_salt, request.sources, prompt.images)
+                engine_request.remote = await stack.enter_async_context(found)
+                if prompt.images:
+                    engine_request.image_inputs = await self._image_inputs(request, prompt)
+
+            manifest, output = await self._prefill_leg.run(engine_request, prepare)
         record.prompt_done(len(token_ids), output)
         record.close_finished([output.finish_reason])
         usage = responses.usage_block(len(token_ids), 0, output.num_cached_tokens)

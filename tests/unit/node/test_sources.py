@@ -63,9 +63,8 @@ class FakeNode:
             fingerprint=FINGERPRINT,
         )
 
-    def holder(self, verify: str) -> PrefixHolder:
-        node: Any = self
-        manifests = ManifestBuilder(
+    def manifests(self, verify: str = "off") -> ManifestBuilder:
+        return ManifestBuilder(
             engine_id="engine",
             epoch=self.manager.generations.epoch,
             host="127.0.0.1",
@@ -75,12 +74,15 @@ class FakeNode:
             verify=verify,
             storage=cast(Any, SimpleNamespace(config=self.manager.config)),
         )
+
+    def holder(self, verify: str) -> PrefixHolder:
+        node: Any = self
         return PrefixHolder(
             manager=self.manager,
             core=node,
             engine=node,
             rendezvous=cast(Any, SimpleNamespace(is_called_off=self.called_off.__contains__)),
-            manifests=manifests,
+            manifests=self.manifests(verify),
             max_model_len=64,
         )
 
