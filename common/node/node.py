@@ -17,7 +17,7 @@ import logging
 from common.config.dns import own_host
 from common.config.node import NodeConfig
 from common.engine.core import EngineCore
-from common.errors import DeadlineExceededError, NodeUnavailableError, RequestAbortedError
+from common.errors import DeadlineExceededError, NodeUnavailableError
 from common.grammar.checker import GrammarChecker
 from common.grammar.limits import GrammarLimits
 from common.kv_cache.observe.stats import CacheStats

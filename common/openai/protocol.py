@@ -1,9 +1,9 @@
 """Requests of the OpenAI endpoints: raw JSON in, frozen and checked values out.
 
 Life cycle: 1 the body is parsed (here, without a tokenizer or a model), 2 the node turns the prompt into token ids, 3
-``to_sampling_params`` joins the two and checks what needs the prompt's length or the vocabulary. Each violation is an
-``InvalidRequestError`` with ``param`` set; fields that others define and that are not built are refused
-by name, unknown ones are accepted and counted.
+``common_sampling_params`` and ``to_sampling_params`` join the two and check what needs the vocabulary or the prompt's
+length. Each violation is an ``InvalidRequestError`` with ``param`` set; fields that others define and that are not
+built are refused by name, unknown ones are accepted and counted.
 
 A prefill leg (``kv_transfer_params.do_remote_decode``) reads the prompt, ``cache_salt``, ``priority`` and pull sources
 only: proxies leave the client's sampling and output fields in, and they may contradict the ``max_tokens: 1`` that the
@@ -13,7 +13,7 @@ proxy wrote.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import InvalidRequestError, ModelNotFoundError
@@ -370,21 +370,58 @@ def check_model(requested: str | None, served: Collection[str]) -> None:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def to_sampling_params(
+def common_sampling_params(
     request: GenerationRequest,
     *,
-    num_prompt_tokens: int,
-    max_model_len: int,
     vocab_size: int,
     defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
 ) -> SamplingParams:
-    """The engine's view of a request whose prompt has ``num_prompt_tokens`` tokens.
+    """What the prompts of a request have in common: all but ``max_tokens``. Made once: it costs as much as the
+    request's lists are long.
+
+    Raises:
+        InvalidRequestError: a token id is not in the vocabulary.
+    """
+    sampling = request.sampling
+    check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    check_token_ids("logit_bias", sampling.logit_bias, vocab_size)
+    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    check_token_ids("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
+    return SamplingParams(
+        min_tokens=sampling.min_tokens,
+        temperature=or_default(sampling.temperature, defaults.temperature),
+        top_p=or_default(sampling.top_p, defaults.top_p),
+        top_k=or_default(sampling.top_k, defaults.top_k),
+        min_p=or_default(sampling.min_p, defaults.min_p),
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=or_default(sampling.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=sampling.logit_bias,
+        logprobs=sampling.logprobs,
+        allowed_token_ids=sampling.allowed_token_ids,
+        logprob_token_ids=sampling.logprob_token_ids,
+        prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+def to_sampling_params(
+    request: GenerationRequest,
+    common: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008 - frozen
+) -> SamplingParams:
+    """The engine's view of a request whose prompt has ``num_prompt_tokens`` tokens. ``common``: of all its prompts.
 
     ``max_tokens`` defaults to 16 for completions (less where the context ends sooner) and to the remaining context for
     chat; ``defaults`` bound it. A prefill leg generates nothing: only the prompt itself has to fit.
 
     Raises:
-        InvalidRequestError: prompt and ``max_tokens`` exceed ``max_model_len``, or a token id is not in the vocabulary.
+        InvalidRequestError: prompt and ``max_tokens`` exceed ``max_model_len``.
     """
     is_chat = isinstance(request, ChatRequest)
     prompt_field = "messages" if is_chat else "prompt"
@@ -398,7 +435,7 @@ def to_sampling_params(
             code="context_length_exceeded",
         )
     if request.transfer_mode is TransferMode.REMOTE_DECODE:
-        return SamplingParams(max_tokens=1)
+        return replace(common, max_tokens=1)
     sampling = request.sampling
     max_tokens = sampling.max_tokens
     if max_tokens is None:
@@ -424,26 +461,4 @@ def to_sampling_params(
             f"min_tokens must be at most {sampling.max_tokens_field} {max_tokens}, got {sampling.min_tokens}",
             param="min_tokens",
         )
-    check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    check_token_ids("logit_bias", sampling.logit_bias, vocab_size)
-    check_token_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
-    check_token_ids("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=or_default(sampling.temperature, defaults.temperature),
-        top_p=or_default(sampling.top_p, defaults.top_p),
-        top_k=or_default(sampling.top_k, defaults.top_k),
-        min_p=or_default(sampling.min_p, defaults.min_p),
-        seed=sampling.seed,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=or_default(sampling.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=sampling.logit_bias,
-        logprobs=sampling.logprobs,
-        allowed_token_ids=sampling.allowed_token_ids,
-        logprob_token_ids=sampling.logprob_token_ids,
-        prompt_logprobs=request.num_prompt_logprobs,
-    )
+    return replace(common, max_tokens=max_tokens)

@@ -1,7 +1,7 @@
 """What a checked body says of sampling and of the answer's form, with OpenAI's defaults filled in.
 
 Made by ``common.openai.protocol`` only, and never for a prefill leg. Bounds that need the prompt's length or the
-vocabulary are checked later, by ``to_sampling_params``.
+vocabulary are checked later, by ``to_sampling_params`` and ``common_sampling_params``.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ FULL = 16 * 2**20
 """Bytes: ``--max-body-bytes`` where nobody says otherwise."""
 ROOM = 400
 """Bytes for what a body has beside its worst part."""
+VOCAB_SIZE = 512
+"""Tokens of the model that is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ def _chain(count: int) -> str:
     return "".join(f"r{index} ::= r{index + 1}\n" for index in range(count))
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer", "description": "a" * 280} for i in range(400)},
+}
+"""Of 130,000 characters as JSON, of which a grammar of 400 numbers is made."""
 OK, ANY = frozenset({200}), frozenset({200, 400})
 BUSY = frozenset({200, 400, 413, 429})
 """413: a decode leg names all prompts, and where they are, and has a node's ``--max-body-bytes`` too."""
@@ -162,6 +169,21 @@ CORPUS: dict[str, Shape] = {
     "all prompts": Shape(lambda: _of_prompts(prompt=["a"] * 2048), BUSY),
     "all prompts, long": Shape(lambda: _of_prompts(prompt=["ab " * 2000] * 2048), BUSY),
     "all prompts as ids": Shape(lambda: _of_prompts(prompt=[[7] * 240] * 2048), BUSY),
+    "all prompts with words that are not allowed": Shape(
+        lambda: _of_prompts(prompt=["a"] * 2048, bad_words=[f"{i} " * 100 for i in range(128)]), BUSY
+    ),
+    "all prompts with the tokens that are allowed": Shape(
+        lambda: _of_prompts(prompt=["a"] * 2048, allowed_token_ids=list(range(VOCAB_SIZE))), BUSY
+    ),
+    "all prompts with a long schema": Shape(lambda: _of_prompts(prompt=["a"] * 2048, guided_json=SCHEMA), BUSY),
+    "all prompts that tell what they used": Shape(
+        lambda: _of_prompts(
+            prompt=["a"] * 2048,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
+        BUSY,
+    ),
     "echo with log-probabilities": Shape(lambda: _of_prompts(prompt=[7] * 4000, echo=True, logprobs=20), OK),
     "many echoes": Shape(lambda: _of_prompts(prompt=[7] * 4000, echo=True, n=128), BUSY),
     # chats

@@ -30,6 +30,7 @@ from common.openai.protocol import (
     CompletionRequest,
     GenerationRequest,
     check_token_ids,
+    common_sampling_params,
     echoed_message,
     to_sampling_params,
 )
@@ -178,19 +179,31 @@ class PromptReader:
         check_token_ids(f"{RESUME_KEY}.output_token_ids", resume.output_token_ids, self._vocab_size)
         return resume.output_token_ids
 
-    def sampling(self, request: GenerationRequest, token_ids: Sequence[int]) -> SamplingParams:
-        sampling = to_sampling_params(
+    def check_length(self, request: GenerationRequest, token_ids: Sequence[int]) -> None:
+        """Of a prefill leg's prompt. Raises InvalidRequestError."""
+        self._sampling(request, SamplingParams(), token_ids)
+
+    def _sampling(self, request: GenerationRequest, common: SamplingParams, token_ids: Sequence[int]) -> SamplingParams:
+        return to_sampling_params(
             request,
+            common,
             num_prompt_tokens=len(token_ids),
             max_model_len=self._max_model_len,
-            vocab_size=self._vocab_size,
             defaults=self._defaults,
         )
-        if request.constraint is not None and request.transfer_mode is not TransferMode.REMOTE_DECODE:
-            sampling = replace(sampling, grammar=request.constraint.grammar())
-        if not request.sampling.bad_words:
-            return sampling
-        return replace(sampling, bad_token_ids=self.codec.bad_token_ids(request.sampling.bad_words))
+
+    async def _common_sampling(self, http: HttpRequest, request: GenerationRequest) -> SamplingParams:
+        """What all prompts of the request have in common, of which there may be 2,048: made once, off the event loop
+        where it takes long, as up to 128 words do, each tokenised twice."""
+        words = request.sampling.bad_words
+        bad_token_ids = await asyncio.to_thread(self.codec.bad_token_ids, words) if words else ()
+
+        def make() -> SamplingParams:
+            common = common_sampling_params(request, vocab_size=self._vocab_size, defaults=self._defaults)
+            grammar = request.constraint.grammar() if request.constraint is not None else None
+            return replace(common, grammar=grammar, bad_token_ids=bad_token_ids)
+
+        return await run_for_body(http, make)
 
     async def jobs(self, http: HttpRequest, request: GenerationRequest) -> list[PromptJob]:
         """Raises InvalidRequestError. What is not read of what the request was handed is given back."""
@@ -234,13 +247,14 @@ class PromptReader:
             )
         else:
             prompts = await self.prompts(request)
+        common = await self._common_sampling(http, request)
         num_resumed = len(request.resume.output_token_ids) if request.resume is not None else 0
         jobs: list[PromptJob] = []
         for index, prompt in enumerate(prompts):
             if index % max(1, ANSWERS_PER_TURN // request.output.n) == 0:
                 await asyncio.sleep(0)
             given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
-            sampling = self.sampling(request, given)
+            sampling = self._sampling(request, common, given)
             if prompt.images and sampling.prompt_logprobs is not None:
                 raise InvalidRequestError("prompt_logprobs is not supported for prompts with images", param="messages")
             answer: AnswerPlan | None = None

@@ -75,6 +75,12 @@ class ResponseBuilder:
         self._shows_trace = wants_trace(http)
         self._is_chat = isinstance(request, ChatRequest)
         self._tells_prompt = request.output.return_token_ids or request.sampling.prompt_logprobs is not None
+        # Kept as they grow: each event may tell them, of up to 2,048 answers.
+        choices = [choice for job in jobs for choice in job.choices]
+        reasoning = [choice.num_reasoning_tokens for choice in choices]
+        self._num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in jobs)
+        self._num_completion_tokens = sum(choice.num_completion_tokens for choice in choices)
+        self._num_reasoning_tokens = None if None in reasoning else sum(filter(None, reasoning))
         self._num_cached_tokens = 0
         self._record = record
         self._silence_s = silence_s
@@ -242,7 +248,11 @@ class ResponseBuilder:
                     continue  # a stop string ended it a step ago
                 self._record.tokens(choice.index, len(output.token_ids))
                 is_long = output.prompt_logprobs is not None and len(output.prompt_logprobs) > THREAD_BODY_TOKENS
+                num_tokens, num_reasoning = choice.num_completion_tokens, choice.num_reasoning_tokens or 0
                 delta = await asyncio.to_thread(choice.add, output) if is_long else choice.add(output)
+                self._num_completion_tokens += choice.num_completion_tokens - num_tokens
+                if self._num_reasoning_tokens is not None:
+                    self._num_reasoning_tokens += (choice.num_reasoning_tokens or 0) - num_reasoning
                 if delta.finish_reason is not None:
                     unfinished -= 1
                     if self._trace is not None:
@@ -269,12 +279,8 @@ class ResponseBuilder:
             self._trace.add_prompt(len(job.token_ids), job.handoff_result, output)
 
     def _usage(self) -> dict[str, Any]:
-        num_prompt_tokens = sum(len(job.token_ids) - job.num_resumed for job in self._jobs)
-        num_completion_tokens = sum(choice.num_completion_tokens for job in self._jobs for choice in job.choices)
-        reasoning = [choice.num_reasoning_tokens for job in self._jobs for choice in job.choices]
-        num_reasoning_tokens = None if None in reasoning else sum(filter(None, reasoning))
         return responses.usage_block(
-            num_prompt_tokens, num_completion_tokens, self._num_cached_tokens, num_reasoning_tokens
+            self._num_prompt_tokens, self._num_completion_tokens, self._num_cached_tokens, self._num_reasoning_tokens
         )
 
     def _trace_block(self) -> dict[str, Any] | None:

@@ -182,7 +182,7 @@ class Serving:
             )
         [prompt] = prompts
         token_ids = prompt.token_ids
-        self._prompts.sampling(request, token_ids)
+        self._prompts.check_length(request, token_ids)
 
         rendezvous_id = rendezvous_id_of(request.kv_transfer_params[0])
         now = time.monotonic()

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.node.generation_config import FILE, read_sampling_defaults
-from common.openai.protocol import parse_chat, to_sampling_params
+from common.openai.protocol import common_sampling_params, parse_chat, to_sampling_params
 from common.openai.sampling import SamplingDefaults
 
 CONFIG = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 30, "do_sample": True, "eos_token_id": 2}
@@ -68,5 +68,6 @@ def test_request_when_it_says_it_itself_then_goes_before_the_defaults_but_for_th
 ) -> None:
     request = parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields})
     defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, max_tokens=30)
-    made = to_sampling_params(request, num_prompt_tokens=5, max_model_len=100, vocab_size=50, defaults=defaults)
+    common = common_sampling_params(request, vocab_size=50, defaults=defaults)
+    made = to_sampling_params(request, common, num_prompt_tokens=5, max_model_len=100, defaults=defaults)
     assert (made.temperature, made.top_k, made.top_p, made.repetition_penalty, made.max_tokens) == expected

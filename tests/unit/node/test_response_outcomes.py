@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import socket
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,18 +33,33 @@ IN_MEMORY = HttpRequest({"type": "http", "headers": [], "state": {"request_id": 
 
 
 class FakeChoice:
+    """``num_looks``: how often somebody asked for its number of tokens."""
+
+    num_reasoning_tokens = None
+
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
-        self.num_completion_tokens = 0
+        self.num_looks = self._num_tokens = 0
+
+    @property
+    def num_completion_tokens(self) -> int:
+        self.num_looks += 1
+        return self._num_tokens
 
     def add(self, output: RequestOutput) -> ChoiceDelta:
+        self._num_tokens += 1
         self.finish_reason = output.finish_reason
         return ChoiceDelta(self.index, "a" * 1024, [1], None, output.finish_reason, None, False, True, [1])
 
 
 def streaming(
-    metrics: Metrics, script: Iterable[RequestOutput | BaseException], n: int = 1, http: HttpRequest = IN_MEMORY
+    metrics: Metrics,
+    script: Iterable[RequestOutput | BaseException],
+    n: int = 1,
+    http: HttpRequest = IN_MEMORY,
+    choices: Sequence[FakeChoice] | None = None,
+    **fields: Any,
 ) -> AsyncGenerator[bytes, None]:
     """The events of one prompt whose engine gives ``script``."""
 
@@ -61,10 +76,10 @@ def streaming(
         request_id="r",
         token_ids=[1],
         num_resumed=0,
-        choices=[FakeChoice(index) for index in range(n)],
+        choices=choices or [FakeChoice(index) for index in range(n)],
         handoff_result=result,
     )
-    request = parse_completion({"prompt": [1], "stream": True, "n": n})
+    request = parse_completion({"prompt": [1], "stream": True, "n": n, **fields})
     record = RequestRecord(metrics, "completions")
     builder = ResponseBuilder("m", run, lambda request_id, fork: None, http, request, [job], None, record)
     return builder.events()
@@ -107,6 +122,18 @@ async def test_stream_when_it_ends_then_is_counted_by_whose_fault(
         assert not any(b"[DONE]" in event for event in events)
     else:
         assert events[-1] == b"data: [DONE]\n\n"
+
+
+@pytest.mark.asyncio
+async def test_usage_when_each_event_tells_it_then_costs_the_same_for_any_number_of_answers() -> None:
+    n = 50
+    choices = [FakeChoice(index) for index in range(n)]
+    script = [output(index, reason) for reason in (None, FinishReason.STOP) for index in range(n)]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = streaming(Metrics(Role.DECODE), script, n, choices=choices, stream_options=options)
+    *told, _ = [json.loads(event.removeprefix(b"data: ")) async for event in events if b"[DONE]" not in event]
+    assert [event["usage"]["completion_tokens"] for event in told] == list(range(1, 2 * n + 1))
+    assert sum(choice.num_looks for choice in choices) <= 3 * len(script)
 
 
 @pytest.mark.asyncio

@@ -12,6 +12,7 @@ from common.errors import InvalidRequestError, ModelNotFoundError
 from common.openai.protocol import (
     check_model,
     check_token_ids,
+    common_sampling_params,
     parse_chat,
     parse_completion,
     to_sampling_params,
@@ -32,9 +33,8 @@ def chat(**fields: Any):
 
 
 def params(request: Any, *, num_prompt_tokens: int = 10, max_model_len: int = 100, vocab_size: int = 1000):
-    return to_sampling_params(
-        request, num_prompt_tokens=num_prompt_tokens, max_model_len=max_model_len, vocab_size=vocab_size
-    )
+    common = common_sampling_params(request, vocab_size=vocab_size)
+    return to_sampling_params(request, common, num_prompt_tokens=num_prompt_tokens, max_model_len=max_model_len)
 
 
 @pytest.mark.parametrize(
