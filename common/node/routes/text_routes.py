@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
@@ -22,9 +23,19 @@ from common.wire.handoff import prefill_leg_params
 from common.wire.manifest_reader import TRANSFER_PARAMS_KEY
 from common.wire.routes import DETOKENIZE_ROUTE, MODELS_ROUTE, TOKENIZE_ROUTE
 
+TEXT_THREADS = 2
+"""Threads for texts that are only to be tokenised, or put together, apart from the event loop's own: those hash
+prompts, make digests and meet peers for answers, which would wait behind whoever sends many long texts."""
+
 
 def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max_model_len: int) -> None:
     started_s = int(time.time())
+    threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="texts")
+
+    async def in_thread(work: Callable[[Mapping[str, Any]], bytes], body: Mapping[str, Any]) -> Response:
+        # A long text takes seconds, in which this node would not beat and seem dead to its peers.
+        answer = await asyncio.get_running_loop().run_in_executor(threads, work, body)
+        return Response(answer, media_type="application/json")
 
     @app.get(MODELS_ROUTE)
     async def models() -> dict[str, Any]:
@@ -39,8 +50,7 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
     @app.post(TOKENIZE_ROUTE)
     async def tokenize(http: HttpRequest) -> Response:
         body = await read_json_object(http)
-        # In a thread: a long text takes seconds, in which this node would not beat and seem dead to its peers.
-        return Response(await asyncio.to_thread(_tokenize, body), media_type="application/json")
+        return await in_thread(_tokenize, body)
 
     def _tokenize(body: Mapping[str, Any]) -> bytes:
         fields = Fields(body)
@@ -69,7 +79,7 @@ def add_text_routes(app: FastAPI, prompts: PromptReader, *, model_name: str, max
     @app.post(DETOKENIZE_ROUTE)
     async def detokenize(http: HttpRequest) -> Response:
         body = await read_json_object(http)
-        return Response(await asyncio.to_thread(_detokenize, body), media_type="application/json")
+        return await in_thread(_detokenize, body)
 
     def _detokenize(body: Mapping[str, Any]) -> bytes:
         fields = Fields(body)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.node.routes.text_routes import add_text_routes
+from common.node.routes.text_routes import TEXT_THREADS, add_text_routes
 from common.openai.prompt_ids import PromptIds
 from common.text.chat_prompt import ChatPrompt
+
+LONG_S = 10.0
 
 
 class SpyCodec:
@@ -70,3 +74,36 @@ async def test_text_when_tokenised_or_put_together_then_off_the_event_loop(
     assert response.json()[key] == expected
     assert codec.threads
     assert threading.get_ident() not in codec.threads
+
+
+class SlowCodec(SpyCodec):
+    """Its texts take until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        token_ids = super().encode(text, add_special_tokens=add_special_tokens)
+        assert self.may_end.wait(LONG_S)
+        return token_ids
+
+
+@pytest.mark.asyncio
+async def test_texts_when_they_are_long_then_the_threads_that_answers_need_stay_free() -> None:
+    app, codec = FastAPI(), SlowCodec()
+    prompts: Any = SimpleNamespace(codec=codec)
+    add_text_routes(app, prompts, model_name="m", max_model_len=64)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as client:
+        texts = [asyncio.create_task(client.post("/tokenize", json={"prompt": "seven"})) for _ in range(6)]
+        try:
+            async with asyncio.timeout(LONG_S):
+                while not codec.threads:
+                    await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(lambda: "hashed") == "hashed"
+        finally:
+            codec.may_end.set()
+            answers = await asyncio.gather(*texts)
+    assert [answer.json()["tokens"] for answer in answers] == [[7]] * len(texts)
+    assert len(codec.threads) <= TEXT_THREADS
