@@ -23,8 +23,10 @@ MAX_TRIES = 2
 async def forward(
     pool: NodePool, method: str, route: str, *, headers: Mapping[str, str], content: bytes = b""
 ) -> Response:
-    """A usable node's answer, decode nodes first. Raises NodeUnavailableError and DeadlineExceededError."""
-    nodes = [*pool.usable(NodeRole.DECODE), *pool.usable(NodeRole.PREFILL)]
+    """A usable node's answer, decode nodes first, of each role the one with the fewest open legs of this proxy. Raises
+    NodeUnavailableError and DeadlineExceededError."""
+    roles = (NodeRole.DECODE, NodeRole.PREFILL)
+    nodes = [node for role in roles for node in sorted(pool.usable(role), key=lambda node: node.num_in_flight)]
     failure: NodeUnavailableError = NodeUnavailableError("; ".join(pool.reasons()) or "no node is ready")
     for node in nodes[:MAX_TRIES]:
         try:
