@@ -28,7 +28,7 @@ from common.errors import (
     RequestAbortedError,
     TandemError,
 )
-from common.wire.headers import DROPPED_HEADER, REQUEST_ID_HEADER
+from common.wire.headers import DROPPED_HEADER, LEG_FAILED, LEG_HEADER, REQUEST_ID_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ def error_response(error: Exception) -> Response:
         isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status
     ):
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if isinstance(error, PrefillLegRejectedError):
+        headers[LEG_HEADER] = LEG_FAILED
     if isinstance(error, TandemError) and error.dropped is not None:
         headers[DROPPED_HEADER] = error.dropped
     status = error.status if isinstance(error, TandemError) else TandemError.status

@@ -44,6 +44,7 @@ PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
 REPORT_HEADER = "X-Tandem-Report"
 """What is known when the answer begins: JSON of the ``tandem`` object, without the total time."""
 
-# On a node's answer to another node's pull.
+# On a node's answer to another node's pull, and on that node's answer to the decode leg; the proxy takes it off.
 LEG_HEADER = "X-Tandem-Leg"
-"""``failed``: the error is that of the prefill leg which the pull follows, not of the pull itself."""
+"""``failed``: the error is that of the prefill leg, not of the pull or of the decode leg itself."""
+LEG_FAILED = "failed"

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.metrics.outcomes import Outcome, outcome_of
 from common.server.disconnect import why_gone
-from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
+from common.wire.headers import LEG_HEADER, REPORT_HEADER, REQUEST_ID_HEADER
 from proxy.dialects.conversion import Conversion
 from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
@@ -37,6 +37,7 @@ _DROPPED_HEADERS = frozenset(
         "server",
         REQUEST_ID_HEADER.lower(),
         REPORT_HEADER.lower(),
+        LEG_HEADER.lower(),
     }
 )
 

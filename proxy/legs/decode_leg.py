@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import orjson
 
-from common.errors import DeadlineExceededError, QueueFullError, TransferError
+from common.errors import QueueFullError, TransferError
 from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.wire.fields import is_int
-from common.wire.headers import PREFILL_NODE_HEADER
+from common.wire.headers import LEG_FAILED, LEG_HEADER, PREFILL_NODE_HEADER
 from proxy.legs.client_stream import ClientStream
-from proxy.legs.errors import LegFailedError, RelayedAnswer, StreamLeavesError, TransferFailedError
+from proxy.legs.errors import LegFailedError, PrefillBusyError, RelayedAnswer, StreamLeavesError, TransferFailedError
 from proxy.legs.job import Job
 from proxy.legs.leases import LeaseGuard
 from proxy.legs.protocol import DecodeLeg, check_draining, judge, status_reason
@@ -60,6 +60,7 @@ class DecodeLegs:
         Raises:
             RelayedAnswer: a refusal that is the client's to hear.
             TransferFailedError: the node says 502 before the first byte.
+            PrefillBusyError: it relays that its prefill node is full.
             NodeDrainingError: it drains; before the first byte.
             StreamLeavesError: what is left is for another node; after the first byte.
             LegFailedError, DeadlineExceededError: also after the first byte.
@@ -110,6 +111,9 @@ class DecodeLegs:
         check_draining(node, answer.status, relayed.body)
         if answer.status == TransferError.status:
             raise TransferFailedError(node, relayed)
+        if answer.status == QueueFullError.status and answer.headers.get(LEG_HEADER.lower()) == LEG_FAILED:
+            message = f"the prefill node of decode node {node.name} answers {answer.status}"
+            raise PrefillBusyError(message, reason="busy", answer=relayed)
         is_ours = 400 <= answer.status < 500 and answer.status != QueueFullError.status
         if client.is_started or not is_ours:
             message = f"decode node {node.name} answers {answer.status}"

@@ -82,7 +82,7 @@ class RendezvousTable:
         Raises:
             InvalidRequestError: the id is in use, by a leg, a finished prompt or a lease.
             RequestAbortedError: its reader has already given it up.
-            QueueFullError: too many are open.
+            TooManyRendezvousError: too many are open.
         """
         entry = self._entries.get(rendezvous_id)
         if (entry is not None and entry.has_leg) or self._is_in_use(rendezvous_id):
@@ -146,7 +146,7 @@ class RendezvousTable:
 
         Raises:
             TransferError: ``unknown_pull``: no leg of this id has come within ``leg_wait_s``.
-            QueueFullError: too many are open.
+            TooManyRendezvousError: too many are open.
             TandemError: the leg's own.
         """
         entry = self._entries.get(rendezvous_id)
@@ -202,7 +202,7 @@ class RendezvousTable:
 
     def _create(self, rendezvous_id: str) -> _Entry:
         if len(self._entries) >= MAX_OPEN:
-            raise QueueFullError(f"{len(self._entries)} rendezvous are open, the limit is {MAX_OPEN}")
+            raise TooManyRendezvousError(f"{len(self._entries)} rendezvous are open, the limit is {MAX_OPEN}")
         entry = self._entries[rendezvous_id] = _Entry(rendezvous_id)
         return entry
 
@@ -249,6 +249,10 @@ def _untold(part: PartialManifest, told: PartialManifest | None, have: int) -> P
 def not_wanted() -> RequestAbortedError:
     """Of a leg whose reader has given it up."""
     return RequestAbortedError("its reader does not want the prompt any more")
+
+
+class TooManyRendezvousError(QueueFullError):
+    """Of the table, not of a leg that found its node's queue full."""
 
 
 class UnknownPullError(TransferError):

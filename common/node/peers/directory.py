@@ -29,7 +29,7 @@ from common.node.peers.liveness import Liveness
 from common.node.peers.names import PeerNames
 from common.telemetry.context import current_request_id
 from common.transfer.regions import Peer
-from common.wire.headers import CLUSTER_KEY_HEADER, LEG_HEADER, REQUEST_ID_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER, LEG_FAILED, LEG_HEADER, REQUEST_ID_HEADER
 from common.wire.routes import TRANSFER_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _failure(where: str, response: httpx.Response, answer: object) -> TransferEr
     error = answer.get("error") if isinstance(answer, dict) else None
     error = error if isinstance(error, dict) else {}
     code, message = str(error.get("code") or ""), f"{where} answers {status} {error.get('message') or ''}".rstrip()
-    if response.headers.get(LEG_HEADER) != "failed":
+    if response.headers.get(LEG_HEADER) != LEG_FAILED:
         return TransferError(message, code=code if code in OWN_CODES else "transfer_failed")
     if status == RequestAbortedError.status:
         return PrefillLegAbortedError(message)

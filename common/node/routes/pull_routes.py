@@ -13,19 +13,19 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.errors import InvalidRequestError, TandemError
 from common.kv_cache.manager import KVCacheManager
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.prefix_holder import PrefixHolder
-from common.node.lend.rendezvous import RendezvousTable, UnknownPullError
+from common.node.lend.rendezvous import RendezvousTable, TooManyRendezvousError, UnknownPullError
 from common.node.peers.liveness import BEAT_S
 from common.openai.errors import error_response
 from common.server.disconnect import run_until_disconnect
 from common.server.drain import Drain
 from common.server.json_body import read_json_object, run_for_body
 from common.wire.fields import Fields, shown
-from common.wire.headers import LEG_HEADER
+from common.wire.headers import LEG_FAILED, LEG_HEADER
 from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
 from common.wire.routes import (
     LEASE_RELEASE_ROUTE,
@@ -99,11 +99,11 @@ async def _follow(rendezvous: RendezvousTable, query: RendezvousQuery) -> Respon
     """The long poll of the rendezvous form. A header tells an error of the leg from one of the query."""
     try:
         found = await rendezvous.wait(query.id, query.after, query.wait_seconds, query.have)
-    except (UnknownPullError, QueueFullError):
+    except (UnknownPullError, TooManyRendezvousError):
         raise
     except TandemError as exc:
         response = error_response(exc)
-        response.headers[LEG_HEADER] = "failed"
+        response.headers[LEG_HEADER] = LEG_FAILED
         return response
     return JSONResponse(nothing_new_answer(query.after) if found is None else found.to_params())
 

@@ -17,7 +17,8 @@ from common.node.pull.manifest_stream import (
     ReadablePrefix,
     RendezvousManifestStream,
 )
-from common.wire.headers import LEG_HEADER
+from common.openai.errors import error_response
+from common.wire.headers import LEG_FAILED, LEG_HEADER
 from common.wire.manifest import Manifest, ManifestShape, PartialManifest
 from tests.unit.node.conftest import Reader, Served
 from tests.unit.node.holder import BLOCK_SIZE, ENGINE_ID
@@ -154,6 +155,12 @@ async def test_poll_when_the_leg_was_refused_then_the_refusal_is_the_clients_to_
         "queue_full",
         "rate_limit_error",
         seconds,
+    )
+    relayed = error_response(rejected)
+    assert (relayed.status_code, relayed.headers[LEG_HEADER], relayed.headers["Retry-After"]) == (
+        429,
+        LEG_FAILED,
+        str(seconds),
     )
 
 

@@ -13,9 +13,12 @@ import pytest_asyncio
 
 from common.errors import InvalidRequestError, QueueFullError, RequestAbortedError, TandemError
 from common.node.lend import rendezvous
-from common.node.lend.rendezvous import RendezvousTable, UnknownPullError, refused_rendezvous
+from common.node.lend.rendezvous import RendezvousTable, TooManyRendezvousError, UnknownPullError, refused_rendezvous
+from common.node.routes.pull_routes import _follow
 from common.wire.handoff import prefill_leg_params
+from common.wire.headers import LEG_FAILED, LEG_HEADER
 from common.wire.manifest import Manifest, PartialManifest
+from common.wire.pull import RendezvousQuery
 
 pytestmark = pytest.mark.asyncio
 LONG_S = 30.0
@@ -197,6 +200,17 @@ async def test_leg_when_refused_before_it_began_then_its_reader_hears_at_once(ho
     holder.table.refuse("other", QueueFullError("257 requests are waiting"))
     with pytest.raises(QueueFullError):
         await holder.table.wait("other", 0, LONG_S)
+
+
+async def test_leg_when_refused_because_its_node_is_full_then_its_reader_knows_that_from_a_full_table(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder.table.refuse("r", QueueFullError("257 requests are waiting", retry_after_s=3))
+    answer = await _follow(holder.table, RendezvousQuery("r", 0, LONG_S))
+    assert (answer.status_code, answer.headers[LEG_HEADER], answer.headers["Retry-After"]) == (429, LEG_FAILED, "3")
+    monkeypatch.setattr(rendezvous, "MAX_OPEN", 1)
+    with pytest.raises(TooManyRendezvousError):
+        await _follow(holder.table, RendezvousQuery("other", 0, LONG_S))
 
 
 async def test_refusal_when_the_name_is_another_legs_then_that_one_goes_on(holder: Holder) -> None:

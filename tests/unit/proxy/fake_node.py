@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from common.wire.headers import REPORT_HEADER, REQUEST_ID_HEADER
+from common.wire.headers import LEG_FAILED, LEG_HEADER, REPORT_HEADER, REQUEST_ID_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
@@ -91,6 +91,7 @@ class FakeNode:
     script: Sequence[str] = ()  # what streams say instead of chunks, their [DONE] included
     num_answered: int = 0
     follows: list[FakeNode] = field(default_factory=list)
+    full: list[FakeNode] = field(default_factory=list)  # prefill nodes of which it relays at once that they are full
     refused_prompts: list[Any] = field(default_factory=list)
     hanging_prompts: list[Any] = field(default_factory=list)
     received: list[Received] = field(default_factory=list)
@@ -188,6 +189,9 @@ class FakeNode:
             if self.fault is Fault.STATUS and self.code == "transfer_failed":
                 await self._follow(body.get("kv_transfer_params"))  # it has asked its prefill node before it says so
             return JSONResponse({"error": {"message": f"{self.name} says no", "code": self.code}}, status)
+        if any(each.get("remote_port") == node.port for each in _handoffs(body) for node in self.full):
+            error = {"message": "a prefill node is full", "type": "rate_limit_error", "code": "queue_full"}
+            return JSONResponse({"error": error}, 429, {LEG_HEADER: LEG_FAILED, "Retry-After": "3"})
         if self.refuses_resume and "tandem_resume" in body:
             return JSONResponse({"error": {"message": f"{self.name} cannot", "code": "no"}}, 400)
         if self.fault is Fault.HANG or body.get("prompt") in self.hanging_prompts:
@@ -215,7 +219,7 @@ class FakeNode:
 
     async def _follow(self, params: Any) -> None:
         """As a decode node that waits for what it follows: until the prefill legs are there, or a while."""
-        names = {each.get("tandem_rendezvous") for each in (params if isinstance(params, list) else [params or {}])}
+        names = {each.get("tandem_rendezvous") for each in _handoffs({"kv_transfer_params": params})}
         for _ in range(100):
             if names <= {None} | {name for node in self.follows for name in node.names}:
                 return
@@ -289,6 +293,11 @@ class FakeNode:
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1
             raise
+
+
+def _handoffs(body: dict[str, Any]) -> list[dict[str, Any]]:
+    params = body.get("kv_transfer_params") or {}
+    return params if isinstance(params, list) else [params]
 
 
 def _is_prefill_leg(body: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from common.wire.handoff import prefill_leg_params
+from common.wire.headers import LEG_HEADER
 from common.wire.routes import COMPLETIONS_ROUTE
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.concurrent import ConcurrentLegs
@@ -167,6 +168,35 @@ def test_decode_leg_when_all_refuse_then_the_client_hears_it_and_the_prefill_leg
     # A leg that was called off at once need not have come.
     wait_for(lambda: prefill.released and set(prefill.names) <= set(prefill.released), "the lease's release")
     assert sum(len(node.bodies) for node in cluster.decode) == (1 if status == 400 else 2)
+
+
+def test_prefill_node_when_full_and_the_decode_node_says_so_first_then_another_prefill_node_is_tried(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(2, 2, pull=True)
+    full, free = cluster.prefill
+    full.fault = Fault.HANG  # what it says itself comes later
+    for node in cluster.decode:
+        node.full = [full]
+    for _ in cluster.prefill:
+        assert post(cluster).status_code == 200
+    ports = [body["kv_transfer_params"]["remote_port"] for node in cluster.decode for body in node.bodies]
+    assert full.port in ports
+    assert ports.count(free.port) == len(cluster.prefill)
+
+
+def test_prefill_node_when_full_and_there_is_no_other_then_the_client_hears_what_the_decode_node_relays(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(1, 2, pull=True)
+    cluster.prefill[0].fault = Fault.HANG
+    for node in cluster.decode:
+        node.full = cluster.prefill
+    answer = post(cluster)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert answer.headers["Retry-After"] == "3"
+    assert LEG_HEADER not in answer.headers
+    assert sum(len(node.bodies) for node in cluster.decode) == 1, "another decode node would ask the same prefill node"
 
 
 @pytest.mark.parametrize("fault", [Fault.STATUS, Fault.NO_PARAMS])
