@@ -42,7 +42,8 @@ PREFILL_NODE_HEADER = "X-Tandem-Prefill-Node"
 
 # On a decode node's answer; the proxy takes it off and shows it on its status page.
 REPORT_HEADER = "X-Tandem-Report"
-"""What is known when the answer begins: JSON of the ``tandem`` object, without the total time."""
+"""What is known when the answer begins: JSON of the ``tandem`` object, without the total time. Of a whole answer also
+``usage``, and ``choices`` with each ``finish_reason`` that it has."""
 
 # On a node's answer to another node's pull, and on that node's answer to the decode leg; the proxy takes it off.
 LEG_HEADER = "X-Tandem-Leg"

@@ -13,7 +13,8 @@ import orjson
 from common.errors import QueueFullError, TransferError
 from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.wire.fields import is_int
-from common.wire.headers import LEG_FAILED, LEG_HEADER, PREFILL_NODE_HEADER
+from common.wire.headers import LEG_FAILED, LEG_HEADER, PREFILL_NODE_HEADER, REPORT_HEADER
+from common.wire.json_text import LONG_BYTES
 from proxy.legs.client_stream import ClientStream
 from proxy.legs.errors import LegFailedError, PrefillBusyError, RelayedAnswer, StreamLeavesError, TransferFailedError
 from proxy.legs.job import Job
@@ -21,6 +22,7 @@ from proxy.legs.leases import LeaseGuard
 from proxy.legs.protocol import DecodeLeg, check_draining, judge, status_reason
 from proxy.legs.stream_progress import StreamProgress
 from proxy.metrics.proxy_metrics import ProxyMetrics, RequestRecord
+from proxy.metrics.recent_requests import parse_report
 from proxy.metrics.token_gaps import TokenGaps
 from proxy.node_http.client import NodeStream
 from proxy.node_http.errors import NodeClientError
@@ -98,7 +100,7 @@ class DecodeLegs:
             await self._pass_stream(node, job, answer, leg, client, progress)
         else:
             body = await answer.read()
-            answer_json = _read_whole(node, body)
+            answer_json = _read_whole(node, answer, body)
             leg.succeed()
             outcome = _outcome_of_whole(answer_json)
             _count_usage(answer_json, client.record)
@@ -168,15 +170,20 @@ async def _read_end(chunks: AsyncIterator[bytes]) -> None:
             await anext(chunks, None)
 
 
-def _read_whole(node: Node, body: bytes) -> dict[str, Any]:
-    """Raises LegFailedError for what is no JSON object."""
+def _read_whole(node: Node, answer: NodeStream, body: bytes) -> dict[str, Any]:
+    """A whole answer; of a long one only what is counted of it, where the node's report says it: to parse megabytes of
+    log-probabilities would hold up all other requests. Raises LegFailedError for what is no JSON object."""
+    if len(body) > LONG_BYTES:
+        report = parse_report(answer.headers.get(REPORT_HEADER.lower()))
+        if "usage" in report and "choices" in report:
+            return report
     try:
-        answer = orjson.loads(body)
+        whole = orjson.loads(body)
     except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
+        whole = None
+    if not isinstance(whole, dict):
         raise LegFailedError(f"decode node {node.name} answers what is no JSON object", reason="garbage")
-    return answer
+    return whole
 
 
 def _count_usage(answer: Mapping[str, Any], record: RequestRecord) -> None:

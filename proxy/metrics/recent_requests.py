@@ -75,7 +75,7 @@ class RecentRequest:
 
     def to_json(self, about: RequestAbout, record: RequestRecord) -> dict[str, Any]:
         """What the page shows of it; ``seconds`` holds the phases that are known, in their order."""
-        report = _parse(self._report)
+        report = parse_report(self._report)
         given = report.get("seconds")
         given = given if isinstance(given, dict) else {}
         now = time.monotonic()
@@ -131,9 +131,9 @@ class _Followed:
     record: RequestRecord
 
 
-def _parse(report: str | None) -> dict[str, Any]:
+def parse_report(report: str | None) -> dict[str, Any]:
     """A node's report; empty when there is none or it cannot be read, which costs the page some figures only."""
-    if report is None:
+    if report is None or len(report) > MAX_REPORT_CHARS:
         return {}
     try:
         parsed = json.loads(report)

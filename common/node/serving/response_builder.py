@@ -101,7 +101,10 @@ class ResponseBuilder:
         if self._tells_prompt:
             num_tokens += sum(len(job.token_ids) for job in self._jobs)
         body = await asyncio.to_thread(self._whole_body) if num_tokens > THREAD_BODY_TOKENS else self._whole_body()
-        return Response(body, media_type="application/json", headers=self.report_headers())
+        reasons = {choice.finish_reason for job in self._jobs for choice in job.choices}
+        told = [{"finish_reason": reason.value} for reason in reasons if reason is not None]
+        headers = self.report_headers(usage=self._usage(), choices=told)
+        return Response(body, media_type="application/json", headers=headers)
 
     def _whole_body(self) -> bytes:
         common = {"choices": [], "usage": self._usage(), "trace": self._trace_block(), **self._envelope}
@@ -139,9 +142,10 @@ class ResponseBuilder:
         token_ids = job.token_ids[: len(job.token_ids) - job.num_resumed]
         return responses.prompt_block(token_ids if request.output.return_token_ids else None, logprobs)
 
-    def report_headers(self) -> dict[str, str]:
-        """Where the request ran and where the time to its first token went, for the proxy."""
-        return {} if self._trace is None else {REPORT_HEADER: self._trace.report()}
+    def report_headers(self, **whole: Any) -> dict[str, str]:
+        """Where the request ran and where the time to its first token went, for the proxy; ``whole``: what it counts of
+        an answer that comes whole, so that it need not read that."""
+        return {} if self._trace is None else {REPORT_HEADER: self._trace.report(**whole)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises only before the first one; later failures become an error event."""

@@ -103,9 +103,10 @@ class RequestTrace:
             **self._sums,
         )
 
-    def report(self) -> str:
-        """What is known when the answer begins, for a header to the proxy: the block without the total time."""
-        block = self.block() | {"prompt_tokens": self._num_prompt_tokens}
+    def report(self, **whole: Any) -> str:
+        """What is known when the answer begins, for a header to the proxy: the block without the total time, and
+        ``whole``, of an answer that does not come in events."""
+        block = {**self.block(), "prompt_tokens": self._num_prompt_tokens, **whole}
         seconds = block["seconds"].items()
         block["seconds"] = {name: round(value, 6) for name, value in seconds if name != "total" and value is not None}
         return json.dumps(block, separators=(",", ":"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError
@@ -22,10 +23,12 @@ from common.node.serving.answers import plan_answer
 from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.request_record import RequestRecord
 from common.node.serving.response_builder import ResponseBuilder
+from common.node.serving.tracing import RequestTrace
 from common.openai.protocol import ChatRequest, parse_chat
 from common.request import FinishReason, TokenLogprob
 from common.text.answers.detection import Overrides
 from common.text.tokenizer import TextCodec
+from common.wire.headers import REPORT_HEADER
 from tests.support.chat_templates import SPECIAL_MARKERS, TEMPLATES
 
 Json = dict[str, Any]
@@ -68,6 +71,7 @@ async def response_builder(
     at_once: int = 1,
     num_known: int = 0,
     pause_s: float = 0.0,
+    trace: RequestTrace | None = None,
     **options: Any,
 ) -> ResponseBuilder:
     """A node's for ``body``, when the model says ``answer``. ``at_once``: tokens of one engine output, each of which
@@ -99,7 +103,7 @@ async def response_builder(
                 )
 
     record = RequestRecord(Metrics(Role.DECODE), "chat")
-    return ResponseBuilder("m", outputs, lambda *_: None, http, request, jobs, None, record, **options)
+    return ResponseBuilder("m", outputs, lambda *_: None, http, request, jobs, trace, record, **options)
 
 
 def answers(codec: TextCodec, answer: str, body: Json, **options: Any) -> list[Json]:
@@ -114,6 +118,20 @@ def answers(codec: TextCodec, answer: str, body: Json, **options: Any) -> list[J
         return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
     return asyncio.run(run())
+
+
+def test_whole_answer_when_traced_then_its_report_says_what_the_proxy_counts_of_it() -> None:
+    async def run() -> Response:
+        builder = await response_builder(codec_of("hermes"), "hello", {"messages": [USER], "n": 2}, trace=trace)
+        return await builder.whole()
+
+    trace = RequestTrace.from_headers({}, "node")
+    answer = asyncio.run(run())
+    report, whole = json.loads(answer.headers[REPORT_HEADER]), json.loads(bytes(answer.body))
+    assert report["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] > 0
+    assert report["choices"] == [{"finish_reason": "stop"}]
+    assert report["decode_node"] == "node"
 
 
 def message(codec: TextCodec, answer: str, body: Json, **options: Any) -> Json:

@@ -71,6 +71,7 @@ class FakeNode:
     epoch: str = "77"
     model: str = "fake"
     usage: dict[str, int] | None = None  # of whole answers
+    padding_bytes: int = 0  # of whole answers
     fingerprint: str = "f00d"
     pull: bool = False
     resume: bool = False
@@ -211,8 +212,10 @@ class FakeNode:
         headers = {REPORT_HEADER: self.report} if self.report else {}
         if body.get("stream"):
             return StreamingResponse(self._events(body), media_type="text/event-stream", headers=headers)
-        usage = {"usage": self.usage} if self.usage else {}
-        return JSONResponse({"node": self.name, "object": "text_completion", **usage}, headers=headers)
+        more: dict[str, Any] = {"usage": self.usage} if self.usage else {}
+        if self.padding_bytes:
+            more["padding"] = "a" * self.padding_bytes
+        return JSONResponse({"node": self.name, "object": "text_completion", **more}, headers=headers)
 
     def _lease_id(self) -> str:
         return f"{self.name}-lease-{next(self.num_leases)}"

@@ -10,6 +10,8 @@ import pytest
 
 from common.metrics.outcomes import Outcome
 from common.openai.responses import SSE_DONE
+from common.wire.headers import REPORT_HEADER
+from common.wire.json_text import LONG_BYTES
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault
@@ -40,6 +42,25 @@ def test_stream_when_its_node_tells_an_error_then_counts_as_an_error(start_clust
     events = [json.loads(line[6:]) for line in post(cluster, STREAM).text.splitlines() if line]
     assert [event.get("error", {}).get("code") for event in events] == [None, "luck"]
     assert_counted(cluster, "error")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "report", "outcome"),
+    [
+        (2 * LONG_BYTES, {"usage": {}, "choices": [{"finish_reason": "length"}]}, "length"),
+        (2 * LONG_BYTES, {"prompt_tokens": 3}, "stop"),
+        (0, {"usage": {}, "choices": [{"finish_reason": "length"}]}, "stop"),
+    ],
+)
+def test_whole_answer_when_it_is_long_and_its_node_reports_then_that_counts_and_is_not_looked_for_in_it(
+    start_cluster: StartCluster, num_bytes: int, report: dict[str, object], outcome: str
+) -> None:
+    cluster = start_cluster(0, 1)
+    cluster.decode[0].padding_bytes, cluster.decode[0].report = num_bytes, json.dumps(report)
+    answer = post(cluster)
+    assert len(answer.json().get("padding", "")) == num_bytes
+    assert REPORT_HEADER not in answer.headers
+    assert_counted(cluster, outcome)
 
 
 @pytest.mark.parametrize(
