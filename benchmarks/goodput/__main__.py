@@ -56,6 +56,9 @@ SETTLE_S = 2.0
 NUM_UNLOADED = 3
 NUM_WARM, WARM_CONCURRENCY, WARM_SEED = 16, 8, 1_000_000
 """Requests, or chats, of each mix that every way answers first, and the seed of their tokens, which come only there."""
+NUM_WARM_CLOSED, WARM_ITL = 48, 2.0
+"""Requests that every way answers before the closed loop, and their target between tokens, in times of the value
+without load: steps of so many rows come in no mix, and each size is slow until it was seen some times."""
 ERRORS = "tandem_step_time_error_ratio"
 
 
@@ -147,16 +150,23 @@ class Runs:
         await asyncio.sleep(SETTLE_S)
         return share
 
+    async def warm_closed(self) -> None:
+        itl_s = WARM_ITL / self.args.itl * self.targets[MIXES[CLOSED_MIX]].itl_s
+        for way in self.running:
+            await self._closed_loop(way, NUM_WARM_CLOSED, itl_s)
+
     async def closed(self, way: str, itl_s: float) -> Outcome:
-        self.draw += 1
-        mix = MIXES[CLOSED_MIX]
-        arrivals = draw_arrivals({mix: float(self.args.closed)}, 10.0, self.vocab, self.draw)[: self.args.closed]
-        targets = {mix: Targets(math.inf, itl_s)}
-        async with self._clients(way, targets) as clients:
-            outcome = await clients.closed_loop(arrivals, self.args.concurrency)
+        outcome = await self._closed_loop(way, self.args.closed, itl_s)
         show(way, f"{self.args.concurrency} at a time", outcome)
         await asyncio.sleep(SETTLE_S)
         return outcome
+
+    async def _closed_loop(self, way: str, num_requests: int, itl_s: float) -> Outcome:
+        self.draw += 1
+        mix = MIXES[CLOSED_MIX]
+        arrivals = draw_arrivals({mix: float(num_requests)}, 10.0, self.vocab, self.draw)[:num_requests]
+        async with self._clients(way, {mix: Targets(math.inf, itl_s)}) as clients:
+            return await clients.closed_loop(arrivals, self.args.concurrency)
 
     async def unloaded(self, mix: Mix) -> Targets:
         """One request at a time, with static roles."""
@@ -221,6 +231,7 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
     await predict(runs, tables, model)
     if args.closed:
         print(f"\n{CLOSED}, {CLOSED_MIX}", flush=True)
+        await runs.warm_closed()
         static = await runs.closed(STATIC, math.inf)
         itl_s = CLOSED_ITL * static.gap_s(0.99)
         print(f"  target between tokens of the others: {1e3 * itl_s:.1f} ms")

@@ -61,7 +61,7 @@ class Targets:
     @property
     def headers(self) -> dict[str, str]:
         named = {TTFT_TARGET_HEADER: self.ttft_s, ITL_TARGET_HEADER: self.itl_s}
-        return {name: str(max(1, int(1e3 * seconds))) for name, seconds in named.items() if seconds < math.inf}
+        return {name: f"{max(1.0, 1e3 * seconds):.3f}" for name, seconds in named.items() if seconds < math.inf}
 
 
 @dataclass

@@ -52,16 +52,17 @@ def _begin_repr(value: object, num_chars: int) -> str:
 
 
 def seconds_of_header(headers: Mapping[str, str], name: str) -> float | None:
-    """Seconds, of a header of whole milliseconds; None without one. Raises InvalidRequestError."""
+    """Seconds, of a header of milliseconds; None without one. Raises InvalidRequestError."""
     given = headers.get(name)
     if given is None:
         return None
-    if not re.fullmatch(r"[0-9]{1,10}", given.strip()) or not 1 <= int(given) <= MAX_MILLISECONDS:
+    if not re.fullmatch(r"[0-9]{1,10}(\.[0-9]{1,3})?", given.strip()) or not 1 <= float(given) <= MAX_MILLISECONDS:
         raise InvalidRequestError(
-            f"header {name} must be a whole number of milliseconds from 1 to {MAX_MILLISECONDS}, got {given[:40]!r}",
+            f"header {name} must be milliseconds from 1 to {MAX_MILLISECONDS}, with three decimals at most, got "
+            f"{given[:40]!r}",
             param=name,
         )
-    return int(given) / 1000
+    return float(given) / 1000
 
 
 def is_int(value: object) -> bool:

@@ -355,7 +355,7 @@ class Orchestrator:
         headers = {**job.headers, **self._node_headers}
         targets = job.targets_left(time.monotonic())
         if targets.ttft_s is not None:
-            headers[TTFT_TARGET_HEADER] = _milliseconds(targets.ttft_s)
+            headers[TTFT_TARGET_HEADER] = _milliseconds(round(targets.ttft_s, 3))
         if targets.itl_s is not None:
             headers[ITL_TARGET_HEADER] = _milliseconds(targets.itl_s)
         return headers
@@ -394,8 +394,8 @@ def _may_follow(run: Run, last: Node | None, node: Node) -> bool:
 
 
 def _milliseconds(seconds: float) -> str:
-    """For a header; at least 1."""
-    return str(max(1, round(1000 * seconds)))
+    """For a header, with as many decimals as it needs; at least 1."""
+    return f"{max(1.0, 1000 * seconds):.3f}".rstrip("0").rstrip(".")
 
 
 def _decode_content(run: Run, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:

@@ -106,7 +106,7 @@ def test_deadline_when_it_cannot_be_met_from_the_queue_then_429(start_cluster: S
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("value", ["0", "-5", "soon", "86400001", "1e3", "", "9" * 40])
+@pytest.mark.parametrize("value", ["0", "0.999", "-5", "soon", "86400001", "1e3", "1.", ".5", "1.2345", "", "9" * 40])
 def test_deadline_when_malformed_then_400_names_header_value_and_bound(start_cluster: StartCluster, value: str) -> None:
     cluster = start_cluster(0)
     answer = cluster.client.post("/v1/completions", json=BODY, headers={"X-Request-Deadline-Ms": value})

@@ -240,3 +240,5 @@ def test_legs_when_a_priority_has_targets_then_they_are_its_requests_unless_a_he
     assert told(-1) == (40_000, "20")
     assert told(5) == (50_000, "900")
     assert told(-1, **{ITL_TARGET_HEADER: "33"}) == (40_000, "33")
+    assert told(-1, **{ITL_TARGET_HEADER: "12.345"}) == (40_000, "12.345")
+    assert told(-1, **{ITL_TARGET_HEADER: "12.300"}) == (40_000, "12.3")
