@@ -29,7 +29,7 @@ class ImageChunks:
         """Where a chunk of [``start``, ``end``) ends: before an image that is not processed yet, and at the edge of one
         that may not be cut; ``start``: nothing can be computed now."""
         images = request.images
-        if start == end or start >= end_of_images(images):
+        if not images or start == end or start >= end_of_images(images):
             return end
         if self.is_whole:
             cut = [image for image in images if image.start < end < image.end]
