@@ -250,11 +250,13 @@ class PromptReader:
         common = await self._common_sampling(http, request)
         num_resumed = len(request.resume.output_token_ids) if request.resume is not None else 0
         jobs: list[PromptJob] = []
+        alike: dict[int, SamplingParams] = {}  # by max_tokens: the sampler reads the lists of each object once
         for index, prompt in enumerate(prompts):
             if index % max(1, ANSWERS_PER_TURN // request.output.n) == 0:
                 await asyncio.sleep(0)
             given = prompt.token_ids[: len(prompt.token_ids) - num_resumed]
             sampling = self._sampling(request, common, given)
+            sampling = alike.setdefault(sampling.max_tokens, sampling)
             if prompt.images and sampling.prompt_logprobs is not None:
                 raise InvalidRequestError("prompt_logprobs is not supported for prompts with images", param="messages")
             answer: AnswerPlan | None = None

@@ -100,6 +100,7 @@ async def test_list_of_prompts_when_its_fields_cost_then_they_are_worked_on_once
     assert ids.num_passes == 1
     params = [job.sampling for job in jobs]
     assert [each.max_tokens for each in params] == [16, 16, 4]
+    assert params[0] is params[1]  # whoever samples reads its lists once
     assert params[0].bad_token_ids == codec.bad_token_ids(words)
     for each in params:
         assert each.grammar is params[0].grammar is not None
