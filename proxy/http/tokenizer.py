@@ -224,8 +224,8 @@ class PromptTokenizer:
         if request.truncate_prompt_tokens != -1:
             return request, body
         shortest = self._pool.shortest_model_len()
-        if shortest is None:
-            return request, body
+        if shortest is None or (request.sampling.max_tokens or 0) >= shortest:
+            return request, body  # for a node with a longer context
         num_kept = request.num_kept(shortest)
         return replace(request, truncate_prompt_tokens=num_kept), {**body, "truncate_prompt_tokens": num_kept}
 

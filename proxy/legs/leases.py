@@ -34,6 +34,7 @@ class LeaseGuard:
     def __init__(self) -> None:
         self._held: list[tuple[Node, str]] = []
         self._handed_over: list[tuple[Node, str]] = []
+        self._taken_back: list[tuple[Node, str]] = []
         self.is_handed_over = False
 
     def hold(self, node: Node, lease_id: str) -> None:
@@ -48,15 +49,17 @@ class LeaseGuard:
     def take_back(self) -> None:
         """The decode leg did not come to its end: whether the node has released them nobody knows, and releasing twice
         does no harm."""
-        self._held += self._handed_over
+        self._taken_back += self._handed_over
         self._handed_over.clear()
 
-    def take(self) -> dict[Node, list[str]]:
-        """What is still held, by node; held no longer."""
-        by_node: dict[Node, list[str]] = {}
-        for node, lease_id in self._held:
-            by_node.setdefault(node, []).append(lease_id)
-        self._held.clear()
+    def take(self) -> dict[tuple[Node, bool], list[str]]:
+        """What is still held, by node, and whether a leg of these whose connection was closed may still be on its way
+        into it: not of those that a decode node has answered to. Held no longer."""
+        by_node: dict[tuple[Node, bool], list[str]] = {}
+        for leases, may_come in ((self._held, True), (self._taken_back, False)):
+            for node, lease_id in leases:
+                by_node.setdefault((node, may_come), []).append(lease_id)
+            leases.clear()
         return by_node
 
 
@@ -80,8 +83,8 @@ class LeaseReleaser:
         """``guard``: of the request that the caller works for."""
         request_id = current_request_id()
         headers = self._headers if request_id is None else {**self._headers, REQUEST_ID_HEADER: request_id}
-        for node, lease_ids in guard.take().items():
-            task = asyncio.create_task(self._send(node, lease_ids, headers))
+        for (node, may_come), lease_ids in guard.take().items():
+            task = asyncio.create_task(self._send(node, lease_ids, headers, may_come=may_come))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -89,13 +92,12 @@ class LeaseReleaser:
         """Wait for releases that are in progress; each has its own deadline."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _send(self, node: Node, lease_ids: list[str], headers: Mapping[str, str]) -> None:
+    async def _send(self, node: Node, lease_ids: list[str], headers: Mapping[str, str], *, may_come: bool) -> None:
         try:
             answer = await node.client.request(
                 "POST",
                 LEASE_RELEASE_ROUTE,
-                # A leg whose connection was closed may still be on its way into the node.
-                content=encode({"lease_ids": lease_ids, "may_come": True}),
+                content=encode({"lease_ids": lease_ids, "may_come": may_come}),
                 headers=headers,
                 timeout_s=RELEASE_TIMEOUT_S,
             )

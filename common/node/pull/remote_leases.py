@@ -121,6 +121,8 @@ class RemoteLeases:
     async def _give_back(self, lease_id: str, confirm: Callable[[], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(GIVE_BACK_S), self._giving_back:
+                if lease_id in self._held:
+                    return  # another request brought it too, and reads
                 await confirm()
         except (TransferError, TimeoutError) as exc:
             logger.info("lease left to expire lease_id=%s: %s", lease_id, str(exc) or type(exc).__name__)
