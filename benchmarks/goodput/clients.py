@@ -58,6 +58,11 @@ class Targets:
     def are_kept(self, answer: Timed) -> bool:
         return answer.ttft_s <= self.ttft_s and answer.itl_s <= self.itl_s
 
+    def are_within(self, factor: float, others: Targets) -> bool:
+        """Neither is over ``factor`` times as long as in ``others``, nor as short."""
+        pairs = ((self.ttft_s, others.ttft_s), (self.itl_s, others.itl_s))
+        return all(other / factor <= mine <= factor * other for mine, other in pairs)
+
     @property
     def headers(self) -> dict[str, str]:
         named = {TTFT_TARGET_HEADER: self.ttft_s, ITL_TARGET_HEADER: self.itl_s}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from benchmarks.goodput.clients import Targets
 from benchmarks.goodput.search import SHARE, Attainment, Goodput, estimate, find_goodputs
 
 NUM_REQUESTS = 400
@@ -87,3 +88,12 @@ def test_goodput_when_a_mix_did_not_come_in_one_round_then_it_is_judged_by_the_o
 
     found = asyncio.run(find_goodputs(measure, 1.0, num_rounds=2))["only"]
     assert found.of_every.rate < found.of_all.rate
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "itl_s", "is_steady"), [(1.2, 0.0085, True), (1.3, 0.01, False), (1.0, 0.007, False)]
+)
+def test_targets_when_one_is_much_longer_or_shorter_then_not_within(
+    ttft_s: float, itl_s: float, is_steady: bool
+) -> None:
+    assert Targets(ttft_s, itl_s).are_within(1.25, Targets(1.0, 0.01)) is is_steady
