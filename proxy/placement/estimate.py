@@ -13,6 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common.engine.pacing.shares import (
+    PACING_RESERVE,
+    PROMPT_SHARE,
+    SLOWEST_SHARE,
+    TARGET_SHARE,
+    USUAL_ANSWER_TOKENS,
+)
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node
 from proxy.nodes.rates import Rates
@@ -35,28 +42,18 @@ WASTE_PRICE = 2.0
 whoever comes next waits for the node meanwhile."""
 COPY_PRICE = 0.25
 """Price of a copy, as a share of the time of computing what is copied: a copy takes memory from other blocks."""
-STREAM_CHUNK_SHARE = 4
-"""Beside streams without a target a node's prompts get one of so many parts of its chunk, as its scheduler does."""
-SLOWEST_SHARE = 0.125
-"""Of its speed without streams, what a prompt keeps beside streams with a target."""
-PACING_RESERVE = 1.25
-"""Times its length, what a prompt is taken to need where nodes ask whether it comes in time at a slower pace."""
-TARGET_SHARE = 0.9
-"""Of the target for the time between two tokens, what nodes plan a step with prompts to take."""
 IN_TARGET_PRICE = 0.25
-"""Price of time that a target leaves, of a first token's or of a stream's, as a share of the usual one."""
+"""Price of a second that is within a target, for the first token or between tokens, as a share of the usual price."""
 LATE_PRICE = 4.0
 """Price of a second beyond a target, beside the second itself."""
 SAFE_SHARE = 0.8
-"""Of what a target leaves, how much is counted on: estimates miss, and others come."""
+"""Share of a target that placement counts on: estimates miss, and other requests come."""
 GUESTS_SHARE = 0.3
-"""Of a prefill node's time, how much prompts may have taken lately where it is to generate too: beyond that it makes
-prompts late, and those that are in a hurry take more of its streams than their targets leave."""
+"""A prefill node generates too while prompts took at most this share of its time lately. Beyond that its streams make
+prompts late, and prompts in a hurry take more of the streams' time than their targets leave."""
 CROSS_S, CROSS_SHARE = 0.05, 0.1
-"""What a node must save to take the other role's work: seconds, and a share of the time of computing the prompt. So
-roles stay as they are where that is about as good, and each kind of work keeps its own caches."""
-USUAL_ANSWER_TOKENS = 256
-"""Tokens of an answer, at most, for what a stream costs: few are as long as they may be."""
+"""A node takes the other role's work only if that saves so many seconds, and this share of the time of computing the
+prompt beside them. So roles stay as they are where that is about as good, and each kind of work keeps its caches."""
 APART_PRICE = 1.0
 """Price of computing a prompt where its blocks are not, in multiples of the time of computing those that another node
 has (see ``Estimator.apart_price_s``)."""
@@ -324,7 +321,7 @@ class Estimator:
             return chunk, rates.step_s
         step_s, token_s = rates.step_s + rates.row_s * num_rows, rates.token_s
         itl_s, ttft_s = self._targets.itl_s, self._targets.ttft_s
-        share = max(1, chunk // STREAM_CHUNK_SHARE)
+        share = max(1, chunk // PROMPT_SHARE)
         if itl_s is None:
             return share, step_s
         if token_s <= 0:

@@ -12,11 +12,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from common.engine.pacing.shares import TARGET_SHARE
 from proxy.nodes.load import BUSY_S
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import Rates, RateTable
-from proxy.placement.estimate import TARGET_SHARE
 
 BUSY_SHARE = 0.7
 """Of a prefill node's time, and of a decode node's room: above it queues grow faster than the load."""

@@ -36,6 +36,7 @@ ALLOWED = {
         "common.telemetry",
         "common.config",
         "common.engine.pacing.regression",
+        "common.engine.pacing.shares",
         "common.grammar",
         "common.kv_cache.keys",
         "common.images",
@@ -122,7 +123,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "core",
     ),
     "common.engine.drafting": ("drafter", "prompt_lookup", "suffix", "config", "allowance", "pay"),
-    "common.engine.pacing": ("regression", "step_model"),
+    "common.engine.pacing": ("regression", "shares", "step_model"),
     "common.engine.sampling": ("token_counts", "token_lists", "draw", "grammar", "grammar_compiler", "sampler"),
     "common.engine.scheduling": (
         "schedule",

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.engine.pacing.regression import FadingRegression
+from common.engine.pacing.shares import TARGET_SHARE
 from common.engine.rates import HALF_LIFE, Line
 
 HALF_LIFE_S = 300.0
@@ -32,9 +33,9 @@ MAX_OUTLIERS = 8
 _CORRECTION_SHARE = 0.2
 """What a new step counts in what is remembered of its number of rows."""
 _MAX_CORRECTION = 4.0
-_LEAST_MARGIN, _MOST_MARGIN = 1 / 0.9, 1.3
-"""What a step is planned to be shorter than the time that it has, at least and at most: what is left unused makes
-prompts slower, and targets are kept on average."""
+_LEAST_MARGIN, _MOST_MARGIN = 1 / TARGET_SHARE, 1.3
+"""A step is planned to be so many times shorter than the time that it has, at least and at most: time that is left
+unused makes prompts slower, and targets are kept on average."""
 _LATE_PART = 0.01
 """Of the steps beside rows, how many may take longer than they have."""
 _MARGIN_STEP = 0.06

@@ -9,32 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from common.engine.pacing.shares import PACING_RESERVE, PROMPT_SHARE, SLOWEST_SHARE, USUAL_ANSWER_TOKENS
 from common.engine.pacing.step_model import StepModel, StepShape
 from common.engine.scheduling.schedule import Schedule, shape_of
 from common.engine.sequence import Sequence
 
-PROMPT_SHARE = 4
-"""Beside decode rows without a target prompts get one ``PROMPT_SHARE``-th of ``max_num_batched_tokens``. A decode row
-waits for the whole step, so this is what bounds the gaps of a stream; with chunks of 512 tokens a prompt takes little
-longer."""
-
-SLOWEST_SHARE = 0.125
-"""Of its speed without decode rows, what a prompt keeps beside rows with a target, whatever that is."""
-
 WASTEFUL = 2.0
-"""Times what a prompt's token takes by itself, from which on it is not worth computing beside rows: a step with few of
-them may take as long as reading the weights once more."""
-
-PACING_RESERVE = 1.25
-"""Times its length, what a prompt is taken to need where it is asked whether it comes in time at a slower pace: another
-stream may begin meanwhile."""
+"""A prompt's tokens are not worth computing beside rows where each takes more than so many times as long as without
+them: a step with few of them may take as long as reading the weights once more."""
 
 JOIN_SHARE, JOIN_BY = 0.95, 0.9
 """A stream begins later where its row would make steps longer than ``JOIN_SHARE`` of a target for the time between two
 tokens, until ``JOIN_BY`` of its own time to the first token would be over two steps later."""
-
-USUAL_ANSWER_TOKENS = 256
-"""Tokens that a stream is taken to generate yet, at most: few answers are as long as they may be."""
 
 
 class PromptShare:

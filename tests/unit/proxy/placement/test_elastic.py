@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from common.engine.pacing.shares import USUAL_ANSWER_TOKENS
 from common.errors import NodeUnavailableError
 from proxy.nodes.contention import Contention, DecodeTotals
 from proxy.nodes.load import Charge, Measured
 from proxy.nodes.node import NodeRole
-from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, USUAL_ANSWER_TOKENS, Estimator, Targets
+from proxy.placement.estimate import IN_TARGET_PRICE, LATE_PRICE, SAFE_SHARE, Estimator, Targets
 from proxy.placement.guests import LOOK_S
 from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from tests.unit.proxy.placement.world import DECODE_STEP_S, World, make_request, report
