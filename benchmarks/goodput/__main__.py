@@ -58,6 +58,9 @@ STEADY = 1.25
 """Times as slow or as fast, up to which the machine is taken to have kept its speed in a round."""
 NUM_WARM, WARM_CONCURRENCY, WARM_SEED = 16, 8, 1_000_000
 """Requests, or chats, of each mix that every way answers first, and the seed of their tokens, which come only there."""
+WARM_STREAMS, WARM_S = 2.0, 60.0
+"""Streams of the longest answers that run at a time on average, and seconds of them, with which every way begins: what
+nodes of one machine cost each other is only learned where both generate now and then."""
 NUM_WARM_CLOSED, WARM_ITL = 48, 2.0
 """Requests that every way answers before the closed loop, and their target between tokens, in times of the value
 without load: steps of so many rows come in no mix, and each size is slow until it was seen some times."""
@@ -164,6 +167,14 @@ class Runs:
         await asyncio.sleep(SETTLE_S)
         return share
 
+    async def warm_open(self) -> None:
+        mix = max(self.targets, key=lambda mix: mix.num_answer_tokens)
+        rate = WARM_STREAMS * self.args.itl / (mix.num_answer_tokens * self.targets[mix].itl_s)
+        for way in self.running:
+            self.draw += 1
+            async with self._clients(way, self.targets) as clients:
+                await clients.open_loop(draw_arrivals({mix: rate}, WARM_S, self.vocab, self.draw))
+
     async def warm_closed(self) -> None:
         itl_s = WARM_ITL / self.args.itl * self.targets[MIXES[CLOSED_MIX]].itl_s
         for way in self.running:
@@ -215,6 +226,7 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
                 await clients.closed_loop(warm, WARM_CONCURRENCY)
     for mix in MIXES.values():
         runs.targets[mix] = await runs.unloaded(mix)
+    await runs.warm_open()
     tables: dict[str, Table] = {}
     best = {mix: runs.rate_of_half(mix) for mix in MIXES.values()}
     for name, mix in MIXES.items():
