@@ -19,7 +19,8 @@ from common.wire.image_spans import read_spans, spans_to_json
 
 PROMPT_IDS_KEY = "tandem_prompt"
 IMAGES_KEY = "tandem_images"
-"""Beside it in a prefill leg's body, never in a decode leg's: as many images as the prompt has places for."""
+"""Beside it in the body of a leg to a prefill node, never to a decode node: as many images as the prompt has places
+for."""
 MAX_BOUNDARIES = 6
 """Positions of a prompt, besides its end, at which states are worth keeping."""
 

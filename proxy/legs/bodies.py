@@ -40,7 +40,7 @@ _VLLM_DECODE_ONLY_FIELDS = (*_DECODE_ONLY_FIELDS, "min_completion_tokens")
 _LONG = (list, dict, array)
 
 _PREFILL_ONLY_FIELDS = (TRANSFER_PARAMS_KEY, IMAGES_KEY)
-"""What a decode leg does not get of the client's body: who generates an answer never sees an image."""
+"""What a decode leg does not get of the client's body: a decode node never sees an image."""
 
 
 def encode(value: object) -> bytes:
@@ -117,10 +117,13 @@ def decode_body(
     encoder: BodyEncoder,
     sources: Sequence[Mapping[str, Any]] = (),
     reports_state: bool = False,
+    computes_images: bool = False,
 ) -> bytes:
     """The client's body with the handoff: one object, a list of objects, or None when no prefill leg was made.
-    ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``."""
-    leg = {key: value for key, value in body.items() if key not in _PREFILL_ONLY_FIELDS}
+    ``sources``: who may have part of the prompt. ``reports_state``: see ``common.wire.resume``. ``computes_images``:
+    the leg is for a prefill node, which computes the prompt itself, its images included."""
+    dropped = (TRANSFER_PARAMS_KEY,) if computes_images else _PREFILL_ONLY_FIELDS
+    leg = {key: value for key, value in body.items() if key not in dropped}
     if params is not None:
         leg[TRANSFER_PARAMS_KEY] = params
     if sources:

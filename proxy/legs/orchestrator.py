@@ -321,7 +321,7 @@ class Orchestrator:
                 self._releaser.release(leases)
             sources = placement.sources if run.handoff.params is None and placement.is_local and node.info.pull else ()
             progress = self._progress_on(run, node)
-            content = functools.partial(_decode_content, run, sources, reports_state=progress.may_go_on)
+            content = functools.partial(_decode_content, run, node, sources, reports_state=progress.may_go_on)
             headers = self._decode_headers(run, node, run.handoff.prefill_node)
             try:
                 await self._decode_legs.relay(node, job, content, headers, client, leases, progress)
@@ -398,6 +398,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{max(1.0, 1000 * seconds):.3f}".rstrip("0").rstrip(".")
 
 
-def _decode_content(run: Run, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:
-    job, params = run.job, run.handoff.params
-    return decode_body(job.body, params, encoder=job.encoder, sources=sources, reports_state=reports_state)
+def _decode_content(run: Run, node: Node, sources: Sequence[Mapping[str, Any]], *, reports_state: bool) -> bytes:
+    job = run.job
+    return decode_body(
+        job.body,
+        run.handoff.params,
+        encoder=job.encoder,
+        sources=sources,
+        reports_state=reports_state,
+        computes_images=node.role is NodeRole.PREFILL,
+    )

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from common.wire.headers import PLACEMENT_HEADER
-from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE, TEST_TRANSFER_FAULT_ROUTE
+from common.wire.headers import CLUSTER_KEY_HEADER, PLACEMENT_HEADER
+from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, NODES_ROUTE, RESPONSES_ROUTE, TEST_TRANSFER_FAULT_ROUTE
 from tests.e2e.conftest import NODE_FLAGS
 from tests.support import foreign, images, open_proxy
 from tests.support.client import metric, post, wait_settled
@@ -200,6 +200,30 @@ def test_text_turn_after_images_when_placed_on_the_decode_node_then_it_goes_on_t
     assert refused.status_code == 502
     assert "only a prefill node computes images" in refused.json()["error"]["message"]
     assert site.ask(user("New:", B), cache_salt="local turn").token_ids
+
+
+def test_images_when_no_decode_node_is_left_then_their_prefill_node_answers_as_transformers_does(
+    site: Site, tmp_path: Path
+) -> None:
+    service = site.service
+    [node], [decode] = service.prefill, service.decode
+    key = tmp_path / "cluster"
+    key.write_text("secret")
+    flags = ("--policy", "cost", "--cluster-key-file", str(key))
+    proxy = start_proxy(service.prefill, service.decode, tmp_path, *flags)
+    try:
+        wait_ready(proxy, 30)
+        order = {"url": decode.url}
+        headers = {CLUSTER_KEY_HEADER: "secret"}
+        httpx.post(f"{proxy.url}{NODES_ROUTE}/drain", json=order, headers=headers, timeout=30).raise_for_status()
+        num_answered = metric(decode, "requests_total")
+        body = {**ASKED, "messages": [user("Alone:", A, "and:", B)], "cache_salt": "alone"}
+        answer = ChatAnswer(post(proxy.url, CHAT_ROUTE, body))
+        site.check(answer, [A, B])
+        assert metric(decode, "requests_total") == num_answered
+    finally:
+        proxy.process.stop()
+    wait_settled(node, decode)
 
 
 @contextlib.contextmanager

@@ -55,16 +55,19 @@ def test_prompt_when_several_legs_have_it_then_encoded_once(monkeypatch: pytest.
     assert [json.loads(body)["stream"] for body in bodies] == [True, False, True]
 
 
-def test_images_when_legs_are_made_then_the_prefill_leg_alone_has_them() -> None:
+def test_images_when_legs_are_made_then_those_of_prefill_nodes_alone_have_them() -> None:
     source = ImageSource("messages[0].content[0].image_url.url", "data:image/png;base64,aaaa")
     prompt = PromptIds([1, 7, 7, 2], (), (ImageSpan(1, 1, 2, bytes(32)),))
     body = prompt.put_into({"messages": [{"role": "user", "content": []}], "n": 2}, [source])
     node: Any = SimpleNamespace(is_vllm=False)
     prefill = json.loads(prefill_body(node, body, None, encoder=BodyEncoder(), rendezvous_id="r"))
     decode = json.loads(decode_body(body, {"do_remote_prefill": True}, encoder=BodyEncoder()))
-    assert read_prompt_images(prefill) == (source,)
+    given = {**body, "kv_transfer_params": {}}
+    guest = json.loads(decode_body(given, None, encoder=BodyEncoder(), computes_images=True))
+    assert read_prompt_images(prefill) == read_prompt_images(guest) == (source,)
+    assert "kv_transfer_params" not in guest
     assert "aaaa" not in json.dumps(decode)
-    for leg in (prefill, decode):
+    for leg in (prefill, decode, guest):
         found = read_prompt_ids(leg)
         assert found is not None
         assert found.images == prompt.images

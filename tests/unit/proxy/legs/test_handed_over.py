@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -12,13 +13,20 @@ from typing import Any
 import pytest
 
 from common.config.values import PriorityTargets
+from common.images.rules import ImageRules
+from common.node.routes.tokenizer_route import take_apart
+from common.openai.prompt_ids import read_prompt_images
+from common.text.tokenizer import TextCodec
+from common.text.tokenizer_document import TokenizerDocument
 from common.wire.headers import ITL_TARGET_HEADER, TTFT_TARGET_HEADER
 from proxy.nodes.load import LoadReport
 from proxy.nodes.node import Node
 from proxy.placement.guests import LOOK_S
 from tests.support.http_server import wait_for
+from tests.unit.images.test_security import png_of
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import FakeNode, Fault
+from tests.unit.text.vocabulary import train_byte_level
 
 NUM_CHUNKS = 60
 PAUSE_S = 0.2
@@ -44,7 +52,8 @@ class Reader(threading.Thread):
         self.is_done = False
 
     def run(self) -> None:
-        with self.cluster.client.stream("POST", "/v1/completions", json=self.body) as answer:
+        route = "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
+        with self.cluster.client.stream("POST", route, json=self.body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     self.events.append(json.loads(line[6:]))
@@ -106,6 +115,45 @@ def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on
     assert handed_over(cluster) == 1
     assert cluster.metric("tandem_proxy_migrations_total", outcome="resumed") == 0
     wait_for(lambda: prefill.num_aborted == 1, "the prefill node's leg to be closed")
+
+
+PLACEHOLDER = "<image>"
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def image_document() -> dict[str, Any]:
+    """Of nodes whose model takes images: the template writes a placeholder for each."""
+    tokenizer: Any = train_byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = IMAGE_TEMPLATE
+    rules = ImageRules(tokenizer.convert_tokens_to_ids(PLACEHOLDER), None, 8, 2, 1024, 65536, "00")
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer), image_rules=rules)
+    parts = take_apart(codec)
+    document = TokenizerDocument("f00d", b"root", 16, codec.vocab_size, 4096, False, parts=parts, image_rules=rules)
+    return document.to_json()
+
+
+def test_images_when_a_prefill_node_generates_then_it_gets_them_and_who_takes_over_does_not(
+    start_cluster: StartCluster,
+) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(png_of(32, 32)).decode()}"
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
+    body = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": 2 * NUM_CHUNKS}
+    with guest(start_cluster, body, documents={"tokenizer": image_document()}) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
+    assert reader.is_done
+    [first], [last] = prefill.bodies, decode.bodies
+    assert [source.url for source in read_prompt_images(first)] == [url]
+    assert read_prompt_images(last) == ()
+    assert first["tandem_prompt"] == last["tandem_prompt"]
+    assert len(first["tandem_prompt"]["images"]) == 1
+    assert last["tandem_resume"]["output_token_ids"]
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": [[1, 2], [3, 4]]}], ids=["n 2", "two prompts"])
