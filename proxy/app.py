@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,8 @@ DIALECT_ENDPOINTS = (
     Endpoint(MESSAGES_ROUTE, "createMessage", "Anthropic's Messages.", MessagesBody, MessageAnswer, streams=True),
     Endpoint(COUNT_TOKENS_ROUTE, "countTokens", "Tokens of a message's prompt.", CountTokensBody, TokenCount),
 )
+PATH_CHARS = "/:@!$&'()*+,;=-._~"
+"""What stands for itself in a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,16 +300,22 @@ def _not_ready(status: str, reasons: Sequence[str]) -> Response:
 
 
 async def _forward(request: Request) -> Response:
-    pool, headers = _service(request).pool, _headers_to_nodes(request)
-    return await forward(pool, request.method, request.url.path, headers=headers, content=await request.body())
+    service = _service(request)
+    # As it came: a path is decoded before it is looked up, and a name in it may be anything then.
+    path = urllib.parse.quote(request.scope["path"], safe=PATH_CHARS)
+    return await forward(
+        service.pool,
+        request.method,
+        path,
+        headers=forwarded_headers(request),
+        own_headers=service.node_headers,
+        content=await request.body(),
+    )
 
 
 async def _count_tokens(request: Request) -> Response:
-    return await count_tokens(_service(request).pool, request, _headers_to_nodes(request))
-
-
-def _headers_to_nodes(request: Request) -> dict[str, str]:
-    return {**forwarded_headers(request), **_service(request).node_headers}
+    service = _service(request)
+    return await count_tokens(service.pool, request, forwarded_headers(request), service.node_headers)
 
 
 def _service(request: Request) -> Service:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import orjson
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -17,11 +19,14 @@ from proxy.legs.bodies import encode
 from proxy.nodes.pool import NodePool
 
 
-async def count_tokens(pool: NodePool, request: Request, headers: dict[str, str]) -> Response:
-    """``{"input_tokens"}``. Raises InvalidRequestError, NodeUnavailableError, DeadlineExceededError."""
+async def count_tokens(
+    pool: NodePool, request: Request, headers: Mapping[str, str], own_headers: Mapping[str, str]
+) -> Response:
+    """``{"input_tokens"}``. The headers: as of ``forward``. Raises InvalidRequestError, NodeUnavailableError,
+    DeadlineExceededError."""
     body = await read_json_object(request)
     content = await run_for_body(request, lambda: encode(to_prompt(read_count_tokens_body(body))))
-    answer = await forward(pool, "POST", TOKENIZE_ROUTE, headers=headers, content=content)
+    answer = await forward(pool, "POST", TOKENIZE_ROUTE, headers=headers, own_headers=own_headers, content=content)
     told, conversion = bytes(answer.body), MessagesConversion(request_id_of(request), has_marks=False)
     if answer.status_code != 200:
         told = conversion.whole(answer.status_code, told)

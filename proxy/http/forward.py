@@ -21,16 +21,24 @@ MAX_TRIES = 2
 
 
 async def forward(
-    pool: NodePool, method: str, route: str, *, headers: Mapping[str, str], content: bytes = b""
+    pool: NodePool,
+    method: str,
+    route: str,
+    *,
+    headers: Mapping[str, str],
+    own_headers: Mapping[str, str],
+    content: bytes = b"",
 ) -> Response:
-    """A usable node's answer, decode nodes first, of each role the one with the fewest open legs of this proxy. Raises
+    """A usable node's answer, decode nodes first, of each role the one with the fewest open legs of this proxy.
+    ``own_headers``: what nodes get beside; our own keys are not for servers of another make. Raises
     NodeUnavailableError and DeadlineExceededError."""
     roles = (NodeRole.DECODE, NodeRole.PREFILL)
     nodes = [node for role in roles for node in sorted(pool.usable(role), key=lambda node: node.num_in_flight)]
     failure: NodeUnavailableError = NodeUnavailableError("; ".join(pool.reasons()) or "no node is ready")
     for node in nodes[:MAX_TRIES]:
+        sent = headers if node.is_vllm else {**headers, **own_headers}
         try:
-            answer = await call(node, method, route, content, headers, TIMEOUT_S)
+            answer = await call(node, method, route, content, sent, TIMEOUT_S)
         except LegFailedError as exc:
             failure = exc
             continue

@@ -72,6 +72,7 @@ class VllmPair:
 
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
+            self._note_our_headers(request)
             if not self._has_key(request):
                 return JSONResponse({"error": "Unauthorized"}, 401)
             entries = [
@@ -79,6 +80,11 @@ class VllmPair:
                 {"id": ADAPTER, "object": "model", "owned_by": "vllm", "max_model_len": None, "parent": MODEL},
             ]
             return JSONResponse({"object": "list", "data": entries})
+
+        @app.post("/tokenize")
+        async def tokenize(request: Request) -> Response:
+            self._note_our_headers(request)
+            return JSONResponse({"count": 2, "max_model_len": MAX_MODEL_LEN, "tokens": [1, 2]})
 
         async def leg(request: Request) -> Response:
             body = await request.json()
@@ -98,10 +104,14 @@ class VllmPair:
     def _has_key(self, request: Request) -> bool:
         return self.api_key is None or request.headers.get("authorization") == f"Bearer {self.api_key}"
 
+    def _note_our_headers(self, request: Request) -> None:
+        if strange := _our_headers(request):
+            self.violations.append(f"{request.url.path} has headers {strange}")
+
     def _check_common(self, request: Request, body: dict[str, Any]) -> str | None:
         if strange := set(body) - CLIENT_FIELDS:
             return f"unexpected fields {sorted(strange)}"
-        if strange := [name for name in request.headers if name.startswith("x-tandem")]:
+        if strange := _our_headers(request):
             return f"unexpected headers {strange}"
         if not request.headers.get("x-request-id"):
             return "no X-Request-Id"
@@ -189,3 +199,7 @@ class VllmPair:
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
+
+
+def _our_headers(request: Request) -> list[str]:
+    return [name for name in request.headers if name.startswith("x-tandem")]

@@ -99,6 +99,8 @@ class FakeNode:
     released: list[str] = field(default_factory=list)
     releasing_ids: list[str | None] = field(default_factory=list)  # X-Request-Id of each release
     documents: dict[str, Any] = field(default_factory=dict)  # further internal routes: path -> JSON
+    asked_models: list[str] = field(default_factory=list)
+    own_headers: dict[str, str] = field(default_factory=dict)  # of the last request for its models
     num_aborted: int = 0
     num_leases: itertools.count[int] = field(default_factory=itertools.count)
     may_answer: threading.Event = field(default_factory=threading.Event)
@@ -153,7 +155,12 @@ class FakeNode:
             return JSONResponse({})
 
         async def models(request: Request) -> Response:
+            self.own_headers = {name: value for name, value in request.headers.items() if name.startswith("x-tandem")}
             return JSONResponse({"object": "list", "data": [{"id": self.model, "max_model_len": 128}]})
+
+        async def model(request: Request) -> Response:
+            self.asked_models.append(request.path_params["model"])
+            return JSONResponse({"error": {"message": "no such model", "code": "model_not_found"}}, 404)
 
         async def tokenize(request: Request) -> Response:
             return JSONResponse({"node": self.name, "got": await request.json()})
@@ -163,6 +170,7 @@ class FakeNode:
             HEALTH_ROUTE: health,
             METRICS_ROUTE: metrics,
             MODELS_ROUTE: models,
+            MODELS_ROUTE + "/{model:path}": model,
             INFO_ROUTE: info,
             "/internal/v1/{path:path}": document,  # behind the routes that are known
         }

@@ -179,3 +179,5 @@ def test_cluster_key_when_configured_then_nodes_get_it(start_cluster: StartClust
     cluster.client.post("/v1/completions", json={"prompt": "abc"})
     for node in (*cluster.prefill, *cluster.decode):
         assert node.received[0].headers["x-tandem-cluster-key"] == "secret"
+    cluster.client.get("/v1/models").raise_for_status()
+    assert cluster.decode[0].own_headers["x-tandem-cluster-key"] == "secret"

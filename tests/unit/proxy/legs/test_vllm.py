@@ -122,6 +122,19 @@ def test_keys_when_the_servers_have_one_then_the_clients_goes_on_and_ours_does_n
     assert front.post(COMPLETION, Authorization="Bearer theirs").status_code == 200
 
 
+def test_keys_when_any_server_can_answer_then_ours_do_not_go_on_either(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    cluster_key = tmp_path / "cluster"
+    cluster_key.write_text("secret\n")
+    front = start_front(cluster_key_file=str(cluster_key))
+    chat = {"model": MODEL, "messages": CHAT["messages"]}
+    assert front.client.get("/v1/models").status_code == 200
+    assert front.client.post("/tokenize", json={"prompt": "a"}).json()["count"] == 2
+    assert front.client.post("/v1/messages/count_tokens", json=chat).json() == {"input_tokens": 2}
+    assert front.pair.violations == []
+
+
 def test_prefill_leg_when_it_has_nothing_to_hand_over_then_decode_computes(start_front: StartFront) -> None:
     front = start_front(breaker_failures=1)
     front.pair.has_nothing_to_hand_over = True
