@@ -47,6 +47,13 @@ _STATUSES: Mapping[str, int] = {
     for kind in (InvalidRequestError, AuthenticationError, PermissionDeniedError, ModelNotFoundError, QueueFullError)
 }
 
+_TYPES: Mapping[int, str] = {status: kind for kind, status in _STATUSES.items()}
+
+# Where servers of other makes have an error's text, if it stands alone.
+_MESSAGE_NAMES = ("error", "detail", "message")
+MAX_FOREIGN_CHARS = 2000
+"""Of such a text that are told."""
+
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON body of ``error``; one that is not ours says nothing about itself."""
@@ -70,6 +77,21 @@ def read_error(body: object, status: int | None = None) -> TandemError:
         if isinstance(value.get(name), str):
             setattr(error, name, value[name])
     error.status = _STATUSES.get(error.type, TandemError.status) if status is None else status
+    return error
+
+
+def read_any_error(body: object, status: int) -> TandemError:
+    """As ``read_error``, of what a server of another make, or a gateway before it, answers with ``status``: a text
+    alone is the message, and where there is none the status has to do."""
+    try:
+        return read_error(body, status)
+    except ValueError:
+        fields = body if isinstance(body, Mapping) else {}
+    texts = [fields.get(name) for name in _MESSAGE_NAMES]
+    message = next((text for text in texts if isinstance(text, str) and text), f"the node answers {status}")
+    error = TandemError(message[:MAX_FOREIGN_CHARS], code="http_error")
+    error.status = status
+    error.type = _TYPES.get(status, InvalidRequestError.type if status < 500 else TandemError.type)
     return error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from common.errors import TandemError
-from common.openai.errors import error_body, read_error
+from common.openai.errors import error_body, read_any_error, read_error
 from common.openai.responses import SSE_AT_WORK
 from common.wire.json_text import dump_json
 from proxy.dialects.chat_answer import ChatAnswer, Step, StepKind
@@ -51,12 +51,11 @@ class Conversion(abc.ABC):
     # --- a whole answer
 
     def whole(self, status: int, body: bytes) -> bytes:
-        """A chat's whole answer, or an error's body. Raises TandemError for what no node answers."""
+        """A chat's whole answer, or an error's body, whoever wrote it. Raises TandemError for what no node answers."""
+        if status != 200:
+            return orjson.dumps(self.error(_read_refusal(status, body)))
         try:
-            value = orjson.loads(body)
-            if status != 200:
-                return orjson.dumps(self.error(read_error(value, status)))
-            self.answer.take(value)
+            self.answer.take(orjson.loads(body))
         except (ValueError, TypeError, AttributeError) as exc:
             raise _garbage(exc) from exc
         self.answer.end()
@@ -168,6 +167,14 @@ class Conversion(abc.ABC):
 
 def sse(event: Event) -> bytes:
     return b"event: " + str(event["type"]).encode() + b"\ndata: " + dump_json(event) + _END
+
+
+def _read_refusal(status: int, body: bytes) -> TandemError:
+    try:
+        value = orjson.loads(body)
+    except ValueError:
+        value = None
+    return read_any_error(value, status)
 
 
 def _garbage(exc: Exception) -> TandemError:

@@ -65,9 +65,10 @@ class ClientStream:
 
     async def send_whole(self, status: int, headers: Mapping[str, str], body: bytes, outcome: Outcome) -> None:
         self.entry.answered(status, headers)
+        own: dict[str, str] = {}
         if self.conversion is not None and body:
-            body = self.conversion.whole(status, body)
-        await self._start(status, {**relayed_headers(headers), "content-length": str(len(body))})
+            body, own = self.conversion.whole(status, body), {"content-type": "application/json"}
+        await self._start(status, {**relayed_headers(headers), **own, "content-length": str(len(body))})
         await self._finish(body, outcome)
 
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:

@@ -23,12 +23,16 @@ class ScriptedNode(FakeNode):
     chats: list[Chat] = field(default_factory=list)
     fails_after: int | None = None
     error: TandemError | None = None
+    refusal: tuple[int, bytes, str] | None = None  # status, body and content type
 
     async def _generate(self, request: Request) -> Response:
         body: dict[str, Any] = await request.json()
         self.received.append(Received(request.url.path, dict(request.headers), body))
         if self.error is not None:
             return JSONResponse(error_body(self.error), self.error.status)
+        if self.refusal is not None:
+            status, content, content_type = self.refusal
+            return Response(content, status, media_type=content_type)
         chat = self.chats.pop(0)
         if not body.get("stream"):
             return Response(chat.whole(), media_type="application/json")

@@ -125,6 +125,28 @@ def test_nodes_refusal_when_passed_on_then_names_the_fields_of_the_api(
     assert caught.value.param == "max_output_tokens"
 
 
+@pytest.mark.parametrize(
+    ("body", "content_type", "message"),
+    [
+        (b'{"error": "Unauthorized"}', "application/json", "Unauthorized"),
+        (b'{"detail": "Not authenticated"}', "application/json", "Not authenticated"),
+        (b'{"detail": [{"loc": ["body"]}]}', "application/json", "the node answers 401"),
+        (b"[1]", "application/json", "the node answers 401"),
+        (b"<html>401 Authorization Required</html>", "text/html", "the node answers 401"),
+    ],
+)
+@pytest.mark.parametrize("route", [RESPONSES_ROUTE, MESSAGES_ROUTE])
+def test_nodes_refusal_when_it_has_a_shape_of_its_own_then_has_its_status_in_that_of_the_api(
+    cluster: Cluster, node: ScriptedNode, route: str, body: bytes, content_type: str, message: str
+) -> None:
+    node.refusal = (401, body, content_type)
+    asked = {"input": "a"} if route == RESPONSES_ROUTE else {"messages": HELLO, "max_tokens": 5}
+    answer = cluster.client.post(route, json=asked)
+    assert (answer.status_code, answer.headers["content-type"]) == (401, "application/json")
+    error = answer.json()["error"]
+    assert (error["type"], error["message"]) == ("authentication_error", message)
+
+
 BROKEN = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
 FORMAT = {"type": "json_schema", "schema": BROKEN}
 
