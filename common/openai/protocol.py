@@ -184,7 +184,9 @@ def parse_completion(body: Mapping[str, Any], *, is_from_peer: bool = False) -> 
     if isinstance(fields, CompletionBody):
         output = output_of(fields, echo=bool(fields.echo))
         check_answers(output.n, len(prompts))
-        answer = _answer(body, fields, output, fields.logprobs, _CHAT_ONLY, is_from_peer=is_from_peer)
+        answer = _answer(
+            body, fields, output, fields.logprobs, _CHAT_ONLY, echoes_prompt=output.echo, is_from_peer=is_from_peer
+        )
         if answer.sampling.max_tokens == 0 and not output.echo:
             invalid(answer.sampling.max_tokens_field, 0, "at least 1 unless echo is true")
     return CompletionRequest(
@@ -228,7 +230,16 @@ def parse_chat(body: Mapping[str, Any], *, is_from_peer: bool = False) -> ChatRe
         if prompt_ids is None:
             _check_tool_choice(fields.tool_choice, fields.tools)
         output = output_of(fields, echo=bool(fields.echo))
-        answer = _answer(body, fields, output, chat_logprobs_of(fields), _COMPLETION_ONLY, is_from_peer=is_from_peer)
+        # A chat's echo is a text without log-probabilities.
+        answer = _answer(
+            body,
+            fields,
+            output,
+            chat_logprobs_of(fields),
+            _COMPLETION_ONLY,
+            echoes_prompt=False,
+            is_from_peer=is_from_peer,
+        )
         if answer.sampling.max_tokens == 0:
             invalid(answer.sampling.max_tokens_field, 0, "at least 1")
     return ChatRequest(
@@ -272,15 +283,15 @@ def _answer(
     logprobs: int | None,
     of_other_route: frozenset[str],
     *,
+    echoes_prompt: bool,
     is_from_peer: bool,
 ) -> _Answer:
     unknown_fields = refuse_unsupported(fields, of_other_route)
     sampling = sampling_of(fields, logprobs)
     reports_state = False
     if is_from_peer:
-        check_resumable(
-            body, stream=output.stream, n=output.n, has_prompt_logprobs=output.echo and sampling.logprobs is not None
-        )
+        has_prompt_logprobs = echoes_prompt and sampling.logprobs is not None
+        check_resumable(body, stream=output.stream, n=output.n, has_prompt_logprobs=has_prompt_logprobs)
         reports_state = Fields(body).boolean(STREAM_STATE_KEY)
     return _Answer(sampling, output, unknown_fields, reports_state, fields.request_id, read_constraint(body))
 

@@ -42,7 +42,8 @@ def answers(codec: TextCodec, body: Json, *, ends_by: str = "length") -> list[Js
 
     async def run() -> list[Json]:
         http = HttpRequest({"type": "http", "headers": [], "state": {"request_id": "r", "body_bytes": 0}})
-        request = parse_chat(body) if "messages" in body else parse_completion(body)
+        parse = parse_chat if "messages" in body else parse_completion
+        request = parse(body, is_from_peer="tandem_resume" in body)
         cache_config: Any = SimpleNamespace(
             geometry=SimpleNamespace(vocab_size=codec.vocab_size), keeps_boundaries=False
         )
@@ -134,6 +135,13 @@ def test_chat_when_echoed_then_begins_with_the_last_message_of_its_role(
     assert answer["choices"][0]["token_ids"] == codec.encode(ANSWER)
     streamed = answers(codec, {**body, "stream": True})
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed) == text
+
+
+def test_chat_when_it_is_resumed_then_its_echo_is_not_told_again(codec: TextCodec) -> None:
+    messages = [USER, {"role": "assistant", "content": "well, "}]
+    body = {"messages": messages, "echo": True, "logprobs": True, "stream": True}
+    events = answers(codec, {**body, "tandem_resume": {"output_token_ids": codec.encode("hello ")}})
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == ANSWER
 
 
 def test_token_ids_when_asked_for_then_the_prompts_are_told_once_for_each_choice(codec: TextCodec) -> None:

@@ -47,6 +47,11 @@ def test_state_when_the_answer_cannot_be_cut_then_refused(fields: dict[str, Any]
         parse_completion({**BODY, **fields}, is_from_peer=True)
 
 
+def test_state_when_a_chat_is_echoed_with_logprobs_then_reported() -> None:
+    body = {**BODY, "prompt": None, "messages": [{"role": "user", "content": "a"}], "echo": True, "logprobs": True}
+    assert parse_chat(body, is_from_peer=True).reports_state
+
+
 def test_state_line_when_read_then_says_what_was_written() -> None:
     line = state_line([1, 2], created=7, num_cached_tokens=0, is_end=True)
     assert line.startswith(b": ")  # a comment, should it ever reach a client
