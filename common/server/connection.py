@@ -3,7 +3,7 @@
 A request's head is bounded in bytes, in headers and in time, and the number of connections is bounded. Each refusal is
 an error body of this project (431, 408, 503), after which the connection is closed; bytes that are not HTTP get a 400
 in the same way. httptools keeps unfinished headers without a bound of its own, so the bytes are counted as they come.
-A client that closes only its sending side counts as gone: its request is aborted.
+A client that closes only its sending side counts as gone: its request is aborted, also when it had sent the next one.
 
 Whenever no request is worked on, something ends the connection: before the first byte and once anything has come, be it
 blank lines or the rest of a body that nobody wants, a head has to be complete in ``HEAD_TIMEOUT_S``; between requests
@@ -20,7 +20,7 @@ import logging
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import (
     HeadTimeoutError,
@@ -57,6 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._is_in_head = self._is_in_body = False
         self._num_head_bytes = 0
+        self._running: RequestResponseCycle | None = None  # ``cycle`` is what came last
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,6 +74,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stall.close()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -108,6 +112,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stop_timer()
             self._is_in_body = True
             super().on_headers_complete()
+            if len(self.pipeline) == 1:
+                # uvicorn reads nothing until the one before is answered, and would not see that the client leaves.
+                self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -145,8 +156,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_stall(self, num_unread: int) -> None:
         logger.info("client disconnected: %d bytes unread for %g s client=%s", num_unread, stall.STALL_S, self.client)
-        if self._is_working:
-            note_stall(self.cycle.scope["state"])
+        if self._running is not None and self._is_working:
+            note_stall(self._running.scope["state"])
         self.transport.abort()
 
     def _refuse(self, error: TandemError) -> None:

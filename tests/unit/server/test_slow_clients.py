@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from fastapi import FastAPI, Request
-from starlette.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
+from common.errors import RequestAbortedError
 from common.server import connection
+from common.server.disconnect import run_until_disconnect
 from common.server.gate import install_middleware
-from tests.support.http_server import AppServer
+from tests.support.http_server import AppServer, serving
 
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S, WORK_S = 0.5, 0.5, 1.2
 WAIT_S = 15.0
@@ -150,3 +156,25 @@ def test_garbage_when_it_follows_requests_that_are_not_answered_yet_then_nothing
     received += until_closed(sock)
     assert received.startswith(b"HTTP/1.1 200 ")
     assert received.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["with the first", "behind it"])
+def test_client_when_it_sends_the_next_request_and_leaves_then_the_one_that_is_worked_on_is_aborted(
+    *, is_late: bool
+) -> None:
+    begun, aborted = threading.Event(), threading.Event()
+
+    async def work(request: Request) -> Response:
+        begun.set()
+        with contextlib.suppress(RequestAbortedError):
+            await run_until_disconnect(request, asyncio.Event().wait())
+        aborted.set()
+        return Response()
+
+    with serving(Starlette(routes=[Route("/health", work)])) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
+            sock.sendall(GET if is_late else GET + GET)
+            assert begun.wait(WAIT_S)
+            if is_late:
+                sock.sendall(GET)
+        assert aborted.wait(WAIT_S)
