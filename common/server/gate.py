@@ -299,3 +299,8 @@ def api_key_digest_of(request: Request) -> str | None:
     """SHA-256 in hex of the API key that ``request`` was let in with; None when it needed none."""
     digest: str | None = request.scope.get("state", {}).get("api_key_digest")
     return digest
+
+
+def was_let_in_by(request: Request, key: str) -> bool:
+    """Whether ``key``, of a header, is the API key that ``request`` was let in with."""
+    return api_key_digest_of(request) == _digest(key.strip().encode("latin-1")).hex()

@@ -31,7 +31,7 @@ from common.openai.prompt_ids import IMAGES_KEY
 from common.openai.protocol import ChatRequest, GenerationRequest, check_model, parse_chat, parse_completion
 from common.openai.responses import sse_error
 from common.server.drain import Drain
-from common.server.gate import request_id_of, take_request_id
+from common.server.gate import request_id_of, take_request_id, was_let_in_by
 from common.server.json_body import body_bytes_of, read_json_object, run_for_body
 from common.telemetry.tracing import Tracer, passed_on
 from common.text.answers.grammar import CallRules
@@ -341,10 +341,11 @@ def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers that go on to the nodes: request id, key, trace, the client's trace context."""
     headers = {REQUEST_ID_HEADER: request_id_of(request), "content-type": "application/json"}
     headers |= passed_on(request.headers)
-    if (key := request.headers.get(API_KEY_HEADER)) is not None:
-        headers["authorization"] = f"Bearer {key}"
-    for name in ("authorization", TRACE_HEADER):
-        if (value := request.headers.get(name)) is not None:
+    key, authorization = request.headers.get(API_KEY_HEADER), request.headers.get("authorization")
+    if key is not None and (authorization is None or was_let_in_by(request, key)):
+        authorization = f"Bearer {key}"  # else the other one was, or nobody has looked at either
+    for name, value in (("authorization", authorization), (TRACE_HEADER, request.headers.get(TRACE_HEADER))):
+        if value is not None:
             headers[name] = value
     return headers
 

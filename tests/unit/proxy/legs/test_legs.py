@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.openai.bodies.unsupported import INTERNAL_FIELDS
 from common.wire.handoff import prefill_leg_params
-from tests.unit.proxy.conftest import StartCluster
+from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS
 
 DONE = "data: [DONE]"
@@ -181,3 +182,25 @@ def test_cluster_key_when_configured_then_nodes_get_it(start_cluster: StartClust
         assert node.received[0].headers["x-tandem-cluster-key"] == "secret"
     cluster.client.get("/v1/models").raise_for_status()
     assert cluster.decode[0].own_headers["x-tandem-cluster-key"] == "secret"
+
+
+def test_api_key_when_it_comes_beside_another_authorization_then_the_one_that_is_known_goes_on(
+    start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("known\n")
+
+    def passed_on(cluster: Cluster, **headers: str) -> str:
+        cluster.client.post("/v1/completions", json={"prompt": "abc"}, headers=headers).raise_for_status()
+        return cluster.decode[0].received[-1].headers["authorization"]
+
+    cluster = start_cluster(0, 1, api_key_file=str(key_file))
+    for headers in (
+        {"X-Api-Key": "known"},
+        {"X-Api-Key": "known", "Authorization": "Bearer other"},
+        {"X-Api-Key": "known", "Authorization": "Basic b3RoZXI="},
+        {"X-Api-Key": "other", "Authorization": "Bearer known"},
+    ):
+        assert passed_on(cluster, **headers) == "Bearer known"
+    keyless = start_cluster(0, 1)
+    assert passed_on(keyless, **{"X-Api-Key": "one", "Authorization": "Bearer other"}) == "Bearer other"
