@@ -3,8 +3,8 @@
 ``--decode dns+http://name:8200`` means: each address of ``name`` is a node. 1 a new address joins the pool, 2 an
 address that is no longer in the answer drains: nothing new, its open requests go on, and it is gone after the last
 one, 3 one that comes back is used again. A name that cannot be resolved changes nothing: DNS that is down must not take
-nodes along, and nodes that are gone show that themselves. An operator's removal holds until the address leaves the
-answer.
+nodes along, and nodes that are gone show that themselves. What an operator drained or removed stays so until its
+address leaves the answer. An address that several names have leaves with the last of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from proxy.nodes.node import NodeRole
 from proxy.nodes.pool import NodePool
 
 logger = logging.getLogger(__name__)
+
+_LEFT = "its address has left"
 
 
 @dataclass(slots=True)
@@ -80,17 +82,38 @@ class Discovery:
         refused = set()
         problem = None if answer else f"{target.url}: no address"
         for url in sorted(answer - target.known):
+            if self._is_kept_out(url, target):
+                continue
             try:
-                self._pool.add(url, target.role, origin=target.url)
+                node = self._pool.add(url, target.role, origin=target.url)
             except InvalidRequestError as exc:
                 problem = f"{target.url}: {exc.message}"
                 refused.add(url)
+                continue
+            if any(url not in each.known for each in self._targets if each.url == node.origin):
+                node.origin = target.url  # it was leaving another name
         for url in sorted(target.known - answer):
-            node = self._pool.find(url)
-            if node is not None and node.origin == target.url:
-                self._pool.remove(node, f"its address has left {target.url}")
+            leaving, other = self._pool.find(url), self._other_name(url, target)
+            if leaving is None or leaving.origin != target.url:
+                continue
+            if other is None:
+                self._pool.remove(leaving, f"{_LEFT} {target.url}")
+            else:
+                leaving.origin = other.url
         target.known = answer - refused
         self._say(target, problem)
+
+    def _other_name(self, url: str, target: DnsTarget) -> DnsTarget | None:
+        """Another of the same role whose last answer has the node."""
+        others = (each for each in self._targets if each is not target and each.role is target.role)
+        return next((each for each in others if url in each.known), None)
+
+    def _is_kept_out(self, url: str, target: DnsTarget) -> bool:
+        """Whether an operator has drained the node, or removed it while another name had it."""
+        node = self._pool.find(url)
+        if node is None:
+            return self._other_name(url, target) is not None
+        return node.role is target.role and node.hold_reason is not None and not node.hold_reason.startswith(_LEFT)
 
     def _say(self, target: DnsTarget, problem: str | None) -> None:
         old = self._pool.missing.get(target.url)
