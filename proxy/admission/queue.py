@@ -110,8 +110,9 @@ class AdmissionQueue:
         """The end of what was let in, ``seconds`` later; ``error``: that it ended with, which may be a drop as well
         (its first token would be late)."""
         if isinstance(error, RequestDroppedError):
-            self._on_drop(str(error.dropped))
-        self._service_s.append(seconds)
+            self._on_drop(str(error.dropped))  # its seconds say nothing of how long others take
+        else:
+            self._service_s.append(seconds)
         self._leave(request)
         charge.__exit__()
 

@@ -136,6 +136,20 @@ def test_queue_when_full_then_equal_newcomer_is_rejected_and_a_better_one_evicts
     run(work)
 
 
+def test_prediction_when_a_request_was_dropped_in_its_turn_then_is_of_those_that_were_served() -> None:
+    async def work() -> None:
+        async with closing(line()) as requests:
+            queue = requests.admission
+            dropped = RequestDroppedError("it would be late", dropped="rejected-late")
+            for seconds, error in ((4.0, None), (0.0, dropped), (6.0, ValueError("a mistake")), (0.0, dropped)):
+                asked = admission_request()
+                queue.leave(asked, await queue.enter(asked), seconds, error)
+            assert queue.predicted_wait_s(0) == 5.0
+            assert requests.drops == ["rejected-late"] * 2
+
+    run(work)
+
+
 def test_waiting_when_the_client_leaves_then_its_place_in_the_queue_is_free_at_once() -> None:
     async def work() -> None:
         async with closing(line()) as requests:
