@@ -32,7 +32,7 @@ class TimeLimits:
         return Bounded(self, request)
 
     def cut_off(self, error: TandemError) -> None:
-        """Every block ends now with ``error``."""
+        """Every block ends now with ``error``, also those that begin later."""
         self._cut_off_by = error
         for limit in self._limits:
             if limit.expired():
@@ -41,6 +41,8 @@ class TimeLimits:
 
     def begin(self, limit: asyncio.Timeout) -> None:
         self._limits.add(limit)
+        if self._cut_off_by is not None:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     def end(self, limit: asyncio.Timeout) -> None:
         self._limits.discard(limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.errors import NodeUnavailableError
+from proxy.admission.request import AdmissionRequest
+from proxy.http.time_limits import TimeLimits
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
 from tests.unit.proxy.fake_node import Fault
@@ -123,6 +127,20 @@ def test_proxy_when_cut_off_then_streams_end_with_an_error_event(start_cluster: 
     assert json.loads(answers["streaming"].text.rpartition("data: ")[2])["error"]["code"] == "shutting_down"
     assert answers["waiting"].status_code == 503
     wait_for(lambda: cluster.decode[0].num_aborted == 1, "the leg to be closed")
+
+
+def test_request_when_it_begins_after_all_were_cut_off_then_ends_as_they_did() -> None:
+    error = NodeUnavailableError("the proxy ends", code="shutting_down")
+
+    async def serve() -> None:
+        limits = TimeLimits(lambda reason: None)
+        limits.cut_off(error)
+        async with asyncio.timeout(20), limits.bounded(AdmissionRequest(arrival_s=0.0)):
+            await asyncio.Event().wait()
+
+    with pytest.raises(NodeUnavailableError) as caught:
+        asyncio.run(serve())
+    assert caught.value is error
 
 
 def test_proxy_when_its_drain_is_undone_then_it_is_ready_and_serves(start_cluster: StartCluster, key_file: str) -> None:
