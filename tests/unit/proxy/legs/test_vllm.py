@@ -122,9 +122,7 @@ def test_keys_when_the_servers_have_one_then_the_clients_goes_on_and_ours_does_n
     assert front.post(COMPLETION, Authorization="Bearer theirs").status_code == 200
 
 
-def test_keys_when_any_server_can_answer_then_ours_do_not_go_on_either(
-    start_front: StartFront, tmp_path: Path
-) -> None:
+def test_keys_when_any_server_can_answer_then_ours_do_not_go_on_either(start_front: StartFront, tmp_path: Path) -> None:
     cluster_key = tmp_path / "cluster"
     cluster_key.write_text("secret\n")
     front = start_front(cluster_key_file=str(cluster_key))
