@@ -123,6 +123,11 @@ class ChatAnswer:
 
     def _take_choice(self, choice: Mapping[str, Any]) -> Iterator[Step]:
         delta = choice.get("delta") or choice.get("message") or {}
+        calls = [(call.get("index", place), call) for place, call in enumerate(delta.get("tool_calls") or ())]
+        # A chunk of several tokens may end the open call and go on with what follows it.
+        open_index = self._open.call_index if self._open is not None else None
+        while open_index is not None and calls and calls[0][0] == open_index:
+            yield from self._add_call(*calls.pop(0))
         # Both names are in use, for the same text.
         yield from self._add(PartKind.REASONING, delta.get("reasoning_content") or delta.get("reasoning"))
         text = delta.get("content") or ""
@@ -130,8 +135,8 @@ class ChatAnswer:
         has_more = bool(self._usage.get("completion_tokens_details"))
         num_reasoning_tokens = self.num_reasoning_tokens if has_more or self.parts else None
         yield from self._add(PartKind.TEXT, text, self._logprobs.add(entries, text, num_reasoning_tokens))
-        for index, call in enumerate(delta.get("tool_calls") or ()):
-            yield from self._add_call(call, call.get("index", index))
+        for index, call in calls:
+            yield from self._add_call(index, call)
         if choice.get("finish_reason") is not None:
             self.finish_reason, self.stop_reason = str(choice["finish_reason"]), choice.get("stop_reason")
 
@@ -143,7 +148,7 @@ class ChatAnswer:
             part = yield from self._begin(Part(kind, len(self.parts)))
         yield self._grow(part, text, logprobs)
 
-    def _add_call(self, call: Mapping[str, Any], index: object) -> Iterator[Step]:
+    def _add_call(self, index: object, call: Mapping[str, Any]) -> Iterator[Step]:
         function = _mapping(call, "function")
         part = self._open
         if part is None or part.call_index != index:

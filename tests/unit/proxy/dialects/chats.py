@@ -103,6 +103,26 @@ CHATS = {
 }
 
 
+def call_piece(index: int, arguments: str, **begin: str) -> dict[str, Any]:
+    """A piece of a call; ``begin``: id and name, of the first one."""
+    piece: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+    if begin:
+        piece |= {"id": begin["id"], "type": "function"}
+        piece["function"]["name"] = begin["name"]
+    return piece
+
+
+def call_that_ends_in_a_chunk(field: str) -> bytes:
+    """A stream whose chunks are of several tokens: the second one has the end of a call and what follows it in
+    ``field``, the third one more of that and another call."""
+    first = call_piece(0, '{"city": "Bern', id="call_1", name="weather")
+    second = call_piece(1, '{"zone": "CET"}', id="call_2", name="time")
+    deltas = [{"tool_calls": [first]}, {field: "The", "tool_calls": [call_piece(0, '"}')]}]
+    choices = [{"index": 0, "delta": delta} for delta in [*deltas, {field: " rest", "tool_calls": [second]}]]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
+    return b"".join(b"data: " + json.dumps({**CHUNK, "choices": [each]}).encode() + b"\n\n" for each in choices) + DONE
+
+
 def cut(data: bytes, seed: int) -> Iterator[bytes]:
     """``data`` in up to 12 pieces, cut anywhere."""
     places = sorted(random.Random(seed).choices(range(len(data) + 1), k=11))

@@ -23,7 +23,15 @@ from proxy.dialects.responses.body import read_responses_body
 from proxy.dialects.responses.schema import ResponseAnswer
 from proxy.dialects.text_logprobs import TextLogprobs
 from tests.unit.node.test_answers import answers, codec_of
-from tests.unit.proxy.dialects.chats import CHATS, DONE, Chat, assert_declared, cut, read_events
+from tests.unit.proxy.dialects.chats import (
+    CHATS,
+    DONE,
+    Chat,
+    assert_declared,
+    call_that_ends_in_a_chunk,
+    cut,
+    read_events,
+)
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]
@@ -314,6 +322,18 @@ def test_stream_when_it_has_all_kinds_of_parts_then_events_come_in_the_order_of_
         *expected,
         "completed",
     ]
+
+
+@pytest.mark.parametrize(("field", "kind"), [("content", "message"), ("reasoning_content", "reasoning")])
+def test_chunk_when_it_ends_a_call_and_goes_on_then_the_call_is_whole_and_the_rest_follows(
+    field: str, kind: str
+) -> None:
+    last = read_events(conversion().feed(call_that_ends_in_a_chunk(field)))[-1]
+    assert last["type"] == "response.completed"
+    call, said, other = last["response"]["output"]
+    assert [item["type"] for item in (call, said, other)] == ["function_call", kind, "function_call"]
+    assert (call["arguments"], other["arguments"]) == ('{"city": "Bern"}', '{"zone": "CET"}')
+    assert said["content"][0]["text"] == "The rest"
 
 
 def test_stream_when_cut_anywhere_then_events_are_the_same_bytes() -> None:
