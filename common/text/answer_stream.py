@@ -19,7 +19,7 @@ class AnswerStream:
         text: of all tokens, without stop strings.
         parser: of this answer alone.
         markers: special token -> its character in the parser's text, and its name.
-        stops: looked for in content, from token number ``min_tokens`` on.
+        stops: looked for in content, from token number ``min_tokens`` on; none is partly before a call.
     """
 
     def __init__(
@@ -91,4 +91,7 @@ class AnswerStream:
     def _take(self, delta: AnswerDelta, total: AnswerDelta) -> None:
         if delta.content and self.num_tokens >= self._min_tokens:
             delta.content = self._stops.match(delta.content)
+        if self.stopped is None and any(call.name is not None for call in delta.calls):
+            # What is held comes before the call, and is no part of a stop string that goes on behind it.
+            delta.content, self._stops.held = delta.content + self._stops.held, ""
         total.add(delta)

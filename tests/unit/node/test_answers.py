@@ -231,6 +231,23 @@ def test_stop_string_when_it_is_in_reasoning_or_arguments_then_the_answer_goes_o
     assert streamed(codec, answer, {**BODY, "stop": "stop"}, at_once=50)["content"] == "Yes, "
 
 
+@pytest.mark.parametrize("at_once", [1, 50])
+def test_stop_string_when_a_call_is_in_its_middle_then_does_not_match_and_what_was_held_comes_first(
+    at_once: int,
+) -> None:
+    codec = codec_of("hermes")
+    answer = "Issue #" + calls_text(codec, ARGUMENTS) + "## more"
+    body = {**BODY, "stop": ["###"]}
+    whole = message(codec, answer, body)
+    assert (whole["content"], len(whole["tool_calls"])) == ("Issue ### more", 1)
+    events = answers(codec, answer, {**body, "stream": True}, at_once=at_once)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    first_call = next(index for index, delta in enumerate(deltas) if delta.get("tool_calls"))
+    assert "".join(delta.get("content") or "" for delta in deltas[: first_call + 1]).startswith("Issue #")
+    assert streamed(codec, answer, body, at_once=at_once)["content"] == "Issue ### more"
+    assert streamed(codec, answer + " ### x", body, at_once=at_once)["content"] == "Issue ### more "
+
+
 def test_usage_when_there_is_reasoning_then_its_tokens_are_counted() -> None:
     codec = codec_of("hermes_thinking")
     thought = "Hm, well.\n</think>"
