@@ -1,9 +1,9 @@
 """Chat messages as templates expect them, checked before anything is rendered.
 
-Content is text: a string, or a list of text parts, which are joined with newlines because most templates know strings
-only. Content with images stays a list, in which templates find where each image is; what it is they never see. Audio
-and video are refused by name. Keys this module does not know stay in the message, for templates that read
-them (``name``, ``tool_call_id``, ``reasoning_content``).
+Content is text: a string, or a list of text parts (a model's refusal is one), which are joined with newlines because
+most templates know strings only. Content with images stays a list, in which templates find where each image is; what
+it is they never see. Audio and video are refused by name. Keys this module does not know stay in the message, for
+templates that read them (``name``, ``tool_call_id``, ``reasoning_content``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PART_SEPARATOR = "\n"
 """Between the text parts of one message."""
 CACHE_CONTROL = "cache_control"
 IMAGE_URL = "image_url"
+_TEXT_KINDS = ("text", "refusal")
+"""Types of parts that are text, which is under the type's name."""
 _IMAGE: Mapping[str, str] = MappingProxyType({"type": "image"})
 """An image as templates know it."""
 MAX_MESSAGES = 10_000
@@ -89,7 +91,7 @@ def _message_marks(index: int, message: Mapping[str, Any]) -> Iterator[CacheMark
     has_image = any(isinstance(part, Mapping) and part.get("type") == IMAGE_URL for part in parts)
     for number, part in enumerate(parts, start=1):
         is_marked = isinstance(part, Mapping) and isinstance(part.get(CACHE_CONTROL), Mapping)
-        text = part if isinstance(part, str) else part.get("text")
+        text = part if isinstance(part, str) else _part_text(part)
         # Content with an image is no text that could be cut: its end is marked.
         num_chars = None if text is None or num_chars is None else num_chars + len(text) + len(PART_SEPARATOR)
         if is_marked:
@@ -143,14 +145,21 @@ def _parse_part(name: str, part: object) -> Mapping[str, str]:
     if kind == IMAGE_URL:
         _image_source(name, part)
         return _IMAGE
-    if kind != "text":
+    if kind not in _TEXT_KINDS:
         raise InvalidRequestError(
-            f"{name}.type {shown(kind)} is not supported: only text and {IMAGE_URL} parts are", param=f"{name}.type"
+            f"{name}.type {shown(kind)} is not supported: only {', '.join(_TEXT_KINDS)} and {IMAGE_URL} parts are",
+            param=f"{name}.type",
         )
-    text = part.get("text")
+    text = _part_text(part)
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{name}.text must be a string, got {shown(text)}", param=f"{name}.text")
+        raise InvalidRequestError(f"{name}.{kind} must be a string, got {shown(text)}", param=f"{name}.{kind}")
     return {"type": "text", "text": text}
+
+
+def _part_text(part: Mapping[str, Any]) -> Any:
+    """None: it is no text."""
+    kind = part.get("type")
+    return part.get(kind) if kind in _TEXT_KINDS else None
 
 
 def _image_source(name: str, part: Mapping[str, Any]) -> ImageSource:

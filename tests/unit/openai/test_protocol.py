@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.errors import InvalidRequestError, ModelNotFoundError
+from common.openai.messages import CacheMark
 from common.openai.protocol import (
     check_model,
     check_token_ids,
@@ -393,6 +394,7 @@ def test_continue_final_message_turns_the_generation_prompt_off() -> None:
         ([{"role": "user", "content": [{"type": "video_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "content": [{"type": "refusal"}]}], "messages[0].content[0].refusal"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
     ],
 )
@@ -412,6 +414,14 @@ def test_text_parts_are_joined_and_tool_arguments_become_objects() -> None:
     assert request.messages[1]["content"] == ""
     assert request.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert calls[0]["function"]["arguments"] == '{"x": 1}'
+
+
+def test_refusal_when_it_comes_back_as_a_part_then_is_text_with_its_marks() -> None:
+    refusal = {"type": "refusal", "refusal": "No.", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "assistant", "content": [refusal, {"type": "text", "text": "Sorry."}]}
+    request = parse_chat({"messages": [message]})
+    assert request.messages == ({"role": "assistant", "content": "No.\nSorry."},)
+    assert request.cache_marks == (CacheMark(0, len("No.\n")),)
 
 
 def test_tools_must_be_objects() -> None:
