@@ -8,6 +8,7 @@ orders of turns.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -29,6 +30,7 @@ from common.text.answers.parser import AnswerParser
 from common.text.answers.reader import marker_character
 from common.text.boundaries import Conversation, semantic_boundaries
 from common.text.detokenizer import REPLACEMENT, Decoder, StopStrings, TextStream
+from common.text.system_messages import Dialogue, alternatives
 from common.wire.fields import shown
 
 
@@ -263,12 +265,7 @@ class TextCodec:
                 f"chat_template_kwargs must not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
         try:
-            text = self.render(
-                request,
-                request.messages,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-            )
+            _, text = self._taken(request, self._dialogue(request))
         # A template is a program of the model's: it may raise anything, always because of these messages.
         except Exception as exc:
             raise InvalidRequestError(
@@ -318,6 +315,32 @@ class TextCodec:
     def _refuse_length(message: str, name: str) -> NoReturn:
         raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
+    def _dialogue(self, request: ChatRequest) -> Dialogue:
+        """The request's, in roles that the template knows."""
+        messages: Sequence[Mapping[str, Any]] = request.messages
+        if any(message["role"] == "developer" for message in messages) and not self._knows_developer(request):
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        return Dialogue(messages, request.cache_marks)
+
+    def _taken(self, request: ChatRequest, given: Dialogue) -> tuple[Dialogue, str]:
+        """The first form of the request's dialogue that the template takes, and its text. Raises what the template
+        raises of the given one."""
+        try:
+            return given, self._whole_text(request, given)
+        except Exception:
+            for other in alternatives(given):
+                with contextlib.suppress(Exception):
+                    return other, self._whole_text(request, other)
+            raise
+
+    def _whole_text(self, request: ChatRequest, dialogue: Dialogue) -> str:
+        return self.render(
+            request,
+            dialogue.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+        )
+
     def render(
         self,
         request: ChatRequest,
@@ -328,8 +351,6 @@ class TextCodec:
     ) -> str:
         """Text of ``messages`` with the request's tools and arguments; with images, what the model's processor writes
         for one. Raises what the template raises."""
-        if any(message["role"] == "developer" for message in messages) and not self._knows_developer(request):
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         text: str = self.tokenizer.apply_chat_template(
             [self._for_template(message) for message in messages],
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
@@ -381,9 +402,14 @@ class TextCodec:
         ``image_ends``."""
         if request.add_special_tokens or request.truncate_prompt_tokens is not None:
             return ()  # the places of a conversation's parts in its text are not those in its tokens
+        dialogue = self._dialogue(request)
+        if any(True for _ in alternatives(dialogue)):
+            # Parts of the prompt are rendered in the form in which the template took the whole.
+            with contextlib.suppress(Exception):
+                dialogue, _ = self._taken(request, dialogue)
         conversation = Conversation(
-            messages=request.messages,
-            marks=request.cache_marks,
+            messages=dialogue.messages,
+            marks=dialogue.marks,
             has_tools=bool(request.tools),
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

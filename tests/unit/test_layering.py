@@ -262,6 +262,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "common.text": (
         "answers",
         "chat_template",
+        "system_messages",
         "boundaries",
         "detokenizer",
         "answer_stream",

@@ -38,6 +38,13 @@ MERGING = (
     "{{ '<|' + m['role'] + '|>' + (system if loop.first else '') + m['content'] + '<|end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
+# As Qwen3.5's: one system message, at the beginning.
+SYSTEM_FIRST = (
+    "{%- for m in messages -%}"
+    "{%- if m['role'] == 'system' and not loop.first -%}{{ raise_exception('must be at the beginning') }}{%- endif -%}"
+    "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
 TEMPLATES = {"fenced": FENCED, "reasoning": REASONING, "merging": MERGING}
 
 SYSTEM = {"role": "system", "content": "You explain the modules of a standard library, one after the other, in detail."}
@@ -153,6 +160,36 @@ def test_cache_control_when_at_a_messages_end_then_that_end_comes_first(
     assert end < MIN_GAP
     assert boundaries(codec, [marked, *TURNS[1:]])[1][0] == end
     assert end not in boundaries(codec, [short, *TURNS[1:]])[1]
+
+
+def test_system_messages_when_the_template_takes_one_then_boundaries_are_those_of_what_it_took() -> None:
+    tokenizer: Any = build_tokenizer(1024, 1 << 20)
+    tokenizer.chat_template = SYSTEM_FIRST
+    codec = TextCodec(tokenizer, vocab_size=1024)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    rules = {"type": "text", "text": "Answer in one sentence, and name the function that one has to call first."}
+    more = {"type": "text", "text": "Never tell of modules that were removed, and say since when each has been there."}
+    first = {"type": "text", "text": SYSTEM["content"]}
+    reminder = {"content": "Remember that the server has to run on machines with very little memory.", **mark}
+    given = [
+        {**SYSTEM, **mark},
+        {"role": "system", "content": [rules, {**more, **mark}, first]},
+        *TURNS[:2],
+        {"role": "system", **reminder},
+        *TURNS[2:],
+    ]
+    taken = [
+        {"role": "system", "content": [{**first, **mark}, rules, {**more, **mark}, first]},
+        *TURNS[:2],
+        {"role": "user", **reminder},
+        *TURNS[2:],
+    ]
+    token_ids, found = boundaries(codec, given)
+    assert (token_ids, found) == boundaries(codec, taken)
+    reminded = codec.encode_chat(parse_chat({"messages": given[:5], "add_generation_prompt": False}))
+    assert found[0] == len(reminded)
+    assert found[0] > found[1] > found[2]
+    assert found[2] == num_shared(codec, token_ids, [SYSTEM, {"role": "system", "content": "Be brief."}, TURNS[0]])
 
 
 def test_short_messages_when_close_together_then_do_not_each_take_a_state(codecs: dict[str, TextCodec]) -> None:

@@ -85,6 +85,46 @@ def test_developer_when_the_template_does_not_name_it_then_is_the_system() -> No
             assert each.decode(developer) == ("as told: [developer]" if name else "[system]")
 
 
+def _refusing(condition: str) -> str:
+    """A template that takes no system message where ``condition`` holds, and no conversation without a user."""
+    return (
+        f"{{%- for m in messages -%}}{{%- if m.role == 'system' and {condition} -%}}"
+        "{{- raise_exception('no system message here') -}}{%- endif -%}"
+        "{{- '[' + m.role + ':' + m.content + ']' -}}{%- endfor -%}"
+        "{%- if not messages | selectattr('role', 'equalto', 'user') | list -%}"
+        "{{- raise_exception('no user') -}}{%- endif -%}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "roles", "expected"),
+    [
+        ("not loop.first", "sdus", "[system:0\n1][user:2][user:3]"),
+        ("not loop.first", "sdu", "[system:0\n1][user:2]"),
+        ("not loop.first", "sus", "[system:0][user:1][user:2]"),
+        ("not loop.first", "us", "[user:0][user:1]"),
+        ("not loop.first and loop.previtem.role != 'system'", "sdus", "[system:0][system:1][user:2][user:3]"),
+        ("false", "sdus", "[system:0][system:1][user:2][system:3]"),
+        ("true", "su", None),
+        ("not loop.first", "ss", None),
+    ],
+)
+def test_system_messages_when_the_template_refuses_them_then_are_joined_or_the_users(
+    condition: str, roles: str, expected: str | None
+) -> None:
+    tokenizer = build_tokenizer(300, 1000)
+    tokenizer.chat_template = _refusing(condition)
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    names = {"s": "system", "d": "developer", "u": "user"}
+    request = parse_chat({"messages": [{"role": names[each], "content": str(i)} for i, each in enumerate(roles)]})
+    for each in (codec, TextCodec(take_apart(codec).create_tokenizer(), vocab_size=len(tokenizer))):
+        if expected is not None:
+            assert each.decode(each.encode_chat(request)) == expected
+            continue
+        with pytest.raises(InvalidRequestError, match="no system message here"):  # the first refusal
+            each.encode_chat(request)
+
+
 def test_template_that_refuses_is_the_requests_fault(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match="no tools") as caught:
         codec.encode_chat(chat(role="tool"))
