@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.openai.messages import CACHE_CONTROL, IMAGE_URL
+from common.text.answers.detection import SWITCHES
 from common.wire.json_text import dump_json
 from proxy.dialects.fields import given, passed
 from proxy.dialects.messages.body import (
@@ -29,6 +30,8 @@ ERROR_PREFIX = "Error: "
 """Before the text of a tool's result that is an error and does not say so: a chat has no other place for it."""
 
 ChatMessage = dict[str, Any]
+_Named = tuple[str, AnyBlock]
+"""A block, and its place in the body for errors."""
 _MARK = {CACHE_CONTROL: {"type": "ephemeral"}}
 # A field of the chat body -> what the client calls it.
 NAMES: Mapping[str, str] = {
@@ -69,6 +72,7 @@ def to_prompt(body: CountTokensBody) -> dict[str, Any]:
         **_reasoning(body),
         response_format=None if output_format is None else _format(output_format),
         continue_final_message=True if body.messages[-1][0] == "assistant" else None,
+        chat_template_kwargs=_template_kwargs(body),
     )
 
 
@@ -98,52 +102,78 @@ def _reasoning(body: CountTokensBody) -> dict[str, Any]:
     )
 
 
+def _template_kwargs(body: CountTokensBody) -> Any:
+    """The client's own, over the switches by which templates reason that do so only when told. An effort sets those
+    by itself."""
+    extra = body.model_extra or {}
+    own = extra.get("chat_template_kwargs")
+    is_on = body.thinking is not None and body.thinking.type == "enabled"
+    has_effort = bool(extra.get("reasoning_effort")) or bool(body.output_config and body.output_config.effort)
+    if not is_on or has_effort or not (own is None or isinstance(own, Mapping)):
+        return own  # what is no object is the chat's to refuse
+    return {**dict.fromkeys(SWITCHES, True), **(own or {})}
+
+
 def _messages(body: CountTokensBody) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
-    system = list(body.system)
-    for index, (role, blocks) in enumerate(body.messages):
-        name = f"messages[{index}]"
+    system: list[_Named] = [("system", block) for block in body.system]
+    turns = _turns(body)
+    for index, (role, blocks) in enumerate(turns):
         if role == "assistant":
-            messages.append(_assistant(name, blocks, is_last=index == len(body.messages) - 1))
+            messages.append(_assistant(blocks, is_last=index == len(turns) - 1))
         elif role == "system" and not messages:
             system += blocks
         else:
-            messages += _said(name, role, blocks)
-    return [*_said("system", "system", system), *messages]
+            messages += _said(role, blocks)
+    return [*_said("system", system), *messages]
 
 
-def _said(name: str, role: str, blocks: Sequence[AnyBlock]) -> list[ChatMessage]:
+def _turns(body: CountTokensBody) -> list[tuple[str, list[_Named]]]:
+    """Messages of one role that follow each other are one turn, as in the API: many templates take no two."""
+    turns: list[tuple[str, list[_Named]]] = []
+    for index, (role, blocks) in enumerate(body.messages):
+        named = [(f"messages[{index}].content[{place}]", block) for place, block in enumerate(blocks)]
+        if turns and turns[-1][0] == role and role != "system":
+            turns[-1][1].extend(named)
+        else:
+            turns.append((role, named))
+    return turns
+
+
+def _said(role: str, blocks: Sequence[_Named]) -> list[ChatMessage]:
     """Texts and images that stand together are one message, each tool's result is one of its own."""
     messages: list[ChatMessage] = []
     shown: list[AnyBlock] = []
-    for index, block in enumerate(blocks):
+    for name, block in blocks:
         if isinstance(block, TextBlock | ImageBlock):
             shown.append(block)
         elif isinstance(block, ToolResultBlock):
             if shown:
                 messages.append({"role": role, "content": _content(shown)})
                 shown = []
-            messages.append(_tool_result(f"{name}.content[{index}]", block))
+            messages.append(_tool_result(name, block))
     if shown or (role == "user" and not messages):
         messages.append({"role": role, "content": _content(shown)})
     return messages
 
 
-def _assistant(name: str, blocks: Sequence[AnyBlock], *, is_last: bool) -> ChatMessage:
+def _assistant(named: Sequence[_Named], *, is_last: bool) -> ChatMessage:
     """As the model wrote it: its texts are one text."""
+    blocks = [block for _, block in named]
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     message: ChatMessage = {"role": "assistant", "content": "".join(texts)}
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "".join(thoughts)
-    for block in blocks:
+    for name, block in named:
         if isinstance(block, ToolUseBlock):
+            if is_last:
+                where = name.partition(".")[0]
+                raise InvalidRequestError(
+                    f"{where} calls tools: a message with their tool_result blocks must follow", param=where
+                )
             function = {"name": block.name, "arguments": dump_json(block.input).decode()}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-    if is_last and "tool_calls" in message:
-        raise InvalidRequestError(
-            f"{name} calls tools: a message with their tool_result blocks must follow", param=name
-        )
     return message | _mark(*blocks)
 
 

@@ -13,12 +13,27 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.models.synthetic import build_tokenizer
 from common.openai.errors import error_body
 from common.openai.protocol import parse_chat
+from common.text.tokenizer import TextCodec
 from proxy.dialects.dialect import convert_messages
 from proxy.dialects.messages.answer import MessagesConversion
+from proxy.dialects.messages.body import read_count_tokens_body
+from proxy.dialects.messages.request import to_prompt
 from proxy.dialects.messages.schema import MessageAnswer
-from tests.unit.proxy.dialects.chats import CHATS, DONE, Call, Chat, assert_declared, cut, read_events
+from tests.support.chat_templates import TEMPLATES
+from tests.unit.node.test_answers import codec_of
+from tests.unit.proxy.dialects.chats import (
+    CHATS,
+    DONE,
+    Call,
+    Chat,
+    assert_declared,
+    call_that_ends_in_a_chunk,
+    cut,
+    read_events,
+)
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
@@ -171,6 +186,40 @@ def test_assistants_message_at_the_end_when_converted_then_is_gone_on_with() -> 
     assert parse_chat(chat).add_generation_prompt is False
 
 
+def test_messages_of_one_role_when_they_follow_each_other_then_are_one_turn() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "5"}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b", **EPHEMERAL}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": "d"},
+        {"role": "system", "content": "e"},
+        {"role": "system", "content": "f"},
+        {"role": "user", "content": "g"},
+        {"role": "assistant", "content": "So"},
+        {"role": "assistant", "content": " be it"},
+    ]
+    chat = chat_of(messages=messages)
+    [mark] = parse_chat(chat).cache_marks
+    assert (mark.message_index, mark.num_chars) == (0, len("a\nb\n"))
+    first, *others = chat["messages"]
+    assert (first["role"], [part["text"] for part in first["content"]]) == ("user", ["a", "b", "c"])
+    function = {"name": "f", "arguments": "{}"}
+    assert others == [
+        {"role": "assistant", "content": "Yes", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "5"},
+        {"role": "user", "content": "d"},
+        {"role": "system", "content": "e"},
+        {"role": "system", "content": "f"},
+        {"role": "user", "content": "g"},
+        {"role": "assistant", "content": "So be it"},
+    ]
+    assert chat["continue_final_message"] is True
+    assert to_prompt(read_count_tokens_body({"messages": messages}))["messages"] == chat["messages"]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -194,10 +243,32 @@ def test_tools_when_converted_then_are_the_chats(given: Mapping[str, Any], expec
     assert {name: chat[name] for name in expected} == expected
 
 
+ENABLED = {"type": "enabled", "budget_tokens": 2048}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, {"thinking_token_budget": 2048}),
+        (
+            {"thinking": ENABLED},
+            {"thinking_token_budget": 2048, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+        ),
+        (
+            {"thinking": ENABLED, "chat_template_kwargs": {"thinking": False, "style": "terse"}},
+            {
+                "thinking_token_budget": 2048,
+                "chat_template_kwargs": {"enable_thinking": True, "thinking": False, "style": "terse"},
+            },
+        ),
+        (
+            {"thinking": ENABLED, "output_config": {"effort": "low"}},
+            {"thinking_token_budget": 2048, "reasoning_effort": "low"},
+        ),
+        (
+            {"thinking": ENABLED, "reasoning_effort": "none"},
+            {"thinking_token_budget": 2048, "reasoning_effort": "none"},
+        ),
+        ({"chat_template_kwargs": {"style": "terse"}}, {"chat_template_kwargs": {"style": "terse"}}),
         ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"include_reasoning": False}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
@@ -218,9 +289,30 @@ def test_thinking_and_format_when_converted_then_are_the_chats(
     chat = chat_of(**fields)
     usual = chat_of()
     assert {name: value for name, value in chat.items() if usual.get(name) != value} == expected
+    counted = to_prompt(read_count_tokens_body(body_of(**fields)))
+    assert counted.get("chat_template_kwargs") == expected.get("chat_template_kwargs")
+
+
+def test_thinking_when_enabled_then_a_template_reasons_that_does_not_by_itself_and_others_are_as_they_were() -> None:
+    def prompt(codec: TextCodec, **fields: Any) -> str:
+        return codec.decode(codec.encode_chat(parse_chat(chat_of(**fields))))
+
+    tokenizer = build_tokenizer(300, 1000)
+    is_off = "enable_thinking is defined and not enable_thinking"
+    assert is_off in TEMPLATES["hermes_thinking"]
+    is_not_on = "not (enable_thinking is defined and enable_thinking)"
+    tokenizer.chat_template = TEMPLATES["hermes_thinking"].replace(is_off, is_not_on)
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    assert prompt(codec).endswith("<think>\n\n</think>\n\n")
+    assert prompt(codec, thinking=ENABLED).endswith("<|assistant|><think>\n")
+    for name in ("hermes", "hermes_thinking", "hermes_may_think"):
+        assert prompt(codec_of(name), thinking=ENABLED) == prompt(codec_of(name))
 
 
 PDF = {"type": "document"}
+TWICE = [{"role": "user", "content": "a"}] * 2
+CALL = [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+RESULT = {"type": "tool_result", "tool_use_id": "c"}
 BAD = [
     ({"max_tokens": None}, "max_tokens", "required"),
     ({"max_tokens": 0}, "max_tokens", "between 1 and"),
@@ -253,6 +345,17 @@ BAD = [
         "messages[0]",
         "tool_result",
     ),
+    (
+        {"messages": [*TWICE, {"role": "user", "content": [{**RESULT, "content": [PDF]}]}]},
+        "messages[2].content[0].content[0].type",
+        "document",
+    ),
+    (
+        {"messages": [*TWICE, *({"role": "assistant", "content": each} for each in ("a", CALL))]},
+        "messages[3]",
+        "tool_result",
+    ),
+    ({"chat_template_kwargs": "x", "thinking": ENABLED}, "chat_template_kwargs", "an object"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
@@ -350,6 +453,17 @@ def test_stream_when_it_has_all_kinds_of_parts_then_blocks_follow_each_other() -
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     signatures = [e["delta"]["signature"] for e in blocks if e.get("delta", {}).get("type") == "signature_delta"]
     assert signatures == ["tandem"]
+
+
+@pytest.mark.parametrize(("field", "kind"), [("content", "text"), ("reasoning_content", "thinking")])
+def test_chunk_when_it_ends_a_call_and_goes_on_then_the_call_is_whole_and_the_rest_follows(
+    field: str, kind: str
+) -> None:
+    message = accumulated(read_events(conversion().feed(call_that_ends_in_a_chunk(field))))
+    call, said, other = message["content"]
+    assert [block["type"] for block in (call, said, other)] == ["tool_use", kind, "tool_use"]
+    assert (call["input"], said[kind], other["input"]) == ({"city": "Bern"}, "The rest", {"zone": "CET"})
+    assert message["stop_reason"] == "tool_use"
 
 
 def test_stream_when_cut_anywhere_then_events_are_the_same_bytes() -> None:
