@@ -435,8 +435,8 @@ class TextCodec:
         if raw is None:
             return TokenPiece(token_id, "", b"", is_special)
         text = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        if raw.startswith("\u2581") and not text.startswith(" "):
-            text = " " + text
+        if raw.startswith("\u2581"):  # some decoders drop a blank that a text begins with
+            text = " " * (len(raw) - len(raw.lstrip("\u2581"))) + text.lstrip(" ")
         if REPLACEMENT not in text:
             return TokenPiece(token_id, text, text.encode(), is_special)
         data = self._raw_bytes(raw, text)

@@ -9,7 +9,7 @@ from common.models.synthetic import build_tokenizer
 from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
-from tests.unit.text.vocabulary import EOS
+from tests.unit.text.vocabulary import EOS, byte_fallback
 
 
 @pytest.fixture
@@ -165,3 +165,12 @@ def test_piece_of_a_special_unknown_and_byte_token(codec: TextCodec, tokenizer: 
     byte, word = sentencepiece.convert_tokens_to_ids(["<0xE2>", "\u2581world"])
     assert other.piece(byte).data == b"\xe2"
     assert other.piece(word).text == " world"
+
+
+def test_piece_of_several_blanks_when_the_decoder_strips_one_then_has_all() -> None:
+    tokenizer = byte_fallback()
+    tokenizer.add_tokens(["\u2581\u2581\u2581"])
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    blanks = tokenizer.convert_tokens_to_ids("\u2581\u2581\u2581")
+    assert codec.piece(blanks).data == b"   "
+    assert codec.piece(blanks).num_chars == 3
