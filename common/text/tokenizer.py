@@ -49,6 +49,19 @@ class Tokenizer(Decoder, Protocol):
     def __len__(self) -> int: ...
 
 
+def special_ids_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that ``skip_special_tokens`` leaves out of a text.
+
+    ``all_special_ids`` has those that are named in a configuration; the Rust backend leaves out every added token that
+    its ``tokenizer.json`` flags as special, as the markers of calls and of reasoning may be.
+    """
+    ids = {int(token_id) for token_id in tokenizer.all_special_ids if token_id is not None}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Backend):
+        ids |= {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    return frozenset(ids)
+
+
 # Arguments of apply_chat_template that a client must not set: they change the result's type, its cost, or the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -128,7 +141,7 @@ class TextCodec:
         self._backend = backend
         self._trusts_templates = trusts_templates
         self.answer_overrides = answers
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self.special_ids = special_ids_of(tokenizer)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
         self._pieces: dict[int, TokenPiece] = {}
@@ -159,7 +172,7 @@ class TextCodec:
         tools, reasoning = self.answer_format.tools, self.answer_format.reasoning
         names = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
         ids = {name: self._single_token(name) for name in names}
-        return {name: token_id for name, token_id in ids.items() if token_id in self._special_ids}
+        return {name: token_id for name, token_id in ids.items() if token_id in self.special_ids}
 
     def marker_id(self, marker: str) -> int | None:
         """The special token of a marker; None where it is text."""
@@ -170,7 +183,8 @@ class TextCodec:
         reasoning = self.answer_format.reasoning
         if reasoning is None:
             return None
-        return Budget(num_tokens, self._single_token(reasoning.markers[1]), self._special_ids)
+        special_ids = {token_id for token_id in self.special_ids if token_id < self.vocab_size}
+        return Budget(num_tokens, self._single_token(reasoning.markers[1]), special_ids)
 
     def thinking_at(self, prompt_token_ids: Sequence[int]) -> Thinking:
         """Whether an answer to the prompt begins inside reasoning."""
@@ -430,7 +444,7 @@ class TextCodec:
         return piece
 
     def _make_piece(self, token_id: int) -> TokenPiece:
-        is_special = token_id in self._special_ids
+        is_special = token_id in self.special_ids
         raw = self.tokenizer.convert_ids_to_tokens([token_id])[0]
         if raw is None:
             return TokenPiece(token_id, "", b"", is_special)

@@ -33,7 +33,7 @@ class _Pieces:
 
     def __init__(self, codec: TextCodec, eos_token_ids: Sequence[int]) -> None:
         num_known = len(codec.tokenizer)
-        special = set(codec.tokenizer.all_special_ids)
+        special = {token_id for token_id in codec.special_ids if token_id < codec.vocab_size}
         self._codec = codec
         self.tokens = [
             codec.piece(token_id).data if token_id < num_known else b"" for token_id in range(codec.vocab_size)

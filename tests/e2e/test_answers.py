@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import httpx
 import jsonschema
 import pytest
+from tokenizers import AddedToken
 
 from common.models.synthetic import SPECIAL_TOKENS, build_tokenizer
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.full
 ROUTE = "/v1/chat/completions"
 NUM_STREAMS = 6
 NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
+FLAGGED_ALONE = ("kimi",)
+"""Templates whose markers are special tokens by their flag in ``tokenizer.json``, named in no configuration."""
 
 
 def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +59,10 @@ def model_with(template: str, folder: Path) -> Path:
     shutil.copytree(checkpoint(FAMILY), folder)
     markers = SPECIAL_MARKERS.get(template, ())
     tokenizer = build_tokenizer(VOCAB_SIZE - len(markers), MAX_POSITION)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS[2:], *markers]})
+    if template in FLAGGED_ALONE:
+        tokenizer.add_tokens([AddedToken(marker, special=True) for marker in markers])
+    else:
+        tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS[2:], *markers]})
     tokenizer.chat_template = TEMPLATES[template]
     tokenizer.save_pretrained(folder)
     return folder

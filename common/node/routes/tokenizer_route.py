@@ -88,7 +88,7 @@ def take_apart(codec: TextCodec) -> TokenizerParts:
         chat_template=chat_template,
         tool_template=tool_template,
         special_tokens=dict(tokenizer.special_tokens_map),
-        special_ids=tuple(int(token_id) for token_id in tokenizer.all_special_ids if token_id is not None),
+        special_ids=tuple(sorted(codec.special_ids)),
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         answers=codec.answer_overrides,
         text_ids=probe_texts(codec),

@@ -15,8 +15,9 @@ from typing import Any
 
 from common.text.answers.values import Known, resolved, types_of
 
-FORMAT_VERSION = 3
-"""Of parsers and grammars together: nodes with different ones must not continue each other's answers."""
+FORMAT_VERSION = 4
+"""Of parsers, grammars and the text of tokens together: nodes with different ones must not continue each other's
+answers."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from tokenizers import AddedToken
 
 from common.engine.outputs import RequestOutput
 from common.errors import InvalidRequestError
@@ -46,10 +47,14 @@ END = 1
 
 
 @functools.cache
-def codec_of(template: str, overrides: Overrides | None = None) -> TextCodec:
+def codec_of(template: str, overrides: Overrides | None = None, *, flagged: tuple[str, ...] = ()) -> TextCodec:
+    """``flagged``: markers that are special tokens by their flag in ``tokenizer.json`` alone."""
     tokenizer = build_tokenizer(300, 1000)
     tokenizer.chat_template = TEMPLATES[template]
-    if template in SPECIAL_MARKERS:
+    if flagged:
+        tokenizer.add_tokens([AddedToken(marker, special=True) for marker in flagged])
+        assert not {*tokenizer.convert_tokens_to_ids(list(flagged))} & {*tokenizer.all_special_ids}
+    elif template in SPECIAL_MARKERS:
         tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS[2:], *SPECIAL_MARKERS[template]]})
     options = {} if overrides is None else {"answers": overrides}
     return TextCodec(tokenizer, vocab_size=len(tokenizer), **options)  # type: ignore[arg-type]
@@ -166,8 +171,26 @@ def streamed(codec: TextCodec, answer: str, body: Json, **options: Any) -> Json:
 
 @pytest.mark.parametrize("template", sorted(set(TEMPLATES) - {"no_calls"}))
 def test_calls_when_they_are_whole_or_streamed_then_they_are_the_same(template: str) -> None:
-    codec = codec_of(template)
-    thinks = template in ("hermes_thinking", "xml_thinking")
+    check_calls(codec_of(template), thinks=template in ("hermes_thinking", "xml_thinking"))
+
+
+@pytest.mark.parametrize(
+    ("template", "flagged"),
+    [
+        ("python", SPECIAL_MARKERS["python"]),
+        ("kimi", SPECIAL_MARKERS["kimi"]),
+        ("hermes_thinking", ("<think>", "</think>")),
+    ],
+)
+def test_calls_when_the_tokenizer_json_alone_flags_their_markers_then_they_are_found(
+    template: str, flagged: tuple[str, ...]
+) -> None:
+    codec = codec_of(template, flagged=flagged)
+    assert None not in map(codec.marker_id, flagged)
+    check_calls(codec, thinks=template == "hermes_thinking")
+
+
+def check_calls(codec: TextCodec, *, thinks: bool) -> None:
     answer = ("Well.\n</think>\n\n" if thinks else "") + "I look." + calls_text(codec, ARGUMENTS, {})
     whole = message(codec, answer, BODY)
     assert (whole["content"], whole["finish_reason"]) == ("I look.", "tool_calls")

@@ -182,6 +182,18 @@ def test_rebuilt_tokenizer_gives_the_originals_ids_boundaries_and_texts(kind: st
         assert sum(bool(boundaries) for _, boundaries in outcomes) > 20
 
 
+def test_special_tokens_when_the_tokenizer_json_alone_has_them_then_both_sides_know_them() -> None:
+    original = chatml()
+    starts, ends = original.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    theirs, ours = TextCodec(original, vocab_size=len(original)), create_codec(document_of(original))
+    assert not {starts, ends} & set(original.all_special_ids)
+    assert ours.special_ids == theirs.special_ids == {original.eos_token_id, starts, ends}
+    for codec in (theirs, ours):
+        assert codec.decode([starts, *codec.encode("a"), ends], skip_special_tokens=True) == "a"
+        assert codec.piece(ends).is_special
+        assert not codec.piece(*codec.encode("<think>")).is_special
+
+
 def test_template_that_may_not_then_neither_renders() -> None:
     made = train_byte_level()
     for template in (

@@ -3,12 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from common.errors import InvalidRequestError
 from common.models.synthetic import build_tokenizer
 from common.node.routes.tokenizer_route import take_apart
 from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
+from tests.support.chat_templates import TEMPLATES
 from tests.unit.text.vocabulary import EOS, byte_fallback
 
 
@@ -174,3 +176,12 @@ def test_piece_of_several_blanks_when_the_decoder_strips_one_then_has_all() -> N
     blanks = tokenizer.convert_tokens_to_ids("\u2581\u2581\u2581")
     assert codec.piece(blanks).data == b"   "
     assert codec.piece(blanks).num_chars == 3
+
+
+def test_thinking_budget_when_the_tokenizer_has_more_tokens_than_the_model_then_names_none_of_them() -> None:
+    tokenizer = build_tokenizer(300, 1000)
+    tokenizer.chat_template = TEMPLATES["hermes_thinking"]
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<one>", "<two>")])
+    budget = TextCodec(tokenizer, vocab_size=301).thinking_budget(5)
+    assert budget is not None
+    assert max(budget.special_ids) == 300
