@@ -20,8 +20,8 @@ from common.text.answers.deltas import AnswerDelta
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_CHARS = 3
-"""Replacement characters at the end that may still become a character: one has at most 4 bytes, and byte-fallback
-decoders show one replacement per byte."""
+"""Replacement characters at the end that may still become a character: one has at most 4 bytes, and some decoders show
+one for each."""
 CONTEXT_TOKENS = 6
 """Earlier tokens that stay in the window: some decoders drop the space of the first token they see."""
 MAX_WINDOW_TOKENS = 24
@@ -32,8 +32,6 @@ class Decoder(Protocol):
     """The part of a tokenizer that turns ids into text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> Sequence[str | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class TextStream:
     """Text of one choice.
 
     Args:
-        tokenizer: decodes ids.
+        tokenizer: decodes ids, byte tokens as of ``common.text.byte_runs``.
         stop: stop strings; the one that ends first in the text wins, however the text is cut into tokens.
         skip_special_tokens: leave special tokens out of the text.
         min_tokens: no stop string is looked for before this many tokens.
@@ -195,7 +193,8 @@ class TextStream:
         new = self._own(stable[self._num_taken :])
         self._num_taken = max(self._num_taken, len(stable))
         if len(self._window) > MAX_WINDOW_TOKENS:
-            # The pending characters stem from the last few ids, which stay; all text before them was taken.
+            # The pending characters stem from the last few ids, which stay; all text before them was taken. A cut
+            # inside a run of byte tokens spoils the character that it cuts, and no later one.
             num_pending = len(text) - len(stable)
             self._window = self._window[-(CONTEXT_TOKENS + 3 * num_pending) :]
             self._num_taken = len(self._decode()) - num_pending

@@ -67,6 +67,9 @@ class LightTokenizer:
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> Sequence[str | None]:
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
+    def convert_tokens_to_ids(self, tokens: list[str]) -> Sequence[int | None]:
+        return [self._backend.token_to_id(token) for token in tokens]
+
     def apply_chat_template(
         self,
         conversation: Sequence[Mapping[str, Any]],

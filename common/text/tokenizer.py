@@ -29,12 +29,13 @@ from common.text.answers.history import call_arguments, with_calls_in_content
 from common.text.answers.parser import AnswerParser
 from common.text.answers.reader import marker_character
 from common.text.boundaries import Conversation, semantic_boundaries
+from common.text.byte_runs import ByteRuns, RunDecoder, Vocabulary
 from common.text.detokenizer import REPLACEMENT, Decoder, StopStrings, TextStream
 from common.text.system_messages import Dialogue, alternatives
 from common.wire.fields import shown
 
 
-class Tokenizer(Decoder, Protocol):
+class Tokenizer(Vocabulary, Protocol):
     """The methods used of a Hugging Face tokenizer."""
 
     @property
@@ -142,6 +143,10 @@ class TextCodec:
         self._trusts_templates = trusts_templates
         self.answer_overrides = answers
         self.special_ids = special_ids_of(tokenizer)
+        runs = ByteRuns(tokenizer, self.special_ids)
+        self.decoder: Decoder = RunDecoder(tokenizer, runs)
+        """Of ids to text; every text of an answer is made by it."""
+        self._whole_decoder = self.decoder if backend is None else RunDecoder(_Batches(backend), runs)
         self._byte_of = _byte_level_alphabet()
         # At most one entry per token of the vocabulary.
         self._pieces: dict[int, TokenPiece] = {}
@@ -218,7 +223,7 @@ class TextCodec:
             types=types or ToolTypes(),
             characters=characters,
         )
-        text = TextStream(self.tokenizer, (), skip_special_tokens, context_token_ids=context_token_ids)
+        text = TextStream(self.decoder, (), skip_special_tokens, context_token_ids=context_token_ids)
         markers = {token_id: (characters[name], name) for name, token_id in names.items()}
         return AnswerStream(text, parser, markers, stop, min_tokens=min_tokens)
 
@@ -432,9 +437,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of whole sequences; invalid bytes become replacement characters."""
-        if self._backend is not None:
-            return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._whole_decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> TokenPiece:
         """One token by itself; ``token_id`` is one of the model's."""
@@ -482,6 +485,16 @@ class TextCodec:
         if all(char in self._byte_of for char in raw):
             return bytes(self._byte_of[char] for char in raw)
         return text.encode()
+
+
+class _Batches:
+    """A ``Decoder`` that releases the interpreter's lock."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
 
 class _ChatRenderer:

@@ -265,6 +265,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "system_messages",
         "boundaries",
         "detokenizer",
+        "byte_runs",
         "answer_stream",
         "light_tokenizer",
         "tokenizer",

@@ -97,7 +97,7 @@ class Choice:
                 context_token_ids=prompt_token_ids,
             )
         return TextStream(
-            codec.tokenizer,
+            codec.decoder,
             output.stop,
             output.skip_special_tokens,
             min_tokens=min_tokens,

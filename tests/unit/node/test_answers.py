@@ -31,6 +31,7 @@ from common.text.answers.detection import Overrides
 from common.text.tokenizer import TextCodec
 from common.wire.headers import REPORT_HEADER
 from tests.support.chat_templates import SPECIAL_MARKERS, TEMPLATES
+from tests.unit.text.vocabulary import byte_fallback
 
 Json = dict[str, Any]
 USER = {"role": "user", "content": "hello"}
@@ -221,6 +222,17 @@ def test_answer_when_it_goes_on_elsewhere_then_the_client_gets_what_it_lacks(tem
 def _texts(event: Json) -> list[Any]:
     delta = event["choices"][0]["delta"]
     return [delta.get("content") or "", delta.get("reasoning", ""), delta.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize("body", [{"messages": [USER]}, BODY])
+def test_characters_when_the_vocabulary_spells_them_in_bytes_then_streams_have_them_whole(body: Json) -> None:
+    tokenizer = byte_fallback()
+    tokenizer.chat_template = TEMPLATES["hermes"]
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    answer = "a€€ 😀😁!"
+    assert message(codec, answer, body)["content"] == answer
+    for at_once in (1, 7):
+        assert streamed(codec, answer, body, at_once=at_once)["content"] == answer
 
 
 def test_finish_reason_when_calls_are_cut_or_named_then_it_says_so() -> None:

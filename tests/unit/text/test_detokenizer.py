@@ -8,10 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.text.detokenizer import REPLACEMENT, TextStream
-from tests.unit.text.vocabulary import train_byte_level
+from common.text.tokenizer import TextCodec
+from tests.unit.text.vocabulary import byte_fallback, train_byte_level
 
 BYTE_LEVEL = train_byte_level()
 EOS_ID = BYTE_LEVEL.eos_token_id
+FALLBACK = byte_fallback()
+FALLBACK_CODEC = TextCodec(FALLBACK, vocab_size=len(FALLBACK) + 8)
+HELLO, WORLD, BLANK, MARK = FALLBACK.convert_tokens_to_ids(["\u2581Hello", "\u2581world", "\u2581", "!"])
 
 
 def encode(text: str) -> list[int]:
@@ -188,3 +192,102 @@ def test_add_after_the_end_is_a_bug() -> None:
     stream.finish()
     with pytest.raises(AssertionError):
         stream.add([1])
+
+
+# --- runs of byte tokens ----------------------------------------------------------------------------------------------
+
+
+def spelled(data: str | bytes) -> list[int]:
+    """As byte tokens."""
+    each = data.encode() if isinstance(data, str) else data
+    ids: list[int] = FALLBACK.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in each])
+    return ids
+
+
+def fallback_texts(token_ids: list[int], **kwargs: Any) -> list[str]:
+    return run(token_ids, FALLBACK_CODEC.decoder, **kwargs)[0]
+
+
+@pytest.mark.parametrize("text", ["€€", "😀😁" * 20, "ü€😀ab"], ids=["two", "many", "mixed"])
+def test_characters_when_a_run_of_bytes_has_several_then_each_comes_out_with_its_last_byte(text: str) -> None:
+    expected: list[str] = []
+    for char in text:
+        expected += [*[""] * (len(char.encode()) - 1), char]
+    assert fallback_texts(spelled(text)) == [*expected, ""]
+    assert FALLBACK_CODEC.decode(spelled(text)) == text
+
+
+def test_run_of_bytes_when_it_stands_between_words_then_they_keep_their_blanks() -> None:
+    token_ids = [WORLD, *spelled("😀😁"), HELLO, WORLD, *spelled("€"), BLANK, *spelled("€€"), MARK] * 8
+    texts = fallback_texts(token_ids, context_token_ids=[HELLO])
+    assert "".join(texts) == " world😀😁 Hello world€ €€!" * 8
+
+
+def test_run_of_bytes_when_it_is_wrong_then_whole_characters_stay_and_the_rest_is_replaced() -> None:
+    cut, wrong = spelled("😀😁")[:-1], [*spelled("€"), *spelled(b"\xff\xc3"), *spelled("€")]
+    assert "".join(fallback_texts(cut)) == FALLBACK_CODEC.decode(cut) == f"😀{REPLACEMENT}"
+    assert "".join(fallback_texts([*cut, WORLD])) == FALLBACK_CODEC.decode([*cut, WORLD]) == f"😀{REPLACEMENT} world"
+    assert "".join(fallback_texts([*wrong, WORLD])) == f"€{REPLACEMENT}{REPLACEMENT}€ world"
+
+
+def test_prompt_when_it_ends_within_a_run_of_bytes_then_the_answer_goes_on_with_it() -> None:
+    token_ids = spelled("😀😁€😀")
+    for num_given in range(len(token_ids)):
+        before = FALLBACK_CODEC.decode(token_ids[:num_given]).removesuffix(REPLACEMENT)
+        texts = fallback_texts(token_ids[num_given:], context_token_ids=token_ids[:num_given])
+        assert before + "".join(texts) == "😀😁€😀"
+
+
+CHUNKS = st.one_of(st.text(max_size=6).map(spelled), st.sampled_from([[HELLO], [WORLD], [BLANK], [MARK]]))
+DAMAGED_CHUNKS = st.one_of(
+    CHUNKS,
+    st.binary(max_size=5).map(spelled),
+    st.sampled_from(["😀", "€", "ü"]).map(lambda char: spelled(char)[:-1]),
+)
+HIDDEN = (FALLBACK.eos_token_id, len(FALLBACK) + 3)
+"""A special token, and an id that the tokenizer does not know: neither has a text."""
+
+
+@settings(max_examples=200)
+@given(chunks=st.lists(CHUNKS, max_size=25), seed=st.integers(0, 2**32 - 1))
+def test_texts_when_words_and_bytes_alternate_then_streams_have_no_replacement(
+    chunks: list[list[int]], seed: int
+) -> None:
+    token_ids = [token_id for chunk in chunks for token_id in chunk]
+    whole = FALLBACK.decode(token_ids)
+    assert "".join(fallback_texts(token_ids)) == whole
+    assert _in_pieces(token_ids, seed) == whole
+    assert FALLBACK_CODEC.decode(token_ids) == whole
+
+
+@settings(max_examples=300)
+@given(chunks=st.lists(DAMAGED_CHUNKS, max_size=25), seed=st.integers(0, 2**32 - 1))
+def test_bytes_when_some_are_wrong_or_tokens_have_no_text_then_streams_say_what_the_whole_says(
+    chunks: list[list[int]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    token_ids: list[int] = []
+    for token_id in (token_id for chunk in chunks for token_id in chunk):
+        token_ids += [rng.choice(HIDDEN), token_id] if rng.random() < 0.1 else [token_id]
+    whole = FALLBACK_CODEC.decode(token_ids, skip_special_tokens=True)
+    assert "".join(fallback_texts(token_ids)) == whole
+    assert _in_pieces(token_ids, seed) == whole
+
+
+def _in_pieces(token_ids: list[int], seed: int) -> str:
+    stream, rng, text, start = TextStream(FALLBACK_CODEC.decoder), random.Random(seed), "", 0
+    while start < len(token_ids):
+        size = rng.randint(1, 9)
+        text += stream.add(token_ids[start : start + size]).text
+        start += size
+    return text + stream.finish().text
+
+
+def test_names_of_bytes_when_they_are_text_in_a_vocabulary_then_are_no_bytes() -> None:
+    tokenizer = train_byte_level()
+    tokenizer.add_tokens([f"<0x{byte:02X}>" for byte in range(256)])
+    codec = TextCodec(tokenizer, vocab_size=len(tokenizer))
+    cut = tokenizer.encode("😀", add_special_tokens=False)[:-1]
+    token_ids = [*tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x41>"]), *cut]
+    assert codec.decode(token_ids) == f"<0xE2><0x41>{REPLACEMENT}"
+    assert "".join(run(token_ids, codec.decoder)[0]) == f"<0xE2><0x41>{REPLACEMENT}"

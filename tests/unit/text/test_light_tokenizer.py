@@ -194,6 +194,13 @@ def test_special_tokens_when_the_tokenizer_json_alone_has_them_then_both_sides_k
         assert not codec.piece(*codec.encode("<think>")).is_special
 
 
+def test_run_of_bytes_when_its_last_character_is_cut_then_both_sides_have_the_others() -> None:
+    original = byte_fallback()
+    theirs, ours = TextCodec(original, vocab_size=len(original)), create_codec(document_of(original))
+    token_ids = theirs.encode("\u20ac\u20ac")[:-1]
+    assert theirs.decode(token_ids) == ours.decode(token_ids) == "\u20ac\ufffd"
+
+
 def test_template_that_may_not_then_neither_renders() -> None:
     made = train_byte_level()
     for template in (
