@@ -217,8 +217,9 @@ class Manifest:
 
     def digest(self) -> str:
         """Hex digest (32 bytes) of the promise. Without its address (a proxy may know another one; whoever answers
-        there has to know the proof), the tokens and the images, of which ``prefix_key`` is the digest."""
-        promise = dataclasses.replace(self, host="", port=0, prompt_token_ids=(), images=(), proof=None).to_params()
+        there has to know the proof) and the tokens, of which ``prefix_key`` is the digest. With the images: a key binds
+        what an image shows and where it is, but not its rows and columns, which decide positions."""
+        promise = dataclasses.replace(self, host="", port=0, prompt_token_ids=(), proof=None).to_params()
         return hashlib.blake2b(json.dumps(promise, sort_keys=True).encode(), digest_size=32).hexdigest()
 
     def to_params(self) -> dict[str, Any]:

@@ -81,19 +81,30 @@ def test_digest_when_anything_that_is_promised_changes_then_changes() -> None:
     first = manifest()
     carried = json.dumps({"added": "by a proxy", **first.to_params()}).replace("30.0", "30")
     assert Manifest.from_params(json.loads(carried)).digest() == first.digest()
-    elsewhere = manifest(host="10.0.0.1", port=1, prompt_token_ids=(), images=(IMAGE,), proof=None)
+    elsewhere = manifest(host="10.0.0.1", port=1, prompt_token_ids=(), proof=None)
     assert elsewhere.digest() == first.digest()
     changes: dict[str, Any] = {
         "engine_id": "e", "request_id": "r", "num_tokens": 6, "block_size": 8, "block_ids": ((3, 8),),
         "generations": ((2**64 - 1, 2**53),), "epoch": 1, "fingerprint": "00fe", "lease_id": "x", "lease_seconds": 31.0,
         "prefix_key": bytes(32), "slot_id": 8, "slot_generation": 1, "output_row": bytes(4), "output_row_dtype": "x",
         "prefill": PrefillReport("p0", 2, 3, 0.25, 0.6), "digests": (("0" * 16, None),), "slot_digest": "0" * 16,
-        "tp_size": 2,
+        "tp_size": 2, "images": (IMAGE,),
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Manifest)} - set(changes) == {
-        "host", "port", "prompt_token_ids", "images", "proof",
+        "host", "port", "prompt_token_ids", "proof",
     }  # fmt: skip
-    assert len({first.digest(), *(manifest(**{name: value}).digest() for name, value in changes.items())}) == 20
+    assert len({first.digest(), *(manifest(**{name: value}).digest() for name, value in changes.items())}) == 21
+
+
+def test_digest_when_the_grid_of_an_image_is_turned_then_is_another() -> None:
+    """No key tells the two apart: they have as many tokens, at the same offset."""
+    first = manifest(images=(IMAGE,))
+    carried = json.loads(json.dumps(first.to_params()))
+    assert Manifest.from_params(carried).digest() == first.digest()
+    [span] = carried["tandem_images"]
+    turned = {**span, "rows": span["columns"], "columns": span["rows"]}
+    assert turned != span
+    assert Manifest.from_params({**carried, "tandem_images": [turned]}).digest() != first.digest()
 
 
 def test_generations_as_json_integers_are_read_too() -> None:
