@@ -59,10 +59,17 @@ class EngineBridge:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, seq_id: str, prefix: PulledPrefix, plan: PullPlan) -> None:
-        reader = self._readers[type(prefix)]
-        pull = self._pulls[seq_id] = reader.begin(
-            seq_id, prefix, plan, on_terminal=lambda: self._listener.on_terminal(seq_id)
-        )
+        try:
+            reader = self._readers[type(prefix)]
+            pull = reader.begin(seq_id, prefix, plan, on_terminal=lambda: self._listener.on_terminal(seq_id))
+        except Exception:
+            # Nothing was begun, and the engine waits for an outcome all the same.
+            logger.exception("pull not begun seq_id=%s", seq_id)
+            failed = FinishedPull(ok=False, terminal=True, reason=TransferCode.TRANSFER_FAILED)
+            self._listener.on_outcome(seq_id, prefix, failed)
+            prefix.close()
+            return
+        self._pulls[seq_id] = pull
         task = asyncio.create_task(self._run(seq_id, prefix, pull, reader), name=f"pull {seq_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

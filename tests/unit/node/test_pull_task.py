@@ -317,6 +317,43 @@ async def test_prefix_when_given_up_before_its_pull_then_its_holder_is_told_from
     assert stream.is_closed
 
 
+class NoReader:
+    """PrefixReader of pulls that cannot begin."""
+
+    def begin(self, seq_id: str, prefix: Any, plan: PullPlan, on_terminal: Callable[[], None]) -> Any:
+        raise OSError("injected")
+
+    def ended(self, prefix: Any, result: FinishedPull) -> None:
+        raise AssertionError("nothing had begun")
+
+
+class Outcomes:
+    """PullListener."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool, bool]] = []
+
+    def on_outcome(self, seq_id: str, prefix: Any, result: FinishedPull) -> None:
+        self.seen.append((seq_id, result.ok, result.terminal))
+
+    def on_terminal(self, seq_id: str) -> None:
+        raise AssertionError("its outcome was terminal")
+
+
+async def test_pull_when_it_cannot_begin_then_has_one_failed_outcome_and_its_prefix_is_closed() -> None:
+    outcomes = Outcomes()
+    bridge = EngineBridge(outcomes, {RemotePrefix: NoReader()})
+    bridge.open()
+    keys, stream = PrefixKeys(chain_root(bytes(32)), BLOCK_SIZE, range(NUM_TOKENS)), ScriptedStream()
+    remote = RemotePrefix("http://127.0.0.1:1", "lease", keys.key_at(NUM_TOKENS), NUM_TOKENS, keys, stream)
+    bridge.start("r#0", remote, PLAN)
+    bridge.cancel("r#0")
+    await asyncio.sleep(0)
+    await bridge.close()
+    assert outcomes.seen == [("r#0", False, True)]
+    assert stream.is_closed
+
+
 async def test_check_when_it_refuses_what_arrived_then_the_pull_fails(start_pull: StartPull) -> None:
     it = start_pull()
     it.check_error = TransferError("block 2 has another digest", code=PullReason.DIGEST_MISMATCH)
