@@ -325,7 +325,7 @@ class Scheduler:
         if sequence.remote is not None:
             return 0 if self._start_pull(schedule, sequence, sequence.remote) else None
         hit = PrefixHit()
-        if not sequence.request.skip_prefix_lookup:
+        if sequence.is_prompt_done or not sequence.request.skip_prefix_lookup:
             hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
             if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
                 return 0

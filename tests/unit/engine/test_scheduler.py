@@ -233,6 +233,15 @@ def test_preempted_when_its_state_is_still_cached_then_goes_on_from_it() -> None
     assert rig.scheduler.num_preemptions == 1
 
 
+def test_preempted_when_prompt_logprobs_were_asked_and_are_known_then_goes_on_from_its_state_too() -> None:
+    rig = Rig()
+    sequence = rig.add("r", words(1, 30), prompt_logprobs=0)
+    rig.step()
+    rig.step()
+    rig.scheduler.preempt(sequence)
+    assert planned(rig.step()) == [("r", 31, 1)]
+
+
 def test_preempted_when_nothing_is_cached_then_computes_prompt_and_output_again() -> None:
     rig = Rig(caching=False)
     sequence = rig.add("r", words(1, 30))
