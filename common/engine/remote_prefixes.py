@@ -126,7 +126,8 @@ class RemotePrefixes:
 
         Returns the prompt's last row [hidden] when the whole prompt came, and the sequence runs now.
         """
-        sequence.transfer_end_s = self._clock()
+        if not sequence.is_prompt_done:
+            sequence.transfer_end_s = self._clock()
         if result.final_s is not None:
             assert sequence.transfer_start_s is not None
             sequence.transfer_start_s = max(sequence.transfer_start_s, result.final_s)
@@ -172,8 +173,10 @@ class RemotePrefixes:
             sequence.transferred_bytes = result.num_bytes
             sequence.transferred_blocks = result.num_blocks
             sequence.transferred_states = result.num_states
-        if num_tokens < sequence.num_prompt_tokens or row is None or sequence.request.is_prompt_only:
-            # Into the cache, most recently used: the sequence is admitted like any that finds a prefix there.
+        is_part = num_tokens < sequence.num_prompt_tokens or row is None
+        if is_part or sequence.request.is_prompt_only or sequence.is_prompt_done:
+            # Into the cache, most recently used: the sequence is admitted like any that finds a prefix there. One that
+            # was preempted while it generated may have been sampled from that row before.
             self._manager.commit_remote(sequence.seq_id, row, seal=True)
             self._manager.free(sequence.seq_id, donate=True)
             self._wait_again(sequence)

@@ -61,7 +61,7 @@ class TierPrefix(Protocol):
 
 
 class LowerTiers(Protocol):
-    """What this node keeps below its memory. ``find``: of a prompt's first ``num_tokens`` tokens, what is sooner read
+    """What this node keeps below its memory. ``find``: of a sequence's ``num_tokens`` tokens, what is sooner read
     than computed beyond what memory has (``hit``)."""
 
     def find(self, keys: PrefixKeys, num_tokens: int, hit: PrefixHit) -> TierPrefix | None: ...
@@ -394,8 +394,7 @@ class Scheduler:
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
         if self.tiers is None or sequence.num_tier_reads == MAX_TIER_READS:
             return None
-        # Of a prompt that was preempted while it generated, a part only: its last row was sampled from before.
-        return self.tiers.find(sequence.keys, sequence.num_prompt_tokens - sequence.is_prompt_done, hit)
+        return self.tiers.find(sequence.keys, sequence.num_tokens, hit)
 
     def _read_below(self, schedule: Schedule, sequence: Sequence, below: TierPrefix) -> int | None:
         """As ``_admit``."""
@@ -414,9 +413,9 @@ class Scheduler:
         if plan is None:
             return False
         self.waiting.remove(sequence)
-        sequence.num_local_hit = plan.num_local_tokens
-        now = self._clock()
-        sequence.scheduled_s = sequence.transfer_start_s = now
+        if not sequence.is_prompt_done:  # otherwise what is reported of its prompt is over
+            sequence.num_local_hit = plan.num_local_tokens
+            sequence.scheduled_s = sequence.transfer_start_s = self._clock()
         sequence.status = SequenceStatus.TRANSFERRING
         self.transferring[sequence.seq_id] = sequence
         schedule.pulls.append((sequence, plan))

@@ -11,11 +11,15 @@ import random
 import shutil
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.engine.model_runner import Forward
+from common.engine.outputs import RequestOutput
+from common.engine.plan import StepPlan
 from common.kv_cache.tiers.break_even import ASSUMED_READS
 from common.node.routes.event_route import changes_of, snapshot_changes, tier_changes
 from common.node.tiers.scanner import POLL_S
@@ -103,6 +107,51 @@ def tier_coverage(node: TierNode, prompt: Sequence[int]) -> int:
     assert found[0] == found[1]
     assert found[0].state_tokens == 0
     return found[0].tier_tokens
+
+
+@pytest.mark.parametrize("has_row", [False, True], ids=["its own state", "another's end"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stream_when_it_was_preempted_and_left_to_the_tier_then_computes_one_token_again_at_most(
+    family: str, has_row: bool
+) -> None:
+    """``has_row``: another prompt was all that the stream has, so that the tier knows what comes next."""
+    num_known, end = len(PROMPT) + 5, len(PROMPT) + 20
+
+    async def main() -> None:
+        expected = await answer_cold(family, PROMPT, num_tokens=20)
+        async with TierNode("host:64MiB", family=family) as node:
+            if has_row:
+                await node.generate([*PROMPT, *expected[:5]], 1)
+            scheduler, step, launch = node.core._scheduler, node.core.step, node.model.runner.launch
+            room, preempted = scheduler._config, threading.Event()
+            positions: list[int] = []
+
+            def step_or_preempt() -> list[RequestOutput]:
+                if not preempted.is_set() and scheduler.running and scheduler.running[0].num_tokens == num_known:
+                    scheduler.preempt(scheduler.running[0])
+                    scheduler._config = replace(room, max_num_seqs=0)
+                    preempted.set()
+                return step()
+
+            def note(plan: StepPlan) -> Forward:
+                for each in plan.segments:
+                    positions.extend(range(each.start, each.start + each.num_tokens))
+                return launch(plan)
+
+            node.core.step = step_or_preempt  # type: ignore[method-assign]
+            answering = asyncio.create_task(node.generate(PROMPT, 20))
+            await node.until(preempted.is_set)
+            await node.settle()
+            await node.forget_memory()
+            node.model.runner.launch = note  # type: ignore[method-assign]
+            await node.engine.call(lambda: setattr(scheduler, "_config", room))
+            answer, _ = await answering
+            assert answer == expected
+            assert [pull.ok for pull in node.pulls] == [True]
+            assert positions == list(range(num_known if has_row else num_known - 1, end - 1))
+            await node.check()
+
+    run(main())
 
 
 # --- damage

@@ -242,6 +242,18 @@ def test_preempted_when_prompt_logprobs_were_asked_and_are_known_then_goes_on_fr
     assert planned(rig.step()) == [("r", 31, 1)]
 
 
+def test_preempted_when_a_tier_is_read_for_it_then_what_was_reported_of_its_prompt_stays() -> None:
+    rig = Rig()
+    sequence = rig.add("r", words(1, 30))
+    rig.step()
+    rig.step()
+    rig.scheduler.preempt(sequence)
+    rig.scheduler.tiers = Tiers()
+    assert [each for each, _ in rig.schedule().pulls] == [sequence]
+    assert sequence.num_local_hit == 0  # what it computed itself is no hit
+    assert sequence.transfer_start_s is None
+
+
 def test_preempted_when_nothing_is_cached_then_computes_prompt_and_output_again() -> None:
     rig = Rig(caching=False)
     sequence = rig.add("r", words(1, 30))
