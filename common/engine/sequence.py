@@ -34,7 +34,8 @@ class Sequence:
         given_token_ids: the prompt without what of it was generated on another node (``Request.num_resumed_tokens``);
             what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
-        tier_prefix: what is read now of a tier below this node's memory; ``num_tier_reads``: how many were begun.
+        tier_prefix: what is read now of a tier below this node's memory; ``num_tier_reads``: how many were begun since
+            the sequence came, or lost its memory.
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
             exact prefix hit, a prompt that was pulled whole, or a fork.
         save_positions: position -> why, for the states of the prompt that the save policy keeps.
@@ -167,6 +168,7 @@ class Sequence:
         self.drafts, self.guessed = [], []
         self.pending_row = self.last_row = None
         self.remote = None
+        self.num_tier_reads = 0
         self.num_preemptions += 1
         if self.prompt_logprobs is not None and not self.is_prompt_done:
             self.prompt_logprobs = [None]

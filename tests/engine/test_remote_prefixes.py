@@ -174,6 +174,26 @@ def test_tier_when_it_is_read_again_behind_a_forward_that_raised_then_its_memory
     assert used(model) == (0, 0, 0, 0)
 
 
+def test_tier_when_its_reads_were_bad_then_it_is_read_again_once_the_sequence_has_lost_its_memory(
+    alone: dict[int, list[int]],
+) -> None:
+    core, model = engine(enable_prefix_caching=False)
+    source = _Source()
+    core.pull_with(source, _Tiers())
+    core.add_request(request("r", prompt_of(5)))
+    for num_reads in (2, 4):
+        for _ in range(2):
+            core.step()
+            core.finish_pull("r#0", FAILED)
+        core.step()
+        assert len(source.started) == num_reads  # now it is computed
+        (sequence,) = core._scheduler.running
+        if num_reads == 2:
+            core._scheduler.preempt(sequence)
+    assert collect(core)["r", 0] == alone[5]
+    assert used(model) == (0, 0, 0, 0)
+
+
 def test_fault_when_a_prefix_is_still_read_then_its_memory_is_kept_until_it_was_read() -> None:
     core, model = engine()
     remote, source = remote_request(core, model, prompt_of(5))
