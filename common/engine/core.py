@@ -237,11 +237,14 @@ class EngineCore:
         """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have
         ended by itself meanwhile; then nothing is reported again."""
         assert not self._is_in_flight, "called between launch and collect"
-        not_now = (SequenceStatus.TRANSFERRING, SequenceStatus.FINISHED)
         for sequence in self._live.of_request(request_id):
-            if sequence.index == index and sequence.status not in not_now and sequence.finish_reason is None:
-                sequence.finish_reason = FinishReason.STOP
-                self._outputs.add(sequence)
+            if sequence.index != index or sequence.is_over or sequence.status is SequenceStatus.FINISHED:
+                continue
+            sequence.finish_reason = FinishReason.STOP
+            self._outputs.add(sequence)
+            if sequence.status is SequenceStatus.TRANSFERRING:  # of what it had generated, for it had been preempted
+                self._remote.abort(sequence)
+            else:
                 self._end_exactly(sequence)
 
     def finish_pull(self, seq_id: str, result: PullResult) -> None:

@@ -69,6 +69,7 @@ def remote_request(core: EngineCore, model: NodeModel, prompt: list[int]) -> tup
 
 
 FAILED = FinishedPull(ok=False, terminal=True, reason="stale_generation", num_bytes=0, num_blocks=0, num_states=0)
+GOOD = FinishedPull(ok=True, terminal=True)
 LATE = FinishedPull(ok=False, terminal=False, reason="deadline", num_bytes=0, num_blocks=0, num_states=0)
 
 
@@ -192,6 +193,32 @@ def test_tier_when_its_reads_were_bad_then_it_is_read_again_once_the_sequence_ha
             core._scheduler.preempt(sequence)
     assert collect(core)["r", 0] == alone[5]
     assert used(model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("is_good", [False, True])
+def test_continuation_when_its_stop_string_matches_while_a_tier_is_read_for_it_then_ends_at_once(is_good: bool) -> None:
+    core, model = engine(enable_prefix_caching=False)
+    source, tiers = _Source(), _Tiers()
+    tiers.is_empty = True
+    core.pull_with(source, tiers)
+    core.add_request(request("r", prompt_of(5)))
+    (sequence,) = core._live.of_request("r")
+    while sequence.num_output_tokens < 3:
+        core.step()
+    core._scheduler.preempt(sequence)
+    tiers.is_empty = False
+    core.step()
+    assert source.started == ["r#0"]
+    core.finish("r", 0)
+    core.finish("r", 0)  # is told once
+    assert [output.finish_reason for output in core.step()] == [FinishReason.STOP]
+    assert source.cancelled == ["r#0"]
+    assert model.manager.is_pulled("r#0")  # until the read is over
+    core.abort("r")
+    core.finish_pull("r#0", GOOD if is_good else FAILED)
+    assert collect(core) == {}
+    assert used(model) == (0, 0, 0, 0)
+    assert model.manager.check() == []
 
 
 def test_fault_when_a_prefix_is_still_read_then_its_memory_is_kept_until_it_was_read() -> None:
