@@ -222,13 +222,16 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """The caller left: frees everything the request holds; unknown or finished ids are ignored. What was computed
-        stays cached: who stops an answer often goes on from there."""
+        stays cached: who stops an answer often goes on from there. What wrong drafts have left to run of an answer that
+        is told already is run nevertheless."""
         assert not self._is_in_flight, "called between launch and collect"
         for sequence in self._live.of_request(request_id):
             if sequence.status is SequenceStatus.TRANSFERRING:
                 self._remote.abort(sequence)
             elif sequence.is_ahead:
                 sequence.aborted = True
+            elif sequence.finish_reason is not None:
+                self._end_exactly(sequence)
             else:
                 self._end(sequence)
         logger.info("aborted request_id=%s", request_id)

@@ -147,7 +147,10 @@ def test_turn_two_when_the_answer_ended_behind_a_wrong_draft_then_goes_on_from_i
     assert second == expected
 
 
-def test_answer_when_it_ends_while_a_part_of_it_is_run_again_then_nothing_is_held_and_its_end_is_kept() -> None:
+@pytest.mark.parametrize("is_left", [False, True], ids=["", "left at once"])
+def test_answer_when_it_ends_while_a_part_of_it_is_run_again_then_nothing_is_held_and_its_end_is_kept(
+    is_left: bool,
+) -> None:
     flags = {**ROOMY, "max_num_batched_tokens": 64, "max_num_seqs": 12}
     core, _ = engine(**flags)
     prompt = tokens(1, 12)
@@ -162,6 +165,8 @@ def test_answer_when_it_ends_while_a_part_of_it_is_run_again_then_nothing_is_hel
     (sequence,) = core._live.of_request("ended")
     assert (sequence.num_output_tokens, sequence.num_uncomputed_tokens) == (60, 3)
     core.finish("ended", 0)
+    if is_left:  # as whoever reads one continuation alone does
+        core.abort("ended")
     collect(core)
     assert used(model) == (0, 0, 0, 0)
     found, _ = cached(core, prompt + right[:60] + tokens(4, 9), max_tokens=2)
