@@ -1,7 +1,8 @@
 """Mamba-2 mixers in five kernels: projection, convolution, scan, gated norm, projection back.
 
 Stock computes the decay of each head from the weights in every step, and falcon_h1 multiplies twice more; here the
-decay and the product of falcon_h1's factors are made at load.
+decay and the product of falcon_h1's factors are made at load. A projection with a bias keeps its input's factor: what
+the bias adds comes behind that one and before the others.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ class FusedMamba2:
     def __init__(self, mixer: Any, ops: FusedOps) -> None:
         self._mixer, self._ops = mixer, ops
         mixer.register_buffer("decay", -torch.exp(mixer.A_log.float()), persistent=False)
-        vector = getattr(mixer, "mup_vector", None)
-        factors = None if vector is None else (vector.float() * mixer.ssm_in_multiplier).flatten().to(vector.dtype)
+        vector, scale = getattr(mixer, "mup_vector", None), getattr(mixer, "ssm_in_multiplier", 1.0)
+        has_bias = getattr(mixer.in_proj, "bias", None) is not None
+        self._input_scale: float = scale if has_bias else 1.0
+        scale = 1.0 if has_bias else scale
+        factors = None if vector is None else (vector.float() * scale).flatten().to(vector.dtype)
         mixer.register_buffer("factors", factors, persistent=False)
         self._sizes = (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads)
 
@@ -41,6 +45,8 @@ class FusedMamba2:
         context, mixer = get_forward_context(), self._mixer
         assert context is not None, "a mixer prepared for the engine was called outside a forward context"
         context.layer_idx = mixer.layer_idx
+        if self._input_scale != 1.0:
+            hidden_states = hidden_states * self._input_scale
         projected = mixer.in_proj(hidden_states)[0]
         if mixer.factors is not None:
             projected = projected * mixer.factors

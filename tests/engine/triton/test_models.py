@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tests.support.triton_interpreter import TRITON_DEVICE  # first: it decides how kernels are made
@@ -18,17 +19,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.engine.model_runner import Forward
 from common.engine.plan import DrawnIds, Segment, StepPlan
 from common.models.backends.cuda import CudaBackend
 from common.models.backends.graphs import GraphedSteps
+from common.models.fused.mamba2 import FusedMamba2
 from common.models.loading import loader
+from common.models.loading.quiet import quiet_transformers
+from common.models.synthetic import give_long_memory
 from common.ops.select import create_ops
 from common.ops.step.device_step import GroupTables, StepBuffer
 from tests.engine import harness
 from tests.engine.harness import Harness, Work, random_tokens
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, checkpoint
 
 REPLAY_CHECKED = ("bamba", "qwen3_5_text")
 """Model types that pass the loader's check of recorded steps here too. It takes longer than the test below, which
@@ -220,6 +225,23 @@ def test_logits_when_input_ids_are_taken_on_the_device_then_equal_those_of_ids_f
         work = [Work(name, random_tokens(1, 10 * step + place)) for place, name in enumerate("ab")]
         found, expected = each.logits(*work), reference.logits(*work)
         assert largest_difference([rows.cpu() for rows in found], [rows.cpu() for rows in expected]) < TOLERANCE
+
+
+def test_load_model_when_a_projection_has_a_bias_behind_a_factor_then_the_fused_mixer_gives_stock_numbers(
+    tmp_path: Path,
+) -> None:
+    changed = {"num_hidden_layers": 1, "mamba_proj_bias": True, "ssm_in_multiplier": 0.25}
+    config = AutoConfig.from_pretrained(checkpoint("falcon_h1"), **changed)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    give_long_memory(stock, seed=1)
+    with torch.no_grad():
+        stock.model.layers[0].mamba.in_proj.bias.normal_()
+    with quiet_transformers():
+        stock.save_pretrained(tmp_path)
+    # The probe compares it with stock.
+    model = loader.load_model(str(tmp_path), ops_backend="triton", device=TRITON_DEVICE).model
+    assert isinstance(model.model.layers[0].mamba.forward, FusedMamba2)
 
 
 def test_step_when_its_input_ids_are_on_the_device_then_has_them_before_its_padding() -> None:
