@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import FalconH1Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 
 from common.models.cpu.linears import pack_linears
 from common.models.fused.activations import fuse_activations
@@ -95,9 +97,10 @@ def test_fuse_gated_mlps_when_replaced_then_gives_the_numbers_of_the_module(
         {"activate": lambda x: F.gelu(x, approximate="tanh")},
         {"activate": torch.sigmoid},
         {"activate": F.silu, "factor": 0.9},
+        {"activate": F.silu, "factor": 0.99},
         {"activate": F.silu, "is_swapped": True},
     ],
-    ids=["gelu", "mish", "tanh", "sigmoid", "factor", "swapped"],
+    ids=["gelu", "mish", "tanh", "sigmoid", "factor", "near", "swapped"],
 )
 def test_fuse_gated_mlps_when_the_module_computes_something_else_then_leaves_it(
     ops: CppOps, change: dict[str, object], size: float, dtype: torch.dtype
@@ -108,6 +111,18 @@ def test_fuse_gated_mlps_when_the_module_computes_something_else_then_leaves_it(
         for weight in mlp.parameters():  # of another size than the trial's input expects
             weight.mul_(size / weight.square().mean().sqrt())
     assert isinstance(fused(mlp, ops, dtype), Separate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factors", [(1.0, 0.985), (0.985, 1.0), (1.0, 0.999)])
+def test_fuse_gated_mlps_when_falcon_h1_has_factors_near_one_then_leaves_the_module(
+    ops: CppOps, factors: tuple[float, float], dtype: torch.dtype
+) -> None:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    torch.manual_seed(0)
+    assert isinstance(fused(FalconH1MLP(FalconH1Config(**sizes)), ops, dtype), FusedGatedMLP)
+    mlp = FalconH1MLP(FalconH1Config(**sizes, mlp_multipliers=list(factors)))
+    assert isinstance(fused(mlp, ops, dtype), FalconH1MLP)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
