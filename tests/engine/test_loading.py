@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from common.errors import ConfigError
-from common.models.loading.checkpoint import read_config
+from common.models.loading.checkpoint import eos_token_ids, read_config
 from common.models.loading.fingerprint import model_fingerprint
 from common.models.loading.loader import load_model
 from common.models.loading.quiet import quiet_transformers
 from tests.engine.harness import engine_model, random_tokens, stock_logits, stock_model
-from tests.support.models import FAMILIES, checkpoint, tiered
+from tests.support.models import FAMILIES, VOCAB_SIZE, checkpoint, tiered
 from tests.support.ops import OPS_BACKENDS, make_ops
 
 
@@ -161,6 +162,57 @@ def test_load_model_when_done_then_a_stock_model_in_the_process_is_undisturbed(f
     assert loaded.eos_token_ids == (1,)
     assert loaded.tokenizer is not None
     assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, {"eos_token_id": 5}, (5,)),  # and not 2, the default of llama's config class
+        ({"eos_token_id": None}, {"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": 3}, {"eos_token_id": [5, 3]}, (3, 5)),
+        ({"eos_token_id": 3}, {"eos_token_id": 5}, (3, 5)),
+        ({"eos_token_id": 3}, {}, (3,)),
+        ({"eos_token_id": 3}, None, (3,)),
+        ({}, {}, (2,)),
+        ({}, None, (2,)),
+    ],
+)
+def test_end_tokens_when_a_checkpoint_names_some_then_its_config_class_adds_none(
+    tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None, expected: tuple[int, ...]
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    raw = read_config(folder)
+    del raw["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+    assert load_model(str(folder), ops_backend="torch").eos_token_ids == expected
+
+
+def test_end_tokens_when_a_wrapper_names_some_then_those_of_its_text_model_come_first() -> None:
+    def found(raw_config: dict[str, object]) -> tuple[int, ...]:
+        text_config = SimpleNamespace(eos_token_id=1)
+        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config), generation_config=None)
+        return eos_token_ids(model, raw_config, vocab_size=8)
+
+    assert found({"eos_token_id": 3, "text_config": {"eos_token_id": [4, 5]}}) == (4, 5)
+    assert found({"eos_token_id": 3, "text_config": {}}) == (3,)
+    assert found({"text_config": {}}) == (1,)
+
+
+def test_end_tokens_when_the_logits_do_not_have_some_then_these_are_left_out_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 5, -1, 8]))
+    assert eos_token_ids(model, {"eos_token_id": 0}, vocab_size=8) == (0, 5)
+    assert "ids=[-1, 8, 9] vocab_size=8" in caplog.text
+
+
+def test_load_model_when_the_vocabulary_does_not_have_an_end_token_then_it_is_left_out(copied: Path) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, VOCAB_SIZE]}))
+    assert load_model(str(copied), ops_backend="torch").eos_token_ids == (1, 5)
 
 
 @pytest.mark.parametrize("family", ["gemma3_vl", "lfm2_vl", pytest.param("lfm3_vl", marks=pytest.mark.full)])

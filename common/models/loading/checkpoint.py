@@ -6,8 +6,9 @@ transformers' and the hub's errors are translated here: what cannot be used leav
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 
 from common.errors import ConfigError
 from common.kv_cache.spec import DTYPE_BYTES
+
+logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -143,10 +146,26 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
     return found
 
 
-def eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: those of the generation config and of the config, sorted."""
-    ids: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        value = getattr(holder, "eos_token_id", None)
-        ids.update([value] if isinstance(value, int) else value or ())
-    return tuple(sorted(ids))
+def eos_token_ids(model: Any, raw_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end an answer, sorted: those of the generation config and those that ``config.json`` names.
+
+    A config class has a default of its own, 2 in many families, which may be any token of this vocabulary: it counts
+    only where the checkpoint names none. ``vocab_size``: of the logits. Tokens that they do not have never come, and
+    the sampler could not hide them: they are left out.
+    """
+    configs = (raw_config.get("text_config") or {}, raw_config)
+    named = _token_ids(next((each["eos_token_id"] for each in configs if "eos_token_id" in each), None))
+    named |= _token_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+    found = named or _token_ids(getattr(model.config.get_text_config(), "eos_token_id", None))
+    known = {token_id for token_id in found if 0 <= token_id < vocab_size}
+    if known != found:
+        logger.warning(
+            "end tokens left out, the vocabulary does not have them ids=%s vocab_size=%d",
+            sorted(found - known),
+            vocab_size,
+        )
+    return tuple(sorted(known))
+
+
+def _token_ids(value: int | Sequence[int] | None) -> set[int]:
+    return {value} if isinstance(value, int) else set(value or ())

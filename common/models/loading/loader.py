@@ -68,7 +68,7 @@ class LoadedModel:
         fingerprint: hex digest of config, weights, dtype and revision.
         head: rows of the last hidden state -> logits.
         tokenizer: the checkpoint's tokenizer, or None when it has none.
-        eos_token_ids: from the generation config and the config, sorted.
+        eos_token_ids: what the checkpoint names, of those that the logits have, sorted.
         folder: where the files are.
         is_replayed: whether a recorded decode step gave what the forward gives.
         sees_images: of the family.
@@ -228,7 +228,7 @@ def load_model(
         fingerprint=model_fingerprint(folder, raw_config, dtype=dtype, revision=revision),
         head=head,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(loaded),
+        eos_token_ids=eos_token_ids(loaded, raw_config, expected.shape[-1]),
         folder=folder,
         is_replayed=is_replayed,
         num_ranks=1 if group is None else group.size,
