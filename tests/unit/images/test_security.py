@@ -10,7 +10,7 @@ import zlib
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from common.errors import ConfigError, ImageRefusedError
 from common.images.header import ImageHeader, read_header
@@ -51,15 +51,57 @@ def test_header_when_an_encoder_wrote_the_image_then_format_and_size_are_its_own
         assert read_header(encoded(width, height, format, **options), "x") == ImageHeader(format, width, height)
 
 
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_header_when_a_camera_lay_on_its_side_then_the_size_is_as_shown(orientation: int) -> None:
-    image = Image.new("RGB", (40, 20))
-    exif = image.getexif()
-    exif[0x0112] = orientation
-    file = io.BytesIO()
-    image.save(file, "JPEG", exif=exif)
+def test_header_when_a_camera_lay_on_its_side_then_the_size_is_as_shown(orientation: int, format: str) -> None:
+    data = encoded(40, 20, format, exif=exif_of(orientation))
     width, height = (20, 40) if orientation >= 5 else (40, 20)
-    assert read_header(file.getvalue(), "x") == ImageHeader("JPEG", width, height, orientation != 1)
+    assert read_header(data, "x") == ImageHeader(format, width, height, orientation != 1)
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x010F] = "the camera's maker"
+    exif[0x0112] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_header_when_the_file_ends_anywhere_then_its_orientation_counts_once_it_is_there(format: str) -> None:
+    data = encoded(40, 20, format, exif=exif_of(6))
+    stored, shown = ImageHeader(format, 40, 20), ImageHeader(format, 20, 40, True)
+    found = [read_header(data[:end], "x") for end in range(33, len(data) + 1)]
+    assert found == sorted(found, key=[stored, shown].index)
+    assert (found[0], found[-1]) == (stored, shown)
+
+
+def tiff(kind: int = 3, count: int = 1, orientation: int = 6, *, tag: int = 0x0112, num: int = 1, at: int = 8) -> bytes:
+    return b"MM\x00*" + struct.pack(">IHHHIHHI", at, num, tag, kind, count, orientation, 0, 0)
+
+
+def test_header_when_a_png_has_its_exif_behind_the_pixels_then_the_size_is_as_shown() -> None:
+    data = encoded(40, 20, "PNG")
+    data = data[:-12] + chunk(b"eXIf", tiff()) + data[-12:]
+    assert read_header(data, "x") == ImageHeader("PNG", 20, 40, True)
+    assert ImageOps.exif_transpose(Image.open(io.BytesIO(data))).size == (20, 40)
+
+
+SPOILT_EXIF = {
+    "nothing": chunk(b"eXIf", b""),
+    "of another length than it says": b"\xff\xff\xff\xff" + chunk(b"eXIf", tiff())[4:],
+    "no byte order": chunk(b"eXIf", b"XX" + tiff()[2:]),
+    "tags beyond its end": chunk(b"eXIf", tiff(at=2**32 - 1)),
+    "fewer tags than it says": chunk(b"eXIf", tiff(tag=0x010F, num=2**16 - 1)),
+    "an orientation of another type": chunk(b"eXIf", tiff(kind=4)),
+    "two orientations": chunk(b"eXIf", tiff(count=2)),
+    "an orientation that there is not": chunk(b"eXIf", tiff(orientation=9)),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT_EXIF)
+def test_header_when_its_exif_is_spoilt_then_the_size_is_as_stored(case: str) -> None:
+    data = encoded(40, 20, "PNG")
+    assert read_header(data[:33] + SPOILT_EXIF[case] + data[33:], "x") == ImageHeader("PNG", 40, 20)
 
 
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>"
