@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,19 @@ class ImageProcessor:
         from PIL import Image, ImageOps
 
         header = image.header
+        # A decoder of files that anybody may send: whatever it raises, it is because of this one.
+        decoder_errors = (
+            OSError,
+            ValueError,
+            SyntaxError,
+            EOFError,
+            IndexError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            struct.error,  # of an Exif block, which Pillow writes anew without the orientation
+            Image.DecompressionBombError,  # Pillow's own bound, where --max-image-pixels is above it
+        )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the size was checked before
@@ -86,8 +100,7 @@ class ImageProcessor:
                         param=image.name,
                     )
                 picture = picture.convert("RGB")
-        # A decoder of files that anybody may send: whatever it raises, it is because of this one.
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError) as exc:
+        except decoder_errors as exc:
             reason = str(exc) or type(exc).__name__
             raise ImageRefusedError(
                 f"{image.name}: the image cannot be decoded: {reason}", reason="content", param=image.name

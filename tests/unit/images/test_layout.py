@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import io
+import struct
+import zlib
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -16,13 +18,14 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from common.errors import ImageRefusedError
 from common.images.header import ImageHeader
-from common.images.rules import ImageRules
+from common.images.rules import ImageLimits, ImageRules
+from common.images.source import ImageSource
 from common.models.vision.processor import ImageProcessor
 from common.openai.protocol import parse_chat
 from common.text.chat_prompt import make_chat_prompt
 from common.text.tokenizer import TextCodec
 from tests.support import images
-from tests.support.images import encoded, image_part, picture
+from tests.support.images import data_url, encoded, image_part, picture
 from tests.support.lfm2_vl_processor import lfm2_vl_processor
 
 SIZES = [
@@ -90,6 +93,33 @@ def test_pieces_when_lfm2_vl_processes_an_image_then_they_are_transformers_own_t
     for index, each in enumerate(found):
         num_patches = int(theirs["pixel_attention_mask"][index].sum())
         assert each["pixel_values"][0].equal(theirs["pixel_values"][index, :num_patches])
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", [2, 3, 6, 7])
+def test_pieces_when_a_camera_lay_on_its_side_then_they_are_those_of_the_image_as_shown(
+    orientation: int, format: str
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored, shown = io.BytesIO(), io.BytesIO()
+    Image.open(io.BytesIO(picture(3, 90, 40))).save(stored, format, exif=exif)
+    ImageOps.exif_transpose(Image.open(stored)).convert("RGB").save(shown, "PNG")
+    processor = ImageProcessor(images.image_checkpoint("lfm2_vl"), images.rules("lfm2_vl"))
+    found, expected = (processor.pieces(encoded(each.getvalue())) for each in (stored, shown))
+    assert len(found) == len(expected)
+    for piece, other in zip(found, expected, strict=True):
+        assert all(piece[name].equal(other[name]) for name in other)
+
+
+def test_image_when_pillow_takes_it_for_a_bomb_then_refused_by_name() -> None:
+    data = bytearray(picture(1))
+    data[16:24] = struct.pack(">II", 20_000, 20_000)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    image = ImageSource("image", data_url(bytes(data))).read(ImageLimits(max_pixels=10**9))
+    with pytest.raises(ImageRefusedError, match=r"image: the image cannot be decoded: .* bomb") as caught:
+        ImageProcessor(images.image_checkpoint("lfm2_vl"), images.rules("lfm2_vl")).pieces(image)
+    assert caught.value.reason == "content"
 
 
 @pytest.mark.parametrize("size", [(500, 20), (20, 500), (300, 8), (10_000, 1)])
