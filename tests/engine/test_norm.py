@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +90,23 @@ def test_fuse_norms_when_no_variant_fits_then_leaves_the_module(ops: NormOps) ->
     model = nn.Sequential(OddRMSNorm()).requires_grad_(False)
     fuse_norms(model, ops)
     assert type(model[0]) is OddRMSNorm
+
+
+def resident_bytes(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) << 10
+
+
+def test_scratch_when_it_has_to_grow_then_the_smaller_one_is_gone_before(ops: NormOps) -> None:
+    """The norm's is as wide as four rows; each thread has its own."""
+    small, large = torch.ones(4 << 20), torch.ones(5 << 20)
+
+    def grow() -> int:
+        ops.rms_norm(small[None], small, None, epsilon=1e-6)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        out = ops.rms_norm(large[None], large, None, epsilon=1e-6)
+        assert out.shape == (1, 5 << 20)
+        return resident_bytes("VmHWM") - resident_bytes("VmRSS")
+
+    with ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(grow).result() < small.nbytes

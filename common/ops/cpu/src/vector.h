@@ -344,7 +344,10 @@ inline void store_row(void* base, int64_t dtype, int64_t i, const float* in, int
 // Memory of the calling thread that lives until its next call of scratch(); 64 bytes aligned.
 inline float* scratch(int64_t num_floats) {
     static thread_local std::vector<float> memory;
-    if (int64_t(memory.size()) < num_floats + 16) memory.resize(num_floats + 16);
+    if (int64_t(memory.size()) < num_floats + 16) {
+        std::vector<float>().swap(memory);  // its contents are nobody's: not copied, nor there beside the larger one
+        memory.resize(num_floats + 16);
+    }
     const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
     return reinterpret_cast<float*>((address + 63) & ~uintptr_t(63));
 }
