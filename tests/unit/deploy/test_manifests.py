@@ -179,6 +179,18 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
     assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
 
 
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
+def test_nodes_when_configured_by_their_manifests_then_have_a_thread_for_each_processor_that_they_request(
+    folder: Path,
+) -> None:
+    for node in workloads(folder):
+        if node["kind"] == "StatefulSet":
+            container = container_of(node)
+            config = config_of(container["args"][0], environment_of(node, documents(folder)))
+            assert isinstance(config, NodeConfig)
+            assert int(container["resources"]["requests"]["cpu"]) == config.tensor_parallel_size * config.num_threads
+
+
 def test_probe_paths_when_compared_with_the_app_then_are_its_routes() -> None:
     app = create_app(ProxyConfig(decode=("http://127.0.0.1:1",)))
     routes = {getattr(route, "path", None) for route in app.routes}
