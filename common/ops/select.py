@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -82,6 +83,10 @@ def _why_no_triton(dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda":
         # Triton's own switch for computing kernels with numpy: slow, for tests.
         return "" if os.environ.get("TRITON_INTERPRET") == "1" else f"it runs on cuda, not on {device.type}"
+    # Where it first runs it compiles what calls the driver, with $CC, else with the first of these.
+    compilers = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
+    if not any(shutil.which(each) for each in compilers):
+        return f"it needs a C compiler: no {' or '.join(compilers)} in PATH (set CC)"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, must be 8.0 or more"

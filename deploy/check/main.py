@@ -1,6 +1,6 @@
 """Runs the images, deploy/compose.yaml and the Kubernetes manifests in real containers, stage by stage.
 
-build     every target that this machine can, and what is in them: size, user, no compiler, list of packages
+build     every target that this machine can, and what is in them: size, user, compilers, list of packages
 stack     compose.yaml with the built-in model, two decode nodes: health, pages, the answers of `tandem up`
 kill      each container's process with SIGKILL: the engine starts it again, the proxy knows the new life alone
 restart   each container is stopped, ends with status 0, and is started
@@ -31,6 +31,8 @@ from stack import Load, Stack, answers, answers_of_up, get, questions, wait_unti
 # As compose.yaml names them.
 IMAGES = {"proxy": "tandem-proxy", "node-cpu": "tandem-node:cpu", "node-cuda": "tandem-node:cuda"}
 MAX_OVER_BASE_MB = {"proxy": 250, "node-cpu": 1600}
+# Triton compiles what calls the driver.
+COMPILERS = {"node-cuda": ["cc"]}
 STAGES = ("build", "stack", "kill", "restart", "upgrade", "kube")
 SKIPPED = 77
 LOOK = (
@@ -60,11 +62,12 @@ def build(engine: Engine, base: str, targets: list[str], options: list[str]) -> 
         if image["Config"]["User"] != "10001" or "org.opencontainers.image.version" not in image["Config"]["Labels"]:
             raise FailedError(f"{target}: runs as {image['Config']['User']!r}, labels {image['Config']['Labels']}")
         found, text = engine.in_image(IMAGES[target], "python", "-c", LOOK).splitlines()
-        if found != "[]":
-            raise FailedError(f"{target}: has {found}")
+        compilers = COMPILERS.get(target, [])
+        if found != str(compilers):
+            raise FailedError(f"{target}: has {found}, not {compilers}")
         packages = {each["name"]: each["version"] for each in json.loads(text)["components"]}
         torch = packages.get("torch", "none")
-        say(f"  {target}: {len(packages)} packages, torch {torch}, user 10001, no compiler, no pip")
+        say(f"  {target}: {len(packages)} packages, torch {torch}, user 10001, compilers {compilers}, no pip")
 
 
 def start(stack: Stack, engine: Engine, folder: Path) -> list[str]:

@@ -317,6 +317,23 @@ def test_create_ops_when_cpp_is_demanded_without_a_compiler_then_refuses(tmp_pat
         create_ops("cpp", dtype=torch.float32, device=CPU, cache_dir=tmp_path)
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_create_ops_when_triton_finds_no_c_compiler_then_warns_once_and_takes_torch_or_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would fail at a node's first kernel. The GPU is not asked for its age: there is none here."""
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert create_ops("auto", dtype=torch.float32, device=cuda, cache_dir=tmp_path).name == "torch"
+    assert len(caplog.records) == 1
+    assert "no gcc or clang in PATH" in caplog.text
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(ConfigError, match=r"--ops-backend triton cannot run here: .* no /no/such/compiler in PATH"):
+        create_ops("triton", dtype=torch.float32, device=cuda, cache_dir=tmp_path)
+
+
 def test_create_ops_when_the_dtype_is_float16_then_takes_torch_or_refuses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

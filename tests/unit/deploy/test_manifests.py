@@ -448,3 +448,25 @@ def test_node_image_when_ops_are_baked_in_then_no_volume_hides_them_and_nodes_lo
     mounts |= {step.text for step in steps if step.word == "VOLUME"}
     assert {"/cache", "/models"} <= mounts
     assert not [mount for mount in mounts if f"{config.prebuilt_ops}/".startswith(mount.rstrip("/") + "/")]
+
+
+def test_gpu_image_when_read_then_has_the_compiler_that_triton_runs_and_triton_may_write_its_cache() -> None:
+    """On a read-only root: in the image, and so in compose, in its volume; in Kubernetes in a pod's own folder."""
+    steps = dockerfile()["node-cuda"]
+    words = [step.word for step in steps]
+    [install] = [at for at, step in enumerate(steps) if step.word == "RUN" and "gcc" in step.text.split()]
+    assert "libc6-dev" in steps[install].text.split()
+    assert install < words.index("USER")
+    assert not {"gcc", "g++"} & {word for step in dockerfile()["node-cpu"] for word in step.text.split()}
+    [volume] = [step.text for step in steps if step.word == "VOLUME"]
+    image = variables_of("node-cuda")
+    for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+        assert image[name].startswith(volume + "/")
+    for role in ("prefill", "decode"):
+        parts = yaml.safe_load_all((KUBERNETES / "base" / f"{role}.yaml").read_text())
+        [node] = [each for each in parts if each["kind"] == "StatefulSet"]
+        given = {each["name"]: each.get("value") for each in container_of(node)["env"]}
+        own = {each["name"] for each in pod_of(node)["volumes"] if each.get("emptyDir") == {}}
+        mounts = [each["mountPath"] for each in container_of(node)["volumeMounts"] if each["name"] in own]
+        assert given["XDG_CACHE_HOME"] in mounts
+        assert given["TRITON_CACHE_DIR"].startswith(given["XDG_CACHE_HOME"] + "/")
