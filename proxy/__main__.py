@@ -11,7 +11,7 @@ import sys
 from common.config.command_line import parse_config
 from common.config.proxy import ProxyConfig
 from common.server.garbage import keep_collections_short
-from common.server.serve import Tls, bind_socket, end_process, raise_file_limit, run_app, run_main
+from common.server.serve import Tls, bind_socket, end_on_signals, end_process, raise_file_limit, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
 from proxy.app import create_app
@@ -34,6 +34,7 @@ def give_large_blocks_back() -> None:
 
 
 def main() -> int:
+    end_on_signals()
     give_large_blocks_back()
     config = parse_config(ProxyConfig, sys.argv[1:], os.environ, prog="tandem proxy")
     configure_logging(config.log_level, config.log_format, role="proxy", node="proxy")

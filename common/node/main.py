@@ -17,7 +17,7 @@ from typing import NoReturn
 from common.config.node import NodeConfig, parse_node_config, with_default_name
 from common.metrics.table import Role
 from common.server.garbage import keep_collections_short
-from common.server.serve import bind_socket, end_process, raise_file_limit, run_app, run_main
+from common.server.serve import bind_socket, end_on_signals, end_process, raise_file_limit, run_app, run_main
 from common.telemetry.create import check_tracing
 from common.telemetry.logs import configure_logging
 from common.tiers.folder import open_folder
@@ -32,6 +32,7 @@ def run_node(role: Role, *, default_port: int) -> NoReturn:
     """The whole program of a node of ``role``: reads the command line, serves, ends the process."""
 
     def main() -> int:
+        end_on_signals()
         config = parse_node_config(sys.argv[1:], os.environ, role=role.value, default_port=default_port)
         _name_in_logs(config, role)
         config.warn_if_exposed()

@@ -4,9 +4,9 @@ Life cycle: 1 ``bind_socket`` takes the port before anything slow happens, so a 
 a surprise after the model was loaded, 2 ``run_app`` serves until SIGTERM or SIGINT, 3 the app drains
 (``common.server.drain``, which bounds the time), 4 connections get ``GRACE_S`` to end, 5 the app's lifespan closes, and
 connections that are left are broken off, 6 the process ends without the interpreter's own clean-up. A second signal
-ends it at once, from wherever it is. An app whose drain says that it failed leaves by 4 as well, with
-``FAILED_STATUS``, and within ``FAILED_END_S``. Handlers are installed explicitly: a process that a script started in
-the background inherits SIGINT as ignored and must stop all the same.
+ends it at once, from wherever it is, and so does any before 2 (``end_on_signals``). An app whose drain says that it
+failed leaves by 4 as well, with ``FAILED_STATUS``, and within ``FAILED_END_S``. Handlers are installed explicitly: a
+process that a script started in the background inherits SIGINT as ignored and must stop all the same.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ GRACE_S = 1
 """Seconds that connections get after the drain."""
 FORCED_STATUS = 1
 """Exit status after a second signal."""
+SIGNAL_STATUS = 128
+"""Exit status, with the signal's number added, after a signal before the process served."""
 FAILED_STATUS = 3
 """Exit status of a process that could not go on: neither a signal (0) nor a start that cannot work (1, 2)."""
 FAILED_END_S = 10.0
@@ -138,6 +140,18 @@ class _Startable:
             await send(message)
 
         return self._app(scope, receive, send_outcome)
+
+
+def end_on_signals() -> None:
+    """The first thing that a program does: until ``run_app`` takes them, SIGTERM and SIGINT end the process, with the
+    status that shells give. Without a handler the first process of a container ignores them, and one that loads its
+    model could only be killed."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_at_once)
+
+
+def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
+    os._exit(SIGNAL_STATUS + number)  # nothing is flushed: what the signal interrupted may hold a lock
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import resource
 import select
+import signal
 import socket
 import ssl
 import subprocess
@@ -24,7 +27,7 @@ from starlette.applications import Starlette
 from common.errors import ConfigError
 from common.server import serve
 from common.server.connection import BoundedProtocol
-from common.server.serve import FAILED_STATUS, Tls, bind_socket, raise_file_limit, run_app
+from common.server.serve import FAILED_STATUS, SIGNAL_STATUS, Tls, bind_socket, raise_file_limit, run_app
 from tests.support.certificate import make_certificate
 from tests.support.http_server import wait_for
 from tests.support.service import ROOT, Process, child_environment, free_port
@@ -132,6 +135,52 @@ def test_app_when_it_fails_then_the_process_ends_with_a_status_of_its_own_even_i
     result = subprocess.run(argv, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=60)
     assert result.returncode == FAILED_STATUS, result.stderr
     assert result.stdout.splitlines() == ["cut off: the engine stopped", "closing"]
+
+
+def be_first_process() -> None:
+    """As the first process of a container is, that has no handler: signals are ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("program", "number"), [("decode_node", signal.SIGTERM), ("proxy", signal.SIGTERM), ("proxy", signal.SIGINT)]
+)
+def test_process_when_a_signal_comes_while_it_starts_then_ends_though_nobody_handles_signals_for_it(
+    program: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """What it loads, and the proxy's keys, come from a pipe into which nothing is written."""
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    flags = {
+        "decode_node": ("--model", str(tmp_path), "--device", "cpu"),
+        "proxy": ("--decode", "http://127.0.0.1:9", "--api-key-file", str(pipe)),
+    }
+    argv = [sys.executable, "-m", program, "--port", "0", *flags[program]]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            argv, cwd=ROOT, env=child_environment(), stdout=log, stderr=log, preexec_fn=be_first_process
+        ) as process,
+    ):
+        try:
+            with contextlib.ExitStack() as stack:
+
+                def is_reading() -> bool:
+                    assert process.poll() is None, (tmp_path / "log").read_text()
+                    try:
+                        stack.callback(os.close, os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+                    except OSError as exc:
+                        if exc.errno != errno.ENXIO:  # nobody reads
+                            raise
+                        return False
+                    return True
+
+                wait_for(is_reading, program, START_S)
+                process.send_signal(number)
+                assert process.wait(60) == SIGNAL_STATUS + number
+        finally:
+            process.kill()
 
 
 def test_server_when_a_connection_was_accepted_as_it_stopped_then_ends_it_before_its_loop(
