@@ -50,8 +50,9 @@ values come from small fixed sets. A histogram `NAME` appears as `NAME_bucket`, 
 _LABELS_INTRODUCTION = """
 ## Label values
 
-A counter has no series for a reason that has not come up. `route` is `completions`, `chat`, `responses` or `messages`,
-`policy` the value of `--policy`, `node` a node's URL.
+A counter has no series for a reason that has not come up; errors of tiers have one for each, at 0, so that the first is
+an increase. `route` is `completions`, `chat`, `responses` or `messages`, `policy` the value of `--policy`, `node` a
+node's URL.
 """
 
 

@@ -3,7 +3,7 @@ exposes. Names of metrics are without prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from common.metrics.outcomes import Outcome
@@ -297,3 +297,8 @@ LABEL_VALUES: tuple[LabelValues, ...] = (
         },
     ),
 )
+
+
+def label_values(metric: str, label: str) -> Collection[str]:
+    """Those of a metric that has this label."""
+    return next(each.values for each in LABEL_VALUES if metric in each.metrics and each.label == label)

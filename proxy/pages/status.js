@@ -88,7 +88,8 @@ function nodeParts(node) {
       facts.push(["tier " + tier, bytes(used) + ", " + number(hits) + " tokens read back"]);
     }
     const bad = [["read", figures.tier_read_errors_total], ["write", figures.tier_write_errors_total]]
-      .flatMap(([op, counts]) => Object.entries(counts || {}).map(([why, value]) => op + " " + why + " " + number(value)));
+      .flatMap(([op, counts]) => Object.entries(counts || {}).filter(([, value]) => value)
+        .map(([why, value]) => op + " " + why + " " + number(value)));
     if (bad.length) facts.push(["tier errors", bad.join(", ")]);
     if (node.age_seconds > 3) facts.push(["figures are", seconds(node.age_seconds) + " old"]);
   } else {

@@ -302,11 +302,12 @@ def test_prefill_node_that_stands_still(drill: Drill) -> None:
 
 
 def test_decode_nodes_that_die(drill: Drill) -> None:
-    """TandemNodeDown with one of two, TandemErrorRate with both; gone when they are back."""
+    """TandemNodeDown and, half an hour later, TandemNodeDoesNotStart with one of two, TandemErrorRate with both; gone
+    when they are back."""
     first, second = drill.service.decode
     with drill.load(2, lambda seed: drill.complete(40, 4, seed=seed)):
         first.process.kill()
-        drill.expect("TandemNodeDown")
+        drill.expect("TandemNodeDown", "TandemNodeDoesNotStart")
         down = [node for node in status_of(drill)["nodes"] if node["state"] == "suspect"]
         assert [node["url"] for node in down] == [first.url]
         print("the status page says:", down[0]["reason"])
@@ -317,7 +318,7 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
         assert answer.status_code == 503
         for node in (first, second):
             drill.service.start_again(node)
-        drill.expect_gone("TandemNodeDown", "TandemErrorRate")
+        drill.expect_gone("TandemNodeDown", "TandemNodeDoesNotStart", "TandemErrorRate")
 
 
 def test_memory_that_is_held_by_long_answers(drill: Drill) -> None:

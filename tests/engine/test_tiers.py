@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from common.engine.model_runner import Forward
 from common.engine.outputs import RequestOutput
 from common.engine.plan import StepPlan
 from common.kv_cache.tiers.break_even import ASSUMED_READS
+from common.metrics.labels import label_values
 from common.node.routes.event_route import changes_of, snapshot_changes, tier_changes
 from common.node.tiers.scanner import POLL_S
 from common.tiers.folder import ObjectFolder
@@ -150,6 +153,24 @@ def test_stream_when_it_was_preempted_and_left_to_the_tier_then_computes_one_tok
             assert [pull.ok for pull in node.pulls] == [True]
             assert positions == list(range(num_known if has_row else num_known - 1, end - 1))
             await node.check()
+
+    run(main())
+
+
+def test_errors_when_there_was_none_then_are_0_for_every_reason_so_that_the_first_one_is_an_increase(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with TierNode(disk(tmp_path), "host:64MiB") as node:
+            text = node.metrics.render()[0].decode()
+            samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            for name in ("tier_read_errors_total", "tier_write_errors_total"):
+                found = {
+                    (each.labels["tier"], each.labels["reason"]): each.value
+                    for each in samples
+                    if each.name == f"tandem_{name}"
+                }
+                assert found == dict.fromkeys(itertools.product(("disk", "host"), label_values(name, "reason")), 0.0)
 
     run(main())
 

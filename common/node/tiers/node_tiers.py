@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -26,6 +27,7 @@ from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
 from common.kv_cache.tiers.stack import TierStack, Write
 from common.kv_cache.tiers.stored_prefix import Extent, StoredPrefix
+from common.metrics.labels import label_values
 from common.metrics.metrics import Metrics, Samples
 from common.node.engine_thread import EngineThread
 from common.node.tiers.node_tier import NodeTier
@@ -106,6 +108,10 @@ class NodeTiers:
         self._reading: dict[bytes, TierPrefix] = {}
         self._is_idle_since_s = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
+        for name, each in itertools.product(("tier_read_errors_total", "tier_write_errors_total"), tiers):
+            for reason in label_values(name, "reason"):
+                # Of a series that begins with its first error nobody sees that it grew.
+                metrics.inc(name, 0, tier=each.kind, reason=reason)
 
     def start(self) -> None:
         for writer in self._writers.values():
