@@ -30,7 +30,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         return 2
     host = environment.get("TANDEM_HOST", "")
     scheme = "https" if environment.get("TANDEM_SSL_CERTFILE") else "http"
-    url = f"{scheme}://{ANY_ADDRESS.get(host, host)}:{port}{argv[0]}"
+    place = ANY_ADDRESS.get(host, f"[{host}]" if ":" in host else host)
+    url = f"{scheme}://{place}:{port}{argv[0]}"
     try:
         # The certificate names the address that clients use, not this one.
         context = ssl._create_unverified_context() if scheme == "https" else None  # noqa: S323

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import socket
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
@@ -53,6 +55,27 @@ def test_probe_when_process_serves_https_then_asks_so_whatever_name_the_certific
         environment = {"TANDEM_HOST": "127.0.0.2", "TANDEM_PORT": port, "TANDEM_SSL_CERTFILE": tls.certfile}
         assert main(["/health"], environment) == 0
         assert main(["/ready"], environment) == 1
+
+
+class ServerOnIpv6(http.server.HTTPServer):
+    address_family = socket.AF_INET6
+
+    def server_bind(self) -> None:
+        """Without asking the network for a name of the address."""
+        socketserver.TCPServer.server_bind(self)
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_probe_when_the_host_is_an_ipv6_address_then_asks_there(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        server = ServerOnIpv6(("::1", 0), Handler)
+    except OSError as exc:
+        pytest.skip(f"no IPv6 on this machine: {exc}")
+    for port in serve(server):
+        environment = {"TANDEM_HOST": host, "TANDEM_PORT": port}
+        assert main(["/health"], environment) == 0, capsys.readouterr().err
+        assert main(["/ready"], environment) == 1
+        assert f"http://[::1]:{port}/ready: HTTP Error 503" in capsys.readouterr().err
 
 
 def test_probe_when_process_is_not_ready_then_status_1_and_the_reason(
