@@ -6,6 +6,10 @@
 
 ensure_venv() {
     local extras=$1 python=${PYTHON:-python3} stamp=.venv/.tandem-installed wanted
+    if [ "$(uname -s)" != Linux ]; then
+        echo "error: Tandem runs on Linux, this is $(uname -s); docs/operations.md, Containers, says how to run it in one" >&2
+        return 1
+    fi
     if [ ! -x .venv/bin/python ]; then
         if ! command -v "$python" >/dev/null; then
             echo "error: $python not found; Python 3.11 or newer is needed (set PYTHON=/path/to/python)" >&2
@@ -15,6 +19,9 @@ ensure_venv() {
             echo "error: $("$python" --version 2>&1) is too old; Python 3.11 or newer is needed" \
                 "(set PYTHON=/path/to/python)" >&2
             return 1
+        fi
+        if ! "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then
+            echo "note: $("$python" --version 2>&1) is newer than 3.13, the newest that was tried" >&2
         fi
         echo "making .venv with $("$python" --version 2>&1)"
         if ! "$python" -m venv .venv; then
