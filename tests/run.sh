@@ -28,7 +28,7 @@ is_new=$([ -d tests/__pycache__ ] || echo yes)
 .venv/bin/ruff format --check .
 # The types are checked meanwhile: the tests wait often.
 types_log=$(mktemp)
-.venv/bin/mypy >"$types_log" 2>&1 &
+.venv/bin/python -m mypy >"$types_log" 2>&1 &
 types=$!
 trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
 status=0
