@@ -8,7 +8,7 @@ ROWS = (
     Row(
         "Nodes",
         (
-            Panel("Up", "1: the proxy uses the node.", "short", (("{{node}}", "tandem_node_up"),)),
+            Panel("Up", "1: the node answers, also while it drains.", "short", (("{{node}}", "tandem_node_up"),)),
             Panel(
                 "Versions",
                 "Nodes of one service should run the same.",

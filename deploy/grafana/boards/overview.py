@@ -124,7 +124,7 @@ ROWS = (
             ),
             Panel(
                 "Nodes up",
-                "1: the proxy uses the node.",
+                "1: the node answers, also while it drains.",
                 "short",
                 (("{{node}}", "tandem_node_up"),),
             ),
