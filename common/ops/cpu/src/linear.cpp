@@ -6,8 +6,13 @@
 // Rows are taken in pieces of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
 // [step][row of the piece] first. A panel meets all pieces of a batch, whose rows stay in the L2 cache; where words are
 // float32, which is twice as much to load, and pieces are many, block by block in the L1 cache. A last piece of few rows
-// takes two panels at once: with one it has too few sums to be busy while each waits for its last multiply-add.
+// takes two panels at once, as with one it has too few sums to be busy while each waits for its last multiply-add; not where
+// one stream comes faster from memory than two.
 #include "linear.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <type_traits>
 
@@ -28,6 +33,21 @@ constexpr int64_t kBatchWords = 1 << 16;
 // Zen 4 (25 to 41 GB/s, where a plain read gives 32).
 constexpr int64_t kNearWords = 256, kFarWords = 2048;
 constexpr int kLineVectors = std::min(kVectors, 16 / kLanes);  // vectors of a panel in one cache line
+
+// On a Zen 5 one panel comes from memory at 40 GB/s, two side by side at 30. Two were faster on a Zen 3 and a Zen 4.
+inline bool prefers_one_stream() {
+#if defined(__x86_64__)
+    constexpr unsigned kZen5 = 0x1a, kAmd = 0x68747541;  // families; "Auth" of "AuthenticAMD"
+    static const unsigned family = [] {
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        if (!__get_cpuid(0, &a, &b, &c, &d) || b != kAmd || !__get_cpuid(1, &a, &b, &c, &d)) return 0u;
+        return (a >> 8 & 0xf) + (a >> 20 & 0xff);
+    }();
+    return family >= kZen5;
+#else
+    return false;
+#endif
+}
 
 inline vu load_words(const uint32_t* p, int64_t offset = 0) {  // offset: bytes
     vu v;
@@ -217,6 +237,7 @@ void run(const Linear& args) {
     const int64_t row_words = layout.steps * Type::kWords, num_rows = args.begin[args.num_groups];
     uint32_t* packed = reinterpret_cast<uint32_t*>(scratch(num_rows * row_words));
     const int64_t most = std::clamp<int64_t>(kBatchWords / (kMaxRows * row_words), kMinPieces, kMaxPieces);
+    const bool may_be_wide = !prefers_one_stream();
     const auto in_blocks = [](int64_t pieces) { return std::is_same_v<Type, Float32> && pieces > kStreamPieces; };
     std::vector<Rows> all;
     std::vector<Batch> batches;
@@ -226,7 +247,7 @@ void run(const Linear& args) {
         // Pieces have one size, or are full but for a last one of so few rows that it takes two panels at once. Eight
         // rows as 6 + 2 instead of 4 + 4: 85 GF/s instead of 78 on a Zen 3. (Not measured with 32 registers.)
         const int64_t rest = count % kMaxRows;
-        const bool has_rest = kLanes == 8 && 0 < rest && rest <= Type::kWideRows && !in_blocks(pieces);
+        const bool has_rest = may_be_wide && kLanes == 8 && 0 < rest && rest <= Type::kWideRows && !in_blocks(pieces);
         const auto bound = [&](int64_t i) {
             return begin + (has_rest ? std::min(i * kMaxRows, count) : count * i / pieces);
         };
@@ -259,7 +280,7 @@ void run(const Linear& args) {
             }
             return;
         }
-        const bool is_wide = end - begin == 2 && last->count <= Type::kWideRows;
+        const bool is_wide = may_be_wide && end - begin == 2 && last->count <= Type::kWideRows;
         // One piece fetches what it reads soon; of several, the last fetches the panel that the first reads next.
         const Rows* fetcher = is_wide ? first : last;
         const int64_t distance = is_wide || num_pieces == 1 ? kFarWords : panel_words;
