@@ -5,9 +5,9 @@
 //
 // Rows are taken in pieces of up to kMaxRows, whose sums stay in registers while a panel passes; x is repacked to
 // [step][row of the piece] first. A panel meets all pieces of a batch, whose rows stay in the L2 cache; where words are
-// float32, which is twice as much to load, and pieces are many, block by block in the L1 cache. A last piece of few rows
-// takes two panels at once, as with one it has too few sums to be busy while each waits for its last multiply-add; not where
-// one stream comes faster from memory than two.
+// float32, which is twice as much to load, and pieces are many, block by block in the L1 cache. A last piece of few
+// rows takes two panels at once, as with one it has too few sums to be busy while each waits for its last multiply-add;
+// not where one stream comes faster from memory than two.
 #include "linear.h"
 
 #if defined(__x86_64__)
