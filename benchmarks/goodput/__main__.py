@@ -10,8 +10,8 @@ time, and the mean time between tokens), estimated from all rounds, each near th
 changes between the mixes every 30 s; each comes at a multiple of the best goodput that was found for it, and two such
 multiples are looked for: 90 % of all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests
 of 512/128 at any time, first with static roles and no target, then the others with a target between tokens of 1.5 times
-the p99 gap of that.
-*predicted*: what ``tandem simulate --cluster`` makes of the mixes. Prints the configuration, every run, and tables.
+the p99 gap of that. *predicted*: what ``tandem simulate --cluster`` makes of the same rounds, arrival for arrival.
+Prints the configuration, every run, and tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
-from benchmarks.goodput.predicted import cache_of, measured_speeds, predict_goodput
+from benchmarks.goodput.predicted import Round, Simulated, cache_of, measured_speeds, predict_goodput, predict_rounds
 from benchmarks.goodput.search import CREDIBLE, SHARE, Attainment, Estimate, Goodput, find_goodputs
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
@@ -47,10 +47,10 @@ CLOSED = "closed"
 CLOSED_ITL = 1.5
 """Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
-PREDICTED = 3
-"""Times as long as measured is simulated."""
+GUESSED = 3
+"""Times as long as measured is simulated for a first guess."""
 MORE_ROUNDS = 3
-"""Of what is simulated: it begins far from the rate that is looked for."""
+"""Of that: it begins far from the rate that is looked for."""
 SETTLE_S = 2.0
 """Between two runs: loads and cache events arrive."""
 NUM_UNLOADED = 3
@@ -119,13 +119,14 @@ def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Servi
 @dataclass
 class Runs:
     """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice; ``num_rounds``: those
-    that were begun."""
+    that were begun; ``rounds``: those that count."""
 
     args: argparse.Namespace
     running: Mapping[str, Service]
     targets: dict[Mix, Targets] = field(default_factory=dict)
     draw: int = 0
     num_rounds: int = 0
+    rounds: list[Round] = field(default_factory=list)
 
     async def attainments(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
         """Of each way at ``factor`` times ``rates``; targets are those of now, since what shares the machine changes
@@ -134,6 +135,7 @@ class Runs:
         found = await self._round(rates, factor)
         if not await self._set_targets(rates):
             print("the machine changed its speed: once more", flush=True)
+            self.rounds.pop()
             found = await self._round(rates, factor)
         return found
 
@@ -145,14 +147,16 @@ class Runs:
 
     async def _round(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
         scaled = {mix: factor * rate for mix, rate in rates.items()}
+        seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
         first = self.num_rounds % len(self.args.ways)  # none is always the first one after a pause
         self.num_rounds += 1
-        return {way: await self._attainment(way, scaled) for way in (*self.args.ways[first:], *self.args.ways[:first])}
+        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets))
+        self.rounds.append(this)
+        return {way: await self._attainment(way, this) for way in (*self.args.ways[first:], *self.args.ways[:first])}
 
-    async def _attainment(self, way: str, scaled: Mapping[Mix, float]) -> Attainment:
+    async def _attainment(self, way: str, this: Round) -> Attainment:
         self.draw += 1
-        seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
-        arrivals = draw_arrivals(scaled, seconds, self.vocab, self.draw, self.num_rounds)
+        scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
         async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
         share = outcome.attainment(self.targets)
@@ -241,7 +245,9 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
         table = tables[name] = Table(dict(rates), {})
         guessed = sorted([(await guess(runs, way, table.rates, model)).of_all.rate for way in args.ways])
         measured = functools.partial(runs.attainments, table.rates)
+        num_before = len(runs.rounds)
         table.found = await find_goodputs(measured, guessed[len(guessed) // 2], args.rounds)
+        table.rounds = runs.rounds[num_before:]
         if name != SHIFTING:
             best[MIXES[name]] *= max(goodput.of_all.rate for goodput in table.found.values())
     print(
@@ -278,10 +284,11 @@ async def measure(args: argparse.Namespace, running: Mapping[str, Service], mode
 
 @dataclass
 class Table:
-    """``found``: by way, in multiples of ``rates``."""
+    """``found``: by way, in multiples of ``rates``, from ``rounds``."""
 
     rates: dict[Mix, float]
     found: dict[str, Goodput]
+    rounds: list[Round] = field(default_factory=list)
 
     def rows(self, name: str) -> list[tuple[str, dict[str, Estimate]]]:
         """What is printed of it: requests a second of a mix, multiples of several."""
@@ -297,19 +304,22 @@ class Table:
 
 async def guess(runs: Runs, way: str, rates: Mapping[Mix, float], model: Path) -> Goodput:
     """What ``tandem simulate --cluster`` makes of ``rates``, with the speeds that the nodes report now."""
-    args, speeds = runs.args, measured_speeds(runs.running[way], runs.running.values())
-    max_num_seqs = max(each.max_num_seqs for each in speeds.values())
+    args = runs.args
     return await predict_goodput(
-        way,
         rates,
         runs.targets,
-        is_told=way not in args.untold,
-        cache=cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs),
-        speeds=speeds,
-        seconds=PREDICTED * args.seconds,
+        simulated(runs, way, model),
+        seconds=GUESSED * args.seconds,
         vocab=runs.vocab,
         num_rounds=args.rounds + MORE_ROUNDS,
     )
+
+
+def simulated(runs: Runs, way: str, model: Path) -> Simulated:
+    args, speeds = runs.args, measured_speeds(runs.running[way], runs.running.values())
+    max_num_seqs = max(each.max_num_seqs for each in speeds.values())
+    cache = cache_of(model, args.dtype, CACHE_BYTES, max_num_seqs)
+    return Simulated(way, way not in args.untold, cache, speeds)
 
 
 async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
@@ -323,7 +333,9 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
             print(f"  {way} {role.value}: {speeds_of_role}")
     print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
     for name, table in tables.items():
-        guesses = Table(table.rates, {way: await guess(runs, way, table.rates, model) for way in args.ways})
+        services = {way: simulated(runs, way, model) for way in args.ways}
+        predicted = {way: predict_rounds(table.rounds, each, runs.vocab) for way, each in services.items()}
+        guesses = Table(table.rates, predicted)
         for (label, guessed), (_, found) in zip(guesses.rows(name), table.rows(name), strict=True):
             cells = [f"{guessed[way].rate:9.3f} ({guessed[way].rate / found[way].rate:.2f})" for way in args.ways]
             print(f"  {label:<16}" + "".join(f"{cell:>16}" for cell in cells), flush=True)

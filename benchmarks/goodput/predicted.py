@@ -1,5 +1,6 @@
-"""What ``tandem simulate --cluster`` makes of the benchmark's mixes: the same arrivals, targets and search, with the
-speeds that the nodes have measured by then."""
+"""What ``tandem simulate --cluster`` makes of the benchmark's mixes, with the speeds that the nodes have measured by
+then: of the rounds that were run, arrival for arrival, so that what is off is not the draw; before them, of a
+search."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.goodput.clients import Targets
-from benchmarks.goodput.search import Attainment, Goodput, find_goodputs
+from benchmarks.goodput.search import Attainment, Goodput, find_goodputs, goodput_of
 from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
@@ -87,48 +89,66 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
     ).config
 
 
+@dataclass(frozen=True)
+class Round:
+    """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``."""
+
+    factor: float
+    rates: Mapping[Mix, float]
+    seconds: float
+    times_seed: int
+    targets: Mapping[Mix, Targets]
+
+    def arrivals(self, vocab: int, seed: int) -> list[Arrival]:
+        return draw_arrivals(self.rates, self.seconds, vocab, seed, self.times_seed)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The service of one way. ``is_told``: requests carry their targets."""
+
+    way: str
+    is_told: bool
+    cache: KVCacheConfig
+    speeds: Mapping[NodeRole, Speeds]
+
+    def run(self, this: Round, vocab: int) -> Attainment:
+        num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
+        is_elastic = self.way == ELASTIC
+        cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=self.speeds, elastic=is_elastic)
+        kept: Counter[Mix] = Counter()
+        came: Counter[Mix] = Counter()
+        for arrival in this.arrivals(vocab, seed=1):
+            came[arrival.mix] += len(arrival.prompts)
+            targets = this.targets[arrival.mix]
+            cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets, self.is_told, 0, [], kept))
+        cluster.run()
+        return Attainment(kept, came)
+
+
+def predict_rounds(rounds: Iterable[Round], service: Simulated, vocab: int) -> Goodput:
+    """From what was run."""
+    return goodput_of([(this.factor, service.run(this, vocab)) for this in rounds])
+
+
 async def predict_goodput(
-    way: str,
     rates: Mapping[Mix, float],
     targets: Mapping[Mix, Targets],
+    service: Simulated,
     *,
-    is_told: bool,
-    cache: KVCacheConfig,
-    speeds: Mapping[NodeRole, Speeds],
     seconds: float,
     vocab: int,
     num_rounds: int,
 ) -> Goodput:
-    """As of the service itself. ``is_told``: requests carry their targets."""
+    """As it is measured, before anything was."""
 
     numbers = itertools.count(1)
 
     async def measure(factor: float) -> dict[str, Attainment]:
         scaled = {mix: factor * rate for mix, rate in rates.items()}
-        arrivals = draw_arrivals(scaled, seconds, vocab, seed=1, times_seed=next(numbers))
-        return {way: simulate(way, arrivals, targets, is_told=is_told, cache=cache, speeds=speeds)}
+        return {service.way: service.run(Round(factor, scaled, seconds, next(numbers), targets), vocab)}
 
-    return (await find_goodputs(measure, 1.0, num_rounds))[way]
-
-
-def simulate(
-    way: str,
-    arrivals: Sequence[Arrival],
-    targets: Mapping[Mix, Targets],
-    *,
-    is_told: bool,
-    cache: KVCacheConfig,
-    speeds: Mapping[NodeRole, Speeds],
-) -> Attainment:
-    num_prefill, num_decode = (0, 2) if way == ALIKE else (1, 1)
-    cluster = Cluster(num_prefill, num_decode, cache=cache, speeds=speeds, elastic=way == ELASTIC)
-    kept: Counter[Mix] = Counter()
-    came: Counter[Mix] = Counter()
-    for arrival in arrivals:
-        came[arrival.mix] += len(arrival.prompts)
-        cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets[arrival.mix], is_told, 0, [], kept))
-    cluster.run()
-    return Attainment(kept, came)
+    return (await find_goodputs(measure, 1.0, num_rounds))[service.way]
 
 
 def _turn(

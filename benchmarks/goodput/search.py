@@ -71,13 +71,13 @@ async def find_goodputs(measure: Measure, start: float, num_rounds: int) -> dict
     for _ in range(num_rounds):
         for way, attainment in (await measure(rate)).items():
             runs.setdefault(way, []).append((rate, attainment))
-        found = [_goodput(each) for each in runs.values()]
+        found = [goodput_of(each) for each in runs.values()]
         best = sorted(math.sqrt(each.of_all.rate * each.of_every.rate) for each in found)[-2:]
         rate = math.sqrt(best[0] * best[-1])
-    return {way: _goodput(each) for way, each in runs.items()}
+    return {way: goodput_of(each) for way, each in runs.items()}
 
 
-def _goodput(runs: Sequence[tuple[float, Attainment]]) -> Goodput:
+def goodput_of(runs: Sequence[tuple[float, Attainment]]) -> Goodput:
     of_all = estimate((rate, sum(run.kept.values()), sum(run.came.values())) for rate, run in runs)
     mixes = {mix for _, run in runs for mix in run.came}
     of_each = [estimate((rate, run.kept.get(mix, 0), run.came.get(mix, 0)) for rate, run in runs) for mix in mixes]

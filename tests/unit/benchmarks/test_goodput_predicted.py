@@ -1,0 +1,64 @@
+"""What is predicted of rounds that were run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.goodput.clients import Targets
+from benchmarks.goodput.predicted import Round, Simulated, cache_of, predict_rounds
+from benchmarks.goodput.services import STATIC
+from benchmarks.goodput.traffic import Mix
+from proxy.nodes.load import Measured
+from proxy.nodes.node import NodeRole
+from proxy.simulation.speeds import Speeds
+
+HYBRID = {
+    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
+    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
+}  # fmt: skip
+SPEEDS = Speeds(
+    prefill=Measured(0.01, 0.001), decode=Measured(0.02, 0.001), pull=Measured(0.003, 0.0), row_s=0.002, chunk=512,
+    max_num_seqs=8,
+)  # fmt: skip
+MIX = Mix(300, 20)
+TARGETS = Targets(ttft_s=0.7, itl_s=0.04)
+VOCAB = 1000
+
+
+def rounds(*factors: float) -> list[Round]:
+    return [
+        Round(factor, {MIX: factor}, seconds=300.0, times_seed=number, targets={MIX: TARGETS})
+        for number, factor in enumerate(factors, 1)
+    ]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Simulated:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    cache = cache_of(tmp_path, "auto", 1 << 24, SPEEDS.max_num_seqs)
+    return Simulated(STATIC, is_told=False, cache=cache, speeds=dict.fromkeys(NodeRole, SPEEDS))
+
+
+def test_round_when_it_comes_to_another_way_then_at_the_same_times_with_other_prompts() -> None:
+    [this] = rounds(1.0)
+    ours, theirs = (this.arrivals(VOCAB, seed) for seed in (1, 2))
+    assert [each.at_s for each in ours] == [each.at_s for each in theirs]
+    assert all(each.prompts != other.prompts for each, other in zip(ours, theirs, strict=True))
+
+
+def test_rounds_when_simulated_then_each_at_its_own_rate_and_by_its_own_targets(service: Simulated) -> None:
+    """A prompt takes 0.31 s: one that finds another half done is late."""
+    slow, fast = (service.run(each, VOCAB) for each in rounds(0.2, 3.0))
+    assert slow.of_all > 0.9 > fast.of_all
+    assert 30 < slow.came[MIX] < 90 < 700 < fast.came[MIX]
+    [strict] = rounds(0.2)
+    never = Round(strict.factor, strict.rates, strict.seconds, strict.times_seed, {MIX: Targets(0.3, 0.04)})
+    assert service.run(never, VOCAB).of_all == 0.0
+
+
+def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:
+    found = predict_rounds(rounds(0.2, 0.5, 3.0), service, VOCAB).of_all
+    assert 0.2 < found.rate < 3.0
