@@ -38,8 +38,10 @@ class Contention:
     """Of one node. ``shares``: of the time before its last report, and of that before the one before, the part in which
     it generated."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: tuple[float, float] = (0.0, 0.0), beside_s: float = 0.0) -> None:
+        """``line``, ``beside_s``: what is known of it already."""
         self._regression = FadingRegression(_HOLDS, HALF_LIFE, HALF_LIFE_S)
+        self._regression.coefficients = (*line, beside_s)
         self._last: tuple[DecodeTotals, float] | None = None
         self._steps = DecodeTotals()
         self._beside_share = 0.0

@@ -20,6 +20,7 @@ from common.kv_cache.keys import PrefixKeys, chain_root
 from common.kv_cache.sharing.leases import LeasedPrefix
 from common.kv_cache.spec import KVCacheConfig
 from common.request import Request, SamplingParams
+from proxy.nodes.contention import Contention
 from proxy.nodes.node import Node, NodeInfo, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.estimate import HANDOFF_S, MIN_GAIN_TOKENS, NO_TARGETS, OVERLAP, Targets
@@ -98,8 +99,8 @@ class Cluster:
         speeds: Mapping[NodeRole, Speeds],
         **config: Any,
     ) -> None:
-        """``cache``: of each node, with events. ``speeds``: with ``beside_s`` all nodes share one machine. ``config``:
-        fields of ``ProxyConfig``."""
+        """``cache``: of each node, with events. ``speeds``: with ``beside_s`` all nodes share one machine, as the
+        proxy has learned before. ``config``: fields of ``ProxyConfig``."""
         self.now = 0.0
         self.served: list[Served] = []
         self.num_handed_over = 0
@@ -135,6 +136,8 @@ class Cluster:
         if any(each.beside_s > 0.0 for each in speeds.values()):
             for simulated in self.nodes.values():
                 simulated.neighbours = [other for other in self.nodes.values() if other is not simulated]
+                decode, beside_s = simulated.speeds.decode, simulated.speeds.beside_s
+                simulated.node.contention = Contention((decode.fixed_s, decode.unit_s), beside_s)
         self._report()
 
     def _clock(self) -> float:

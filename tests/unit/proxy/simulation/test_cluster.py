@@ -18,6 +18,7 @@ from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout
 from common.kv_cache.shards import shard_geometry
 from common.simulate.simulate import read_plan
+from proxy.nodes.contention import Contention
 from proxy.nodes.load import Measured
 from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import HANDOFF_S, OVERLAP, Targets
@@ -128,6 +129,9 @@ def test_streams_when_nodes_share_a_machine_then_steps_are_longer_while_both_gen
     tmp_path: Path,
 ) -> None:
     cluster = make_cluster(tmp_path, 0, 2, beside_s=0.005)
+    for node in cluster.nodes.values():
+        assert node.node.contention.beside_s == 0.005  # as of a proxy that runs for long
+        node.node.contention = Contention()
     for seed in range(40):  # of each two, one goes on alone for as long again
         for number, num_tokens in enumerate((100, 200) if seed // 2 % 2 else (200, 100)):
             prompt, answer = words(100 * seed + number, 16), words(100 * seed + 50 + number, num_tokens)
