@@ -26,7 +26,7 @@ from tests.support.service import ROOT, child_environment, free_port
 
 # Takes a node's argv; writes down how it was started; answers as a node would.
 FAKE_NODE = """
-import http.server, json, os, signal, sys
+import glob, http.server, json, os, signal, sys, time
 role = __package__ or "node"
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
 path = f"{flags['node-name']}.json"
@@ -35,6 +35,9 @@ with open(path + ".new", "w") as file:
                "sigint_ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN}, file)
 os.replace(path + ".new", path)  # whoever polls for it never reads half of it
 if os.environ.get("FAKE_DEATH") == role:
+    end = time.monotonic() + 20
+    while len(glob.glob("*.json")) < 2 and time.monotonic() < end:
+        time.sleep(0.01)  # or the other one is ended before it has written anything
     sys.stderr.write("loading weights\\nno such tensor: lm_head\\n")
     sys.exit(3)
 if os.environ.get("FAKE_DEAF") == role:
