@@ -124,8 +124,8 @@ def test_compare_when_the_transport_delivers_other_bytes_then_it_is_found(holder
         backend.register([Region("blocks", arena.data_ptr(), *arena.shape, null_unit=True, owner=arena)])
         return backend
 
-    faulty = FaultyBackend(backend_of(reader, "reader"))
-    peer = faulty.add_peer(backend_of(holder, "holder").metadata())
+    faulty, other = FaultyBackend(backend_of(reader, "reader")), backend_of(holder, "holder")
+    peer = faulty.add_peer(other.metadata())
     digests = make_digests(holder, TABLES, NUM_TOKENS, SLOT, "all")
     for fault in (Fault("stale"), None):
         if fault is not None:
@@ -134,3 +134,4 @@ def test_compare_when_the_transport_delivers_other_bytes_then_it_is_found(holder
         assert faulty.poll(handle) is ReadStatus.DONE
         message = find_mismatch(reader, digests, PAIRS, NUM_TOKENS, LOCAL_SLOT)
         assert (message is not None) == (fault is not None)
+    other.close()
