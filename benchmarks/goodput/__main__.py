@@ -328,12 +328,12 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     print(
         "\npredicted (tandem simulate --cluster, with the speeds that the nodes report), and as a share of the measured"
     )
-    for way in args.ways:
-        for role, speeds_of_role in measured_speeds(runs.running[way], runs.running.values()).items():
+    services = {way: simulated(runs, way, model) for way in args.ways}
+    for way, service in services.items():
+        for role, speeds_of_role in service.speeds.items():
             print(f"  {way} {role.value}: {speeds_of_role}")
     print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
     for name, table in tables.items():
-        services = {way: simulated(runs, way, model) for way in args.ways}
         predicted = {way: predict_rounds(table.rounds, each, runs.vocab) for way, each in services.items()}
         guesses = Table(table.rates, predicted)
         for (label, guessed), (_, found) in zip(guesses.rows(name), table.rows(name), strict=True):

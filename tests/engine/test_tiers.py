@@ -7,6 +7,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -486,12 +487,16 @@ def test_read_when_a_file_fails_then_the_tier_is_read_on_and_the_prefix_is_writt
             monkeypatch.setattr(ObjectFolder, "delete", note)
             assert (await node.generate(PROMPT))[0] == expected
             # Once by the read, and once more by each look at the folder that finds it before it is written again.
-            assert node.metric("tier_read_errors_total", reason="failing") >= 1
+            most = (
+                2 if kind == "disk" else math.inf
+            )  # others write to a shared folder, so it is looked at again and again
+            assert 1 <= node.metric("tier_read_errors_total", reason="failing") <= most
             await node.flush()
             assert bool(deleted) == (kind == "disk")  # what is shared others may read
             await node.forget_memory()
             assert await node.generate(PROMPT) == (expected, len(PROMPT))  # no rest, and all is there
-            assert node.metric("tier_read_errors_total") == node.metric("tier_read_errors_total", reason="failing")
+            num_errors = node.metric("tier_read_errors_total")
+            assert num_errors == node.metric("tier_read_errors_total", reason="failing") <= most
             assert set(files) <= set(objects_in(tmp_path / "tier"))
             assert not any(each.samefile(held) for each in files)
             await node.check()

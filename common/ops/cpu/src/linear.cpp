@@ -34,7 +34,7 @@ constexpr int64_t kBatchWords = 1 << 16;
 constexpr int64_t kNearWords = 256, kFarWords = 2048;
 constexpr int kLineVectors = std::min(kVectors, 16 / kLanes);  // vectors of a panel in one cache line
 
-// On a Zen 5 one panel comes from memory at 40 GB/s, two side by side at 30. Two were faster on a Zen 3 and a Zen 4.
+// On a Zen 5 one panel comes from memory at 40 GB/s, two side by side at 30. Others keep two, which pay on a Zen 3.
 inline bool prefers_one_stream() {
 #if defined(__x86_64__)
     constexpr unsigned kZen5 = 0x1a, kAmd = 0x68747541;  // families; "Auth" of "AuthenticAMD"
