@@ -1,8 +1,9 @@
 // Attention of one token: few rows meet a key, which is not worth packing for a whole tile.
 //
-// Keys and values come from memory in the order in which they lie: a block's heads one after the other. A head's rows are
-// too few for a processor to fetch them ahead by itself; a byte of each line is read before they are packed, because
-// asking for the lines (prefetch) did less on a Zen 3.
+// Keys and values come from memory in the order in which they lie: a block's heads one after the other. A head's rows
+// are too few for a processor to fetch them ahead by itself, so they are asked for: while keys of a tile are packed, as
+// many of its values, and while these are multiplied, as many of the next tile's keys. (Where each line was read just
+// before it was packed, a Zen 5 waited in four fifths of the time.)
 #include "attention.h"
 
 namespace tandem {
@@ -11,10 +12,13 @@ namespace {
 constexpr int64_t kPiece = 32;   // keys of one head that are read and packed at a time: 8 KiB at a head size of 64
 constexpr int64_t kValues = 16;  // keys whose values, of one head, are read and multiplied at a time
 
-// Reads a byte of each cache line of rows [first, last).
-void touch(const char* const* rows, int64_t first, int64_t last, int64_t row_bytes) {
-    for (int64_t i = first; i < last; i++)
-        for (int64_t j = 0; j < row_bytes; j += 64) static_cast<void>(*static_cast<const volatile char*>(rows[i] + j));
+// Asks for `row_bytes` of each of rows [first, last), `offset` bytes behind their addresses.
+void ask_for(const char* const* rows, int64_t first, int64_t last, int64_t offset, int64_t row_bytes) {
+    for (int64_t i = first; i < last; i++) {
+        const char* row = rows[i] + offset;
+        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(row + j, 0, 2);
+        asm volatile("" ::"r"(row));  // as in prefetch_row
+    }
 }
 
 template <Kind kKind, bool kNarrow>
@@ -70,12 +74,25 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
     const float factor = *a.scale * 1.44269504088896341f;
     const int64_t lowest = a.earliest(position);
     const char *keys[kTile], *values[kTile];  // rows of the tile, of one head after the other
-    for (int64_t tile = lowest / kTile * kTile; tile <= position; tile += kTile) {
-        const int64_t size = std::min(kTile, position + 1 - tile);
+    const char* next_keys[kTile];             // of the next tile and the first head, as far as they are in blocks
+    const auto num_pooled = [&](int64_t tile) { return std::clamp<int64_t>(position - tile, 0, kTile); };
+    const auto ask_for_keys = [&](int64_t low, int64_t high, int64_t h) {
+        ask_for(next_keys, low, high, h * a.k_head_stride * bytes, a.head_size * bytes);
+    };
+    const auto ask_for_values = [&](int64_t low, int64_t high, int64_t h) {
+        ask_for(values, low, high, h * a.v_head_stride * bytes, a.head_size_v * bytes);
+    };
+    const int64_t first = lowest / kTile * kTile;
+    k_source.addresses(first, num_pooled(first), next_keys);
+    for (int64_t h = 0; h < num_heads; h++) ask_for_keys(0, num_pooled(first), h);
+    for (int64_t tile = first; tile <= position; tile += kTile) {
+        const int64_t size = std::min(kTile, position + 1 - tile), num_values = num_pooled(tile);
+        const int64_t num_next = num_pooled(tile + kTile);
         const Range seen = {std::max<int64_t>(lowest - tile, 0), size};
         const Range whole = {seen.low / kLanes * kLanes, padded(size)};
         k_source.addresses(tile, size, keys);
         v_source.addresses(tile, size, values);
+        k_source.addresses(tile + kTile, num_next, next_keys);
         const auto next_head = [&](const char** rows, Range part, int64_t pool_stride, int64_t stride) {
             for (int64_t i = part.low; i < part.high; i++) {
                 rows[i] += (tile + i < position ? pool_stride : stride) * bytes;
@@ -84,7 +101,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
         for (int64_t low = whole.low; low < size; low += kPiece) {
             const int64_t count = std::min(size - low, kPiece);
             for (int64_t h = 0; h < num_heads; h++) {
-                touch(keys, low, low + count, a.head_size * bytes);
+                ask_for_values(low, std::min(low + count, num_values), h);
                 pack_keys<kKind, kPiece>(keys + low, count, a.kv_dtype, a.head_size, piece);
                 next_head(keys, {low, low + count}, a.k_head_stride, a.key_head_stride);
                 in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
@@ -102,7 +119,7 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
             const int64_t high = std::min(size, low + kValues);
             constexpr int64_t kWords = kPerWord<kKind>;
             for (int64_t h = 0; h < num_heads; h++) {
-                touch(values, low, high, a.head_size_v * bytes);
+                ask_for_keys(low, std::min(high, num_next), h);
                 in_blocks(h * group, (h + 1) * group, [&](auto rows, int64_t r) {
                     in_pieces<rows>(dims_v, Gather<kKind, decltype(value)>{
                                                 weights + r * kWeights, value, shrink + r, low / kWords,

@@ -54,6 +54,7 @@ inline void advance_strip(float* state, int64_t state_stride, int64_t key_dim, c
     vf read[Vectors], past[Vectors], delta[Vectors];
     for (int j = 0; j < Vectors; j++) read[j] = past[j] = vf{};
     for (int64_t i = 0; i < key_dim; i++) {
+        if (!copied) ask_ahead(s + i * stride, Vectors * kLanes);
         const vf ki = splat(x.kg[i]), qi = splat(x.qg[i]);
         for (int j = 0; j < Vectors; j++) {
             const vf z = load(s + i * stride + j * kLanes);

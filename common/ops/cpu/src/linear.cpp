@@ -95,15 +95,21 @@ struct Rows {  // rows [first, first + count) of x, repacked at x
     const uint32_t* x;
 };
 
-// sums += x [steps, kRows] * w [steps, kPanel], for each of the panels. `ahead`: words to fetch meanwhile, 0: nothing.
+struct Fetch {       // what to fetch meanwhile
+    int64_t ahead;   // words
+    unsigned lines;  // of the cache lines of each step, bit by bit
+};
+constexpr unsigned kNoLine = 0, kFirstLine = 1, kAllLines = ~0u;
+
+// sums += x [steps, kRows] * w [steps, kPanel], for each of the panels.
 template <class Type, int kRows, int kSums>
 [[gnu::always_inline]] inline void add_steps(vf (&sums)[kRows][kSums], const uint32_t* x, const uint32_t* w,
-                                             int64_t panel_words, int64_t steps, int64_t ahead) {
+                                             int64_t panel_words, int64_t steps, Fetch fetch) {
     const auto place = [&](int v) { return v / kVectors * panel_words + v % kVectors * kLanes; };
     for (int64_t s = 0; s < steps; s++, w += kPanel, x += kRows * Type::kWords) {
-        if (ahead != 0) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kSums; v += kLineVectors) __builtin_prefetch(w + place(v) + ahead, 0, 2);
+        for (int v = 0; v < kSums; v += kLineVectors) {
+            if (fetch.lines >> v / kLineVectors & 1) __builtin_prefetch(w + place(v) + fetch.ahead, 0, 2);
         }
         // Every sum takes one word before the first sum takes its next: a multiply-add waits for the one before it in
         // the same sum.
@@ -135,7 +141,7 @@ struct Tile {  // what a kernel call computes: these rows, and panels that begin
     const uint32_t* weight;
     const Rows& rows;
     int64_t channel;
-    int64_t ahead;  // words: what to fetch meanwhile, 0: nothing
+    Fetch fetch;
 };
 
 template <class Type, int kRows, int kPanels>
@@ -147,7 +153,7 @@ void multiply(const Tile& tile) {
     for (int64_t begin = 0; begin < steps; begin += kBlock) {
         vf sums[kRows][kSums] = {};
         const uint32_t *x = tile.rows.x + begin * kRows * Type::kWords, *w = tile.weight + begin * kPanel;
-        add_steps<Type>(sums, x, w, panel_words, std::min(kBlock, steps - begin), tile.ahead);
+        add_steps<Type>(sums, x, w, panel_words, std::min(kBlock, steps - begin), tile.fetch);
         for (int r = 0; r < kRows; r++) {
             for (int v = 0; v < kSums; v++) totals[r][v] = begin == 0 ? sums[r][v] : totals[r][v] + sums[r][v];
         }
@@ -170,9 +176,9 @@ void dispatch(const Tile& tile) {
 
 // One block of a panel for one piece. totals [kRows, kPanel], written when the block is the first, else added to.
 template <class Type, int kRows>
-void multiply_block(const uint32_t* x, const uint32_t* w, int64_t steps, int64_t ahead, bool is_first, vf* totals) {
+void multiply_block(const uint32_t* x, const uint32_t* w, int64_t steps, Fetch fetch, bool is_first, vf* totals) {
     vf sums[kRows][kVectors] = {};
-    add_steps<Type>(sums, x, w, 0, steps, ahead);
+    add_steps<Type>(sums, x, w, 0, steps, fetch);
     for (int r = 0; r < kRows; r++) {
         for (int v = 0; v < kVectors; v++) {
             vf& total = totals[r * kVectors + v];
@@ -196,8 +202,8 @@ void multiply_blocks(const Linear& args, const Layout& layout, const uint32_t* w
         const int64_t steps = std::min(kBlockWords, layout.steps - step);
         for (const Rows* rows = begin; rows < end; rows++) {
             // The last piece fetches the block that comes next.
-            const int64_t ahead = rows + 1 == end ? kBlockWords * kPanel : 0;
-            dispatch_block<Type>(rows->count, rows->x + step * rows->count, weight + step * kPanel, steps, ahead,
+            const Fetch fetch = {kBlockWords * kPanel, rows + 1 == end ? kAllLines : kNoLine};
+            dispatch_block<Type>(rows->count, rows->x + step * rows->count, weight + step * kPanel, steps, fetch,
                                  step == 0, &totals[rows - begin][0]);
         }
     }
@@ -281,18 +287,23 @@ void run(const Linear& args) {
             return;
         }
         const bool is_wide = may_be_wide && end - begin == 2 && last->count <= Type::kWideRows;
-        // One piece fetches what it reads soon; of several, the last fetches the panel that the first reads next.
-        const Rows* fetcher = is_wide ? first : last;
-        const int64_t distance = is_wide || num_pieces == 1 ? kFarWords : panel_words;
+        // One piece fetches what it reads soon. Of several, the last two fetch the panel that the first reads next, each
+        // a line of every step where a step has two: memory would rest while one of two pieces computes.
+        const auto fetch = [&](const Rows* rows) {
+            if (is_wide) return Fetch{kFarWords, rows == first ? kAllLines : kNoLine};
+            if (num_pieces == 1) return Fetch{kFarWords, kAllLines};
+            constexpr bool kHasTwo = kVectors == 2 * kLineVectors;
+            const unsigned by_last = kHasTwo ? ~kFirstLine : kAllLines, by_other = kHasTwo ? kFirstLine : kNoLine;
+            return Fetch{panel_words, rows == last ? by_last : rows + 1 == last ? by_other : kNoLine};
+        };
         for (int64_t panel = begin; panel < end; panel++) {
             for (const Rows* rows = first; rows <= last - is_wide; rows++) {
-                const int64_t ahead = rows == fetcher ? distance : 0;
-                dispatch<Type, 1>({args, layout, weight(panel), *rows, panel * kPanel, ahead});
+                dispatch<Type, 1>({args, layout, weight(panel), *rows, panel * kPanel, fetch(rows)});
             }
         }
         if (is_wide) {
-            const int64_t ahead = num_pieces == 1 ? kNearWords : 0;
-            dispatch<Type, 2>({args, layout, weight(begin), *last, begin * kPanel, ahead});
+            const Fetch near = {kNearWords, num_pieces == 1 ? kAllLines : kNoLine};
+            dispatch<Type, 2>({args, layout, weight(begin), *last, begin * kPanel, near});
         }
     });
 }

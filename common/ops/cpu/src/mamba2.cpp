@@ -235,6 +235,7 @@ void scan_head(const Mamba2Args& a, const Step& step, int64_t segment, int64_t h
             const bool one = rows == 1;  // then the partials of all rows of the state are summed together
             int64_t p = 0;
             for (; p + 2 <= a.head_dim; p += 2) {
+                if (one) ask_ahead(state.data + p * stride, 2 * stride);
                 advance_rows<2>(state.data + p * stride, stride, key_stride, rows, decay, scaled + p, dims, b, c,
                                 partial + (one ? p * kLanes : 0));
                 if (!one) collect(partial, rows, y + p * kRows), collect(partial + rows * kLanes, rows, y + (p + 1) * kRows);

@@ -102,6 +102,16 @@ inline void parallel(int64_t count, [[maybe_unused]] int64_t num_threads, [[mayb
     for (int64_t i = 0; i < count; i++) task(i);
 }
 
+// A state is read and written once for each token of a sequence that generates, and comes from memory each time: lines
+// are asked for so many floats ahead of their use (8 KiB), the next head's among them, which lie behind.
+constexpr int64_t kStateAhead = 2048;
+
+// Asks for what is kStateAhead behind `state` [count], to be written too.
+inline void ask_ahead(const float* state, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(state + kStateAhead + i, 1);
+    asm volatile("" ::"r"(state));  // as in prefetch_row
+}
+
 // The state of one head in float32, [rows, columns]: in place in its destination when rows are whole vectors, else in
 // a padded copy. Columns are padded with zeros.
 class HeadState {
