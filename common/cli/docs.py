@@ -32,8 +32,9 @@ COMMAND = "python -m common.cli.docs"
 _FLAGS_INTRODUCTION = """\
 Every flag in these tables is also an environment variable: `--max-num-seqs` is `TANDEM_MAX_NUM_SEQS`. A flag wins over
 its variable. Lists take several words (`--prefill URL URL`), in a variable they are separated by blanks or commas.
-Sizes are written `512MiB`, `2GiB` or as bytes. Unknown flags are refused; a variable that names no flag is passed over,
-an empty one counts as not set. A decode node's default port is 8200.
+Sizes are written `512MiB`, `2GiB` or as bytes. Unknown flags are refused; a variable that names no flag is passed over
+(only `TANDEM_TEST_HOOKS=1` acts: tests damage a node's transfers with it; never set it where clients are served), an
+empty one counts as not set. A decode node's default port is 8200.
 
 `tandem simulate` and `tandem bench` have flags of their own, which `--help` lists; they read no `TANDEM_` variables,
 also not for flags with a name from these tables.

@@ -81,7 +81,12 @@ class NodeConfig(ProcessConfig):
         parse=parse_node_name,
     )
     dtype: str = choice_flag(
-        "auto", "weights and KV cache; auto: as the checkpoint says", "auto", "float32", "bfloat16", "float16"
+        "auto",
+        "weights and KV cache; auto: as the checkpoint says, float32 where it says nothing",
+        "auto",
+        "float32",
+        "bfloat16",
+        "float16",
     )
     device: str = flag(
         "auto",

@@ -226,7 +226,7 @@ def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
         named = str(config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else ""
         if named in DTYPE_BYTES:
             return named
-    return "bfloat16"
+    return "float32"  # as a node
 
 
 def parse_bytes(text: str) -> int:

@@ -152,7 +152,8 @@ class ImageFetcher:
 
     @staticmethod
     def _refused(source: ImageSource, why: str) -> ImageRefusedError:
-        return ImageRefusedError(f"{source.name}: {source.url[:80]!r}: {why}", reason="fetch", param=source.name)
+        shown = source.url.partition("?")[0][:80]  # a query may hold a signature, and what is refused is logged
+        return ImageRefusedError(f"{source.name}: {shown!r}: {why}", reason="fetch", param=source.name)
 
     async def _get(self, source: ImageSource) -> bytes:
         if len(source.url) > MAX_URL_CHARS:

@@ -75,7 +75,11 @@ class PromptBody(Body):
         "template writes them.",
     )
     truncate_prompt_tokens: int | None = declare(
-        "vLLM", "Keeps this many tokens of a longer prompt; -1: as many as the context holds.", ge=-1, le=MAX_TOKENS
+        "vLLM",
+        "Keeps this many tokens of a longer prompt, from 1 on; -1: as many as the context holds beside `max_tokens` "
+        "(without it: beside one token).",
+        ge=-1,
+        le=MAX_TOKENS,
     )
     truncation_side: Literal["left", "right"] | None = declare(
         "vLLM", "Where `truncate_prompt_tokens` cuts: `left` keeps the last tokens, `right` the first.", means="left"

@@ -199,9 +199,7 @@ class TextFormat(Body):
 
 class Text(Body):
     format: TextFormat | None = declare("OpenAI", "`text`, `json_object` or `json_schema`.", means={"type": "text"})
-    verbosity: Literal["low", "medium", "high"] | None = declare(
-        "OpenAI", "For templates that know it.", means="medium"
-    )
+    verbosity: Literal["low", "medium", "high"] | None = declare("OpenAI", "`medium` alone.", means="medium")
 
 
 class StreamOptions(Body):

@@ -17,6 +17,7 @@ from common.geometry.geometry import model_geometry
 from common.kv_cache.layout import make_layout, transfer_bytes
 from common.kv_cache.planner import plan_cache
 from common.kv_cache.shards import shard_geometry, unit_slices
+from common.models.loading.checkpoint import resolve_dtype
 from common.simulate.simulate import add_arguments, read_plan, run, simulate
 from common.simulate.tiers import replay_settings
 from common.simulate.trace import read_trace
@@ -208,6 +209,15 @@ def test_model_of_the_benchmarks_when_read_then_sizes_are_those_of_its_layers() 
     assert (len(geometry.attention_layers), len(geometry.state_layers)) == (10, 30)
     assert layout.group_block_bytes == (16 * 10 * 2 * 2 * 256 * 2,)
     assert layout.slot_bytes == 30 * (8192 * 3 * 2 + 32 * 128 * 128 * 4) == 64_389_120
+
+
+def test_dtype_when_the_config_names_none_then_float32_as_a_node(tmp_path: Path) -> None:
+    nameless = {key: value for key, value in HYBRID.items() if key != "dtype"}
+    (tmp_path / "config.json").write_text(json.dumps(nameless))
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "block_size": 16}
+    assert resolve_dtype("auto", nameless) == "float32"
+    assert read_plan(tmp_path, "auto", **settings) == read_plan(tmp_path, "float32", **settings)
+    assert read_plan(tmp_path, "auto", **settings) != read_plan(tmp_path, "bfloat16", **settings)
 
 
 @pytest.mark.parametrize("size", [2, 4])

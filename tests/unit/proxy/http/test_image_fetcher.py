@@ -185,6 +185,16 @@ async def test_url_when_it_leads_elsewhere_or_brings_too_much_then_refused(case:
 
 
 @pytest.mark.asyncio
+async def test_url_when_it_is_refused_then_its_query_is_not_told() -> None:
+    """What is refused is logged, and a query may hold a signature."""
+    async with world() as it:
+        with pytest.raises(ImageRefusedError, match="/missing") as refused:
+            await fetched(it, it.url("/missing?signature=secret"))
+        assert it.paths == ["/missing?signature=secret"]
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("word", "url"),
     [
