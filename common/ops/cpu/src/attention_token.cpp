@@ -12,15 +12,6 @@ namespace {
 constexpr int64_t kPiece = 32;   // keys of one head that are read and packed at a time: 8 KiB at a head size of 64
 constexpr int64_t kValues = 16;  // keys whose values, of one head, are read and multiplied at a time
 
-// Asks for `row_bytes` of each of rows [first, last), `offset` bytes behind their addresses.
-void ask_for(const char* const* rows, int64_t first, int64_t last, int64_t offset, int64_t row_bytes) {
-    for (int64_t i = first; i < last; i++) {
-        const char* row = rows[i] + offset;
-        for (int64_t j = 0; j < row_bytes; j += 64) __builtin_prefetch(row + j, 0, 2);
-        asm volatile("" ::"r"(row));  // as in prefetch_row
-    }
-}
-
 template <Kind kKind, bool kNarrow>
 vf value_words(const char* const* rows, int64_t size, int64_t step, int64_t d) {
     if constexpr (kKind == Kind::kPairs) {
@@ -77,10 +68,10 @@ void attend(const AttentionArgs& a, const Step& step, int64_t segment, int64_t h
     const char* next_keys[kTile];             // of the next tile and the first head, as far as they are in blocks
     const auto num_pooled = [&](int64_t tile) { return std::clamp<int64_t>(position - tile, 0, kTile); };
     const auto ask_for_keys = [&](int64_t low, int64_t high, int64_t h) {
-        ask_for(next_keys, low, high, h * a.k_head_stride * bytes, a.head_size * bytes);
+        for (int64_t i = low; i < high; i++) prefetch_row(next_keys[i], a.kv_dtype, h * a.k_head_stride, a.head_size);
     };
     const auto ask_for_values = [&](int64_t low, int64_t high, int64_t h) {
-        ask_for(values, low, high, h * a.v_head_stride * bytes, a.head_size_v * bytes);
+        for (int64_t i = low; i < high; i++) prefetch_row(values[i], a.kv_dtype, h * a.v_head_stride, a.head_size_v);
     };
     const int64_t first = lowest / kTile * kTile;
     k_source.addresses(first, num_pooled(first), next_keys);
