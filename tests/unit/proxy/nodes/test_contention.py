@@ -23,13 +23,14 @@ class Machine:
         self._now = 100.0
         self._random, self._noise = random.Random(seed), noise
 
-    def report(self, rows: tuple[int, int], beside_s: float = BESIDE_S, part: float = 0.9) -> None:
-        """What both did for a second; ``part``: of the time of one that generates, in steps."""
+    def report(self, rows: tuple[int, int], beside_s: float = BESIDE_S, part: float = 0.9, slower: float = 1.0) -> None:
+        """What both did for a second; ``part``: of the time of one that generates, in steps; ``slower``: the machine,
+        than it is else."""
         self._now += REPORT_S
         for index, num_rows in enumerate(rows):
             if num_rows:
                 step_s = FIXED_S + ROW_S * num_rows + beside_s * (rows[1 - index] > 0)
-                step_s *= 1.0 + self._noise * self._random.uniform(-1, 1)
+                step_s *= slower * (1.0 + self._noise * self._random.uniform(-1, 1))
                 num_steps = int(part * REPORT_S / step_s)
                 new = DecodeTotals(num_steps, num_steps * num_rows, num_steps * step_s)
                 self._totals[index] = DecodeTotals(
@@ -51,6 +52,19 @@ def test_contention_when_a_neighbour_makes_no_difference_then_next_to_nothing() 
     for turn in range(60):
         machine.report((1 + turn % 6, turn // 5 % 2), beside_s=0.0)
     assert machine.nodes[0].beside_s < 0.1 * BESIDE_S
+
+
+@pytest.mark.parametrize("beside_s", [0.0, BESIDE_S])
+def test_contention_when_the_machine_is_slower_while_a_neighbour_happens_to_generate_more_then_not_laid_to_it(
+    beside_s: float,
+) -> None:
+    """Others who share it, or its clock, make it slower by half for tens of seconds."""
+    machine = Machine()
+    for turn in range(160):
+        is_slow = turn // 40 % 2 == 1
+        is_beside = turn % 10 < (7 if is_slow else 3)
+        machine.report((1 + turn % 6, is_beside), beside_s, slower=1.5 if is_slow else 1.0)
+    assert machine.nodes[0].beside_s == pytest.approx(beside_s, abs=0.35 * BESIDE_S)
 
 
 @pytest.mark.parametrize("other", [0, 1], ids=["never", "always"])
