@@ -150,7 +150,8 @@ class Runs:
         seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
         first = self.num_rounds % len(self.args.ways)  # none is always the first one after a pause
         self.num_rounds += 1
-        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets))
+        alone_s = {mix: self.targets[mix].ttft_s / self.args.ttft for mix in scaled}
+        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets), alone_s)
         self.rounds.append(this)
         return {way: await self._attainment(way, this) for way in (*self.args.ways[first:], *self.args.ways[:first])}
 
@@ -159,6 +160,7 @@ class Runs:
         scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
         async with self._clients(way, self.targets) as clients:
             outcome = await clients.open_loop(arrivals)
+        this.speeds[way] = measured_speeds(self.running[way], self.running.values())
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
         worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(scaled) > 1 else ""
@@ -326,7 +328,8 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     """The same tables from the nodes' own figures, and how far they are off."""
     args = runs.args
     print(
-        "\npredicted (tandem simulate --cluster, with the speeds that the nodes report), and as a share of the measured"
+        "\npredicted (tandem simulate --cluster, with the speeds that nodes reported after each run; below, those of "
+        "now), and as a share of the measured"
     )
     services = {way: simulated(runs, way, model) for way in args.ways}
     for way, service in services.items():

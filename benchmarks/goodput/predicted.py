@@ -1,6 +1,6 @@
-"""What ``tandem simulate --cluster`` makes of the benchmark's mixes, with the speeds that the nodes have measured by
-then: of the rounds that were run, arrival for arrival, so that what is off is not the draw; before them, of a
-search."""
+"""What ``tandem simulate --cluster`` makes of the benchmark's mixes: of the rounds that were run, arrival for arrival,
+with the speeds that the nodes had measured when each run ended, so that what is off is neither the draw nor what the
+machine did later; before them, of a search, with the speeds of then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,17 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
 
 @dataclass(frozen=True)
 class Round:
-    """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``."""
+    """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``. ``alone_s``: what one
+    request alone took to its first token then, with static roles; ``speeds``: by way, as measured when it was through.
+    """
 
     factor: float
     rates: Mapping[Mix, float]
     seconds: float
     times_seed: int
     targets: Mapping[Mix, Targets]
+    alone_s: Mapping[Mix, float] = field(default_factory=dict)
+    speeds: dict[str, Mapping[NodeRole, Speeds]] = field(default_factory=dict)
 
     def arrivals(self, vocab: int, seed: int) -> list[Arrival]:
         return draw_arrivals(self.rates, self.seconds, vocab, seed, self.times_seed)
@@ -105,7 +109,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The service of one way. ``is_told``: requests carry their targets."""
+    """The service of one way. ``is_told``: requests carry their targets; ``speeds``: where a round has none."""
 
     way: str
     is_told: bool
@@ -114,16 +118,26 @@ class Simulated:
 
     def run(self, this: Round, vocab: int) -> Attainment:
         num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
-        is_elastic = self.way == ELASTIC
-        cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=self.speeds, elastic=is_elastic)
+        is_elastic, speeds = self.way == ELASTIC, this.speeds.get(self.way, self.speeds)
+        cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=speeds, elastic=is_elastic)
+        added_s = {mix: alone_s - self._alone_s(mix, speeds) for mix, alone_s in this.alone_s.items()}
         kept: Counter[Mix] = Counter()
         came: Counter[Mix] = Counter()
         for arrival in this.arrivals(vocab, seed=1):
             came[arrival.mix] += len(arrival.prompts)
             targets = this.targets[arrival.mix]
-            cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, targets, self.is_told, 0, [], kept))
+            judged = Targets(targets.ttft_s - added_s.get(arrival.mix, 0.0), targets.itl_s)
+            sent = estimate.Targets(targets.ttft_s, targets.itl_s) if self.is_told else estimate.NO_TARGETS
+            cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, judged, sent, 0, [], kept))
         cluster.run()
         return Attainment(kept, came)
+
+    def _alone_s(self, mix: Mix, speeds: Mapping[NodeRole, Speeds]) -> float:
+        """Simulated, what ``Round.alone_s`` is measured: the rest is what each request takes beside steps and pulls."""
+        cluster = Cluster(1, 1, cache=self.cache, speeds=speeds, elastic=False)
+        served = cluster.submit(range(mix.num_prompt_tokens), range(mix.num_answer_tokens))
+        cluster.run()
+        return served.ttft_s
 
 
 def predict_rounds(rounds: Iterable[Round], service: Simulated, vocab: int) -> Goodput:
@@ -154,8 +168,8 @@ async def predict_goodput(
 def _turn(
     cluster: Cluster,
     arrival: Arrival,
-    targets: Targets,
-    is_told: bool,
+    judged: Targets,
+    sent: estimate.Targets,
     turn: int,
     so_far: list[int],
     kept: Counter[Mix],
@@ -165,11 +179,10 @@ def _turn(
     answer = [(hash((arrival.at_s, turn)) + number) % 1_000_003 for number in range(arrival.mix.num_answer_tokens)]
 
     def go_on() -> None:
-        kept[arrival.mix] += not served.is_refused and targets.are_kept(served)
+        kept[arrival.mix] += not served.is_refused and judged.are_kept(served)
         if turn + 1 < len(arrival.prompts):
             longer: list[Any] = [*prompt, *answer]
-            further = functools.partial(_turn, cluster, arrival, targets, is_told, turn + 1, longer, kept)
+            further = functools.partial(_turn, cluster, arrival, judged, sent, turn + 1, longer, kept)
             cluster.at(cluster.now + THINK_S, further)
 
-    wanted = estimate.Targets(targets.ttft_s, targets.itl_s) if is_told else estimate.NO_TARGETS
-    served = cluster.submit(prompt, answer, targets=wanted, on_end=go_on)
+    served = cluster.submit(prompt, answer, targets=sent, on_end=go_on)

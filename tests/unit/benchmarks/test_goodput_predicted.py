@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_rounds_when_simulated_then_each_at_its_own_rate_and_by_its_own_targets(
     [strict] = rounds(0.2)
     never = Round(strict.factor, strict.rates, strict.seconds, strict.times_seed, {MIX: Targets(0.3, 0.04)})
     assert service.run(never, VOCAB).of_all == 0.0
+
+
+def test_round_when_its_speeds_are_known_then_simulated_with_those(service: Simulated) -> None:
+    [this] = rounds(0.2)
+    slower = dataclasses.replace(SPEEDS, decode=Measured(0.05, 0.001))
+    this.speeds["another way"] = dict.fromkeys(NodeRole, slower)
+    assert service.run(this, VOCAB).of_all > 0.9
+    this.speeds[service.way] = dict.fromkeys(NodeRole, slower)
+    assert service.run(this, VOCAB).of_all == 0.0  # 51 ms between tokens, 40 are asked
+
+
+def test_round_when_a_request_alone_took_longer_than_its_steps_then_each_is_taken_to(service: Simulated) -> None:
+    """Alone it takes 0.34 s: its prompt's step, a handoff, a pull, and a step."""
+    [this] = rounds(0.2)
+    near, far = (dataclasses.replace(this, alone_s={MIX: alone_s}) for alone_s in (0.36, 0.8))
+    assert service.run(near, VOCAB).of_all > 0.9
+    assert service.run(far, VOCAB).of_all == 0.0
 
 
 def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:
