@@ -14,16 +14,8 @@ from benchmarks.goodput.services import STATIC
 from benchmarks.goodput.traffic import Mix
 from proxy.nodes.load import Measured
 from proxy.nodes.node import NodeRole
-from proxy.simulation.speeds import Speeds
+from tests.support.simulated import HYBRID, SPEEDS
 
-HYBRID = {
-    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
-    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
-}  # fmt: skip
-SPEEDS = Speeds(
-    prefill=Measured(0.01, 0.001), decode=Measured(0.02, 0.001), pull=Measured(0.003, 0.0), row_s=0.002, chunk=512,
-    max_num_seqs=8,
-)  # fmt: skip
 MIX = Mix(300, 20)
 TARGETS = Targets(ttft_s=0.7, itl_s=0.04)
 VOCAB = 1000

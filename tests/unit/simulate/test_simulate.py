@@ -22,11 +22,7 @@ from common.simulate.simulate import add_arguments, read_plan, run, simulate
 from common.simulate.tiers import replay_settings
 from common.simulate.trace import read_trace
 from tests.support.published import MODELS
-
-HYBRID = {
-    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
-    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
-}  # fmt: skip
+from tests.support.simulated import HYBRID
 
 
 def replay(folder: Path, lines: list[dict[str, Any]], *, memory: int = 1 << 24, **options: Any) -> dict[str, Any]:

@@ -24,16 +24,9 @@ from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import HANDOFF_S, OVERLAP, Targets
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.run import choose, figures, parse_cluster
-from proxy.simulation.speeds import Speeds, read_speeds
+from proxy.simulation.speeds import read_speeds
+from tests.support.simulated import HYBRID, SPEEDS
 
-HYBRID = {
-    "model_type": "granitemoehybrid", "hidden_size": 32, "num_attention_heads": 4, "mamba_n_heads": 8,
-    "mamba_d_state": 16, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "dtype": "float32",
-}  # fmt: skip
-SPEEDS = Speeds(
-    prefill=Measured(0.01, 0.001), decode=Measured(0.02, 0.001), pull=Measured(0.003, 0.0), row_s=0.002, chunk=512,
-    max_num_seqs=8,
-)  # fmt: skip
 LOAD = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
