@@ -122,20 +122,21 @@ def test_report_when_it_does_not_say_or_the_node_has_started_again_then_nothing_
 
 
 @pytest.mark.parametrize(
-    ("shares", "is_counted"),
+    ("shares", "counts_as"),
     [
-        ((IDLE_SHARE, 0.0), True),
-        ((0.4, 0.0), False),
-        ((0.0, 1.0), False),
-        ((1.0, 0.0), False),
-        ((BUSY_SHARE, BUSY_SHARE), True),
+        ((IDLE_SHARE, 0.0), "alone"),
+        ((0.4, 0.0), None),
+        ((0.0, 1.0), None),
+        ((1.0, 0.0), None),
+        ((BUSY_SHARE, BUSY_SHARE), "beside"),
     ],
 )
 def test_report_when_a_neighbour_generated_for_a_part_of_the_time_then_not_counted(
-    shares: tuple[float, float], is_counted: bool
+    shares: tuple[float, float], counts_as: str | None
 ) -> None:
     node, other = Contention((0.005, 0.001)), Contention()
     other.shares = shares
     for now in range(3):
         node.update(DecodeTotals(100.0 * now, 100.0 * now, 0.9 * now), now, [other])
-    assert (node._regression.weight > 0.0 or node.beside_s > 0.0) is is_counted
+    assert (node._regression.weight > 0.0) is (counts_as == "alone")
+    assert (node.beside_s > 0.0) is (counts_as == "beside")
