@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -152,7 +153,8 @@ class ImageFetcher:
 
     @staticmethod
     def _refused(source: ImageSource, why: str) -> ImageRefusedError:
-        shown = source.url.partition("?")[0][:80]  # a query may hold a signature, and what is refused is logged
+        # What is refused is logged: a query may hold a signature, and what comes before the host a password.
+        shown = re.sub(r"//[^/]*@", "//", source.url.partition("?")[0])[:80]
         return ImageRefusedError(f"{source.name}: {shown!r}: {why}", reason="fetch", param=source.name)
 
     async def _get(self, source: ImageSource) -> bytes:

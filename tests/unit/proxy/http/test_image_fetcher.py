@@ -185,13 +185,17 @@ async def test_url_when_it_leads_elsewhere_or_brings_too_much_then_refused(case:
 
 
 @pytest.mark.asyncio
-async def test_url_when_it_is_refused_then_its_query_is_not_told() -> None:
-    """What is refused is logged, and a query may hold a signature."""
+async def test_url_when_it_is_refused_then_its_query_and_its_password_are_not_told() -> None:
+    """What is refused is logged."""
     async with world() as it:
         with pytest.raises(ImageRefusedError, match="/missing") as refused:
             await fetched(it, it.url("/missing?signature=secret"))
         assert it.paths == ["/missing?signature=secret"]
+        assert "secret" not in str(refused.value)
+        with pytest.raises(ImageRefusedError, match="passwords are not allowed") as refused:
+            await fetched(it, it.url("/missing").replace("://", "://somebody:secret@"))
     assert "secret" not in str(refused.value)
+    assert "somebody" not in str(refused.value)
 
 
 @pytest.mark.asyncio
