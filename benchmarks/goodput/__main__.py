@@ -31,6 +31,7 @@ from pathlib import Path
 
 import httpx
 import torch
+import uvloop
 
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
@@ -100,7 +101,7 @@ def main() -> None:
         parser.error(f"--untold {' '.join(others)}: not among --ways {' '.join(args.ways)}")
     print(json.dumps({**vars(args), "cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()}))
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder, services(args, Path(folder)) as running:
-        asyncio.run(measure(args, running, Path(folder)))
+        uvloop.run(measure(args, running, Path(folder)))
 
 
 @contextlib.contextmanager
@@ -158,8 +159,7 @@ class Runs:
     async def _attainment(self, way: str, this: Round) -> Attainment:
         self.draw += 1
         scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
-        async with self._clients(way, self.targets) as clients:
-            outcome = await clients.open_loop(arrivals)
+        outcome = await self._clients(way, self.targets).open_loop(arrivals)
         this.speeds[way] = measured_speeds(self.running[way], self.running.values())
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
@@ -178,8 +178,7 @@ class Runs:
         rate = WARM_STREAMS * self.args.itl / (mix.num_answer_tokens * self.targets[mix].itl_s)
         for way in self.running:
             self.draw += 1
-            async with self._clients(way, self.targets) as clients:
-                await clients.open_loop(draw_arrivals({mix: rate}, WARM_S, self.vocab, self.draw))
+            await self._clients(way, self.targets).open_loop(draw_arrivals({mix: rate}, WARM_S, self.vocab, self.draw))
 
     async def warm_closed(self) -> None:
         itl_s = WARM_ITL / self.args.itl * self.targets[MIXES[CLOSED_MIX]].itl_s
@@ -196,16 +195,15 @@ class Runs:
         self.draw += 1
         mix = MIXES[CLOSED_MIX]
         arrivals = draw_arrivals({mix: float(num_requests)}, 10.0, self.vocab, self.draw)[:num_requests]
-        async with self._clients(way, {mix: Targets(math.inf, itl_s)}) as clients:
-            return await clients.closed_loop(arrivals, self.args.concurrency)
+        clients = self._clients(way, {mix: Targets(math.inf, itl_s)})
+        return await clients.closed_loop(arrivals, self.args.concurrency)
 
     async def unloaded(self, mix: Mix) -> Targets:
         """One request at a time, with static roles."""
         self.draw += 1
         single = Mix(mix.num_prompt_tokens, mix.num_answer_tokens)
         arrivals = draw_arrivals({single: NUM_UNLOADED + 1.0}, 10.0, self.vocab, self.draw)[: NUM_UNLOADED + 1]
-        async with self._clients(STATIC, {}) as clients:
-            answers = (await clients.closed_loop(arrivals, 1)).answers[1:]
+        answers = (await self._clients(STATIC, {}).closed_loop(arrivals, 1)).answers[1:]
         ttft_s = percentile([answer.ttft_s for answer in answers], 0.5)
         itl_s = percentile([answer.itl_s for answer in answers], 0.5)
         print(f"{mix}: alone {1e3 * ttft_s:.0f} ms to the first token, {1e3 * itl_s:.1f} ms between tokens", flush=True)
@@ -226,10 +224,9 @@ class Runs:
 async def measure(args: argparse.Namespace, running: Mapping[str, Service], model: Path) -> None:
     runs = Runs(args, running)
     for way in running:  # every kind of step was seen, and most sizes recorded, before anything counts
-        async with Clients(running[way].url, {}) as clients:
-            for number, mix in enumerate(MIXES.values()):
-                warm = draw_arrivals({mix: NUM_WARM * mix.num_turns / 10.0}, 10.0, runs.vocab, WARM_SEED + number)
-                await clients.closed_loop(warm, WARM_CONCURRENCY)
+        for number, mix in enumerate(MIXES.values()):
+            warm = draw_arrivals({mix: NUM_WARM * mix.num_turns / 10.0}, 10.0, runs.vocab, WARM_SEED + number)
+            await Clients(running[way].url, {}).closed_loop(warm, WARM_CONCURRENCY)
     for mix in MIXES.values():
         runs.targets[mix] = await runs.unloaded(mix)
     await runs.warm_open()

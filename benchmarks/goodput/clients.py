@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -12,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import httpx
-
 from benchmarks.goodput.search import Attainment
+from benchmarks.goodput.streaming import post_stream
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix
 from common.wire.headers import ITL_TARGET_HEADER, TRACE_HEADER, TTFT_TARGET_HEADER
 from common.wire.routes import COMPLETIONS_ROUTE
-
-REQUEST_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -110,16 +106,8 @@ class Clients:
     """``targets``: of each mix, which go with its requests."""
 
     def __init__(self, url: str, targets: Mapping[Mix, Targets]) -> None:
+        self._url = url + COMPLETIONS_ROUTE
         self._targets = targets
-        self._client = httpx.AsyncClient(
-            base_url=url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=None)
-        )
-
-    async def __aenter__(self) -> Clients:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._client.aclose()
 
     async def open_loop(self, arrivals: Sequence[Arrival]) -> Outcome:
         """Each arrival at its time, however many are under way."""
@@ -156,7 +144,7 @@ class Clients:
             so_far += prompt
             try:
                 answer = await self._stream(so_far, arrival.mix)
-            except (httpx.HTTPError, ConnectionError):
+            except OSError:
                 # The rest of a chat whose turn failed never comes: all of it missed its targets.
                 outcome.refused[arrival.mix] += len(arrival.prompts) - turn
                 return
@@ -164,7 +152,7 @@ class Clients:
             so_far += answer.token_ids
 
     async def _stream(self, prompt: Sequence[int], mix: Mix) -> Answer:
-        """Raises httpx.HTTPError and ConnectionError."""
+        """Raises OSError."""
         body: dict[str, Any] = {
             "prompt": prompt,
             "max_tokens": mix.num_answer_tokens,
@@ -176,19 +164,14 @@ class Clients:
         token_ids: list[int] = []
         placement = ""
         sent_s = time.perf_counter()
-        async with self._client.stream("POST", COMPLETIONS_ROUTE, json=body, headers=headers) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise ConnectionError(event["error"])
-                new = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
-                if new:
-                    times_s.append(time.perf_counter())
-                    token_ids += new
-                placement = (event.get("tandem") or {}).get("placement", placement)
+        for time_s, event in await post_stream(self._url, body, headers):
+            if "error" in event:
+                raise ConnectionError(event["error"])
+            new = [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
+            if new:
+                times_s.append(time_s)
+                token_ids += new
+            placement = (event.get("tandem") or {}).get("placement", placement)
         if len(token_ids) != mix.num_answer_tokens:
             raise ConnectionError(f"{len(token_ids)} tokens of {mix.num_answer_tokens} came")
         gaps_s = tuple(b - a for a, b in itertools.pairwise(times_s))
