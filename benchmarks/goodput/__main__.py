@@ -35,11 +35,14 @@ import uvloop
 
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
-from benchmarks.goodput.predicted import Round, Simulated, cache_of, measured_speeds, predict_goodput, predict_rounds
+from benchmarks.goodput.measured import Work, measured_speeds, work_by
+from benchmarks.goodput.predicted import Round, Simulated, cache_of, predict_goodput, predict_rounds
 from benchmarks.goodput.search import CREDIBLE, SHARE, Attainment, Estimate, Goodput, find_goodputs
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
+from proxy.nodes.node import NodeRole
+from proxy.simulation.speeds import Speeds
 from tests.support.service import Service
 
 MAX_MODEL_LEN = 4096
@@ -120,7 +123,7 @@ def services(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Servi
 @dataclass
 class Runs:
     """Everything that was measured; ``draw`` numbers the arrivals, so that no prompt comes twice; ``num_rounds``: those
-    that were begun; ``rounds``: those that count."""
+    that were begun; ``rounds``: those that count; ``alone_speeds``: of the nodes when targets were measured last."""
 
     args: argparse.Namespace
     running: Mapping[str, Service]
@@ -128,6 +131,7 @@ class Runs:
     draw: int = 0
     num_rounds: int = 0
     rounds: list[Round] = field(default_factory=list)
+    alone_speeds: Mapping[NodeRole, Speeds] | None = None
 
     async def attainments(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
         """Of each way at ``factor`` times ``rates``; targets are those of now, since what shares the machine changes
@@ -142,8 +146,9 @@ class Runs:
 
     async def _set_targets(self, mixes: Iterable[Mix]) -> bool:
         """Whether they were about the same before."""
-        before = dict(self.targets)
+        before, begun = dict(self.targets), work_by(self.running[STATIC])
         self.targets |= {mix: await self.unloaded(mix) for mix in mixes}
+        self.alone_speeds = self._speeds(STATIC, begun)
         return all(self.targets[mix].are_within(STEADY, before[mix]) for mix in mixes)
 
     async def _round(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
@@ -152,15 +157,16 @@ class Runs:
         first = self.num_rounds % len(self.args.ways)  # none is always the first one after a pause
         self.num_rounds += 1
         alone_s = {mix: self.targets[mix].ttft_s / self.args.ttft for mix in scaled}
-        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets), alone_s)
+        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets), alone_s, self.alone_speeds)
         self.rounds.append(this)
         return {way: await self._attainment(way, this) for way in (*self.args.ways[first:], *self.args.ways[:first])}
 
     async def _attainment(self, way: str, this: Round) -> Attainment:
         self.draw += 1
         scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
+        begun = work_by(self.running[way])
         outcome = await self._clients(way, self.targets).open_loop(arrivals)
-        this.speeds[way] = measured_speeds(self.running[way], self.running.values())
+        this.speeds[way] = self._speeds(way, begun)
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
         worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(scaled) > 1 else ""
@@ -216,6 +222,10 @@ class Runs:
     @property
     def vocab(self) -> int:
         return SIZES[self.args.size]["vocab"]
+
+    def _speeds(self, way: str, begun: Mapping[str, Work]) -> Mapping[NodeRole, Speeds]:
+        """Since ``begun``."""
+        return measured_speeds(self.running[way], self.running.values(), begun)
 
     def _clients(self, way: str, targets: Mapping[Mix, Targets]) -> Clients:
         return Clients(self.running[way].url, {} if way in self.args.untold else targets)
@@ -325,8 +335,8 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     """The same tables from the nodes' own figures, and how far they are off."""
     args = runs.args
     print(
-        "\npredicted (tandem simulate --cluster, with the speeds that nodes reported after each run; below, those of "
-        "now), and as a share of the measured"
+        "\npredicted (tandem simulate --cluster, with the speeds that nodes had in each run; below, those that they "
+        "report now), and as a share of the measured"
     )
     services = {way: simulated(runs, way, model) for way in args.ways}
     for way, service in services.items():

@@ -1,19 +1,16 @@
 """What ``tandem simulate --cluster`` makes of the benchmark's mixes: of the rounds that were run, arrival for arrival,
-with the speeds that the nodes had measured when each run ended, so that what is off is neither the draw nor what the
-machine did later; before them, of a search, with the speeds of then."""
+with the speeds that the nodes had in each run, so that what is off is neither the draw nor what the machine did before
+or later; before them, of a search, with the speeds of then."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from benchmarks.goodput.clients import Targets
 from benchmarks.goodput.search import Attainment, Goodput, find_goodputs, goodput_of
@@ -21,61 +18,13 @@ from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
 from common.simulate.simulate import read_plan
-from common.wire.routes import INFO_ROUTE
-from proxy.nodes.load import LoadReport, Measured
 from proxy.nodes.node import NodeRole
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
-from proxy.simulation.speeds import Speeds, with_rows_alike
-from tests.support.service import Node, Service
+from proxy.simulation.speeds import Speeds
 
 BLOCK_SIZE = 16
 """As nodes have it (``--block-size``)."""
-
-
-def measured_speeds(service: Service, others: Collection[Service]) -> dict[NodeRole, Speeds]:
-    """Of a role without nodes, those of the other one; of what its nodes have not done, those of ``others``' nodes. Of
-    what nodes of one machine make of each other's steps, the most that any of the proxies has learned."""
-    learned = {node["url"]: node["contention"] for each in (service, *others) for node in _status(each)["nodes"]}
-    beside_s = max(float(each["contention_seconds"]) for each in learned.values())
-    usual = [_report(node) for other in others for node in _nodes(other)]
-    found: dict[NodeRole, Speeds] = {}
-    for node in _nodes(service):
-        report = _report(node)
-        for like in usual:
-            report = dataclasses.replace(
-                report,
-                prefill=report.prefill or like.prefill,
-                decode=report.decode or like.decode,
-                pull=report.pull or like.pull,
-                row_s=report.row_s or like.row_s,
-            )
-        speeds = Speeds.of(report)
-        if speeds is not None:
-            speeds = dataclasses.replace(speeds, beside_s=beside_s)
-            alone = learned[node.url]
-            if alone["contention_seconds"] > 0.0:  # else its own line may be of steps beside others
-                line = Measured(alone["seconds_per_step"], alone["seconds_per_row"])
-                speeds = dataclasses.replace(speeds, decode=line)
-            found[NodeRole(node.role)] = speeds
-    if not found:
-        raise SystemExit("no node has computed, generated and pulled enough to say how fast it is")
-    known = next(iter(found.values()))
-    return with_rows_alike({role: found.get(role, known) for role in NodeRole})
-
-
-def _nodes(service: Service) -> list[Node]:
-    return [*service.prefill, *service.decode]
-
-
-def _status(service: Service) -> dict[str, Any]:
-    status: dict[str, Any] = httpx.get(service.url + "/status.json", timeout=10).raise_for_status().json()
-    return status
-
-
-def _report(node: Node) -> LoadReport:
-    info = httpx.get(node.url + INFO_ROUTE, timeout=10).raise_for_status().json()
-    return LoadReport.from_json(info["load"]) or LoadReport()
 
 
 def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> KVCacheConfig:
@@ -92,8 +41,8 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
 @dataclass(frozen=True)
 class Round:
     """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``. ``alone_s``: what one
-    request alone took to its first token then, with static roles; ``speeds``: by way, as measured when it was through.
-    """
+    request alone took to its first token then, with static roles, whose nodes were as fast as ``alone_speeds``;
+    ``speeds``: by way, of its run."""
 
     factor: float
     rates: Mapping[Mix, float]
@@ -101,6 +50,7 @@ class Round:
     times_seed: int
     targets: Mapping[Mix, Targets]
     alone_s: Mapping[Mix, float] = field(default_factory=dict)
+    alone_speeds: Mapping[NodeRole, Speeds] | None = None
     speeds: dict[str, Mapping[NodeRole, Speeds]] = field(default_factory=dict)
 
     def arrivals(self, vocab: int, seed: int) -> list[Arrival]:
@@ -120,7 +70,8 @@ class Simulated:
         num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
         is_elastic, speeds = self.way == ELASTIC, this.speeds.get(self.way, self.speeds)
         cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=speeds, elastic=is_elastic)
-        added_s = {mix: alone_s - self._alone_s(mix, speeds) for mix, alone_s in this.alone_s.items()}
+        alone_speeds = this.alone_speeds or speeds
+        added_s = {mix: alone_s - self._alone_s(mix, alone_speeds) for mix, alone_s in this.alone_s.items()}
         kept: Counter[Mix] = Counter()
         came: Counter[Mix] = Counter()
         for arrival in this.arrivals(vocab, seed=1):
