@@ -35,14 +35,21 @@ import uvloop
 
 from benchmarks.engine.models import FAMILIES, SIZES, make_checkpoint
 from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
-from benchmarks.goodput.measured import Work, measured_speeds, work_by
+from benchmarks.goodput.measured import (
+    SpeedsBy,
+    WorkBy,
+    measured_speeds,
+    nodes_of,
+    speeds_by_second,
+    watched,
+    work_by,
+)
 from benchmarks.goodput.predicted import Round, Simulated, cache_of, predict_goodput, predict_rounds
 from benchmarks.goodput.search import CREDIBLE, SHARE, Attainment, Estimate, Goodput, find_goodputs
 from benchmarks.goodput.services import ELASTIC, STATIC, WAYS, start
 from benchmarks.goodput.traffic import MIXES, SHIFT_S, SHIFTING, Mix, draw_arrivals
 from common.models.synthetic import build_tokenizer
 from proxy.nodes.node import NodeRole
-from proxy.simulation.speeds import Speeds
 from tests.support.service import Service
 
 MAX_MODEL_LEN = 4096
@@ -131,7 +138,7 @@ class Runs:
     draw: int = 0
     num_rounds: int = 0
     rounds: list[Round] = field(default_factory=list)
-    alone_speeds: Mapping[NodeRole, Speeds] | None = None
+    alone_speeds: SpeedsBy | None = None
 
     async def attainments(self, rates: Mapping[Mix, float], factor: float) -> dict[str, Attainment]:
         """Of each way at ``factor`` times ``rates``; targets are those of now, since what shares the machine changes
@@ -156,17 +163,20 @@ class Runs:
         seconds = max(self.args.seconds, SHIFT_S * len(scaled)) if len(scaled) > 1 else self.args.seconds
         first = self.num_rounds % len(self.args.ways)  # none is always the first one after a pause
         self.num_rounds += 1
-        alone_s = {mix: self.targets[mix].ttft_s / self.args.ttft for mix in scaled}
-        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets), alone_s, self.alone_speeds)
+        alone = {mix: self._alone(self.targets[mix]) for mix in scaled}
+        this = Round(factor, scaled, seconds, self.num_rounds, dict(self.targets), alone, self.alone_speeds)
         self.rounds.append(this)
         return {way: await self._attainment(way, this) for way in (*self.args.ways[first:], *self.args.ways[:first])}
 
     async def _attainment(self, way: str, this: Round) -> Attainment:
         self.draw += 1
         scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
-        begun = work_by(self.running[way])
-        outcome = await self._clients(way, self.targets).open_loop(arrivals)
-        this.speeds[way] = self._speeds(way, begun)
+        service = self.running[way]
+        begun = work_by(service)
+        async with watched(service) as seen:
+            outcome = await self._clients(way, self.targets).open_loop(arrivals)
+        speeds = this.speeds[way] = self._speeds(way, begun)
+        this.by_second[way] = speeds_by_second([speeds[NodeRole(node.role)] for node in nodes_of(service)], seen)
         share = outcome.attainment(self.targets)
         rate = sum(scaled.values()) / len(scaled)
         worst = f" ({100 * share.of_worst:.1f} of the worst mix)" if len(scaled) > 1 else ""
@@ -223,9 +233,12 @@ class Runs:
     def vocab(self) -> int:
         return SIZES[self.args.size]["vocab"]
 
-    def _speeds(self, way: str, begun: Mapping[str, Work]) -> Mapping[NodeRole, Speeds]:
+    def _speeds(self, way: str, begun: WorkBy) -> SpeedsBy:
         """Since ``begun``."""
         return measured_speeds(self.running[way], self.running.values(), begun)
+
+    def _alone(self, targets: Targets) -> Targets:
+        return Targets(targets.ttft_s / self.args.ttft, targets.itl_s / self.args.itl)
 
     def _clients(self, way: str, targets: Mapping[Mix, Targets]) -> Clients:
         return Clients(self.running[way].url, {} if way in self.args.untold else targets)
@@ -335,7 +348,7 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
     """The same tables from the nodes' own figures, and how far they are off."""
     args = runs.args
     print(
-        "\npredicted (tandem simulate --cluster, with the speeds that nodes had in each run; below, those that they "
+        "\npredicted (tandem simulate --cluster, with the speeds that nodes had each second; below, those that they "
         "report now), and as a share of the measured"
     )
     services = {way: simulated(runs, way, model) for way in args.ways}

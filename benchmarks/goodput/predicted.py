@@ -1,24 +1,24 @@
 """What ``tandem simulate --cluster`` makes of the benchmark's mixes: of the rounds that were run, arrival for arrival,
-with the speeds that the nodes had in each run, so that what is off is neither the draw nor what the machine did before
-or later; before them, of a search, with the speeds of then."""
+with the speeds that the nodes had in each second of each run, so that what is off is neither the draw nor what the
+machine did meanwhile, before or later; before them, of a search, with the speeds of then."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.goodput.clients import Targets
+from benchmarks.goodput.measured import SpeedsBy
 from benchmarks.goodput.search import Attainment, Goodput, find_goodputs, goodput_of
 from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
 from common.simulate.simulate import read_plan
-from proxy.nodes.node import NodeRole
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.speeds import Speeds
@@ -40,18 +40,19 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
 
 @dataclass(frozen=True)
 class Round:
-    """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``. ``alone_s``: what one
-    request alone took to its first token then, with static roles, whose nodes were as fast as ``alone_speeds``;
-    ``speeds``: by way, of its run."""
+    """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``. ``alone``: what one
+    request alone took then, with static roles, whose nodes were as fast as ``alone_speeds``; ``speeds``: by way, of its
+    run; ``by_second``: by way, of each node, from when on."""
 
     factor: float
     rates: Mapping[Mix, float]
     seconds: float
     times_seed: int
     targets: Mapping[Mix, Targets]
-    alone_s: Mapping[Mix, float] = field(default_factory=dict)
-    alone_speeds: Mapping[NodeRole, Speeds] | None = None
-    speeds: dict[str, Mapping[NodeRole, Speeds]] = field(default_factory=dict)
+    alone: Mapping[Mix, Targets] = field(default_factory=dict)
+    alone_speeds: SpeedsBy | None = None
+    speeds: dict[str, SpeedsBy] = field(default_factory=dict)
+    by_second: dict[str, Sequence[tuple[float, Sequence[Speeds]]]] = field(default_factory=dict)
 
     def arrivals(self, vocab: int, seed: int) -> list[Arrival]:
         return draw_arrivals(self.rates, self.seconds, vocab, seed, self.times_seed)
@@ -64,31 +65,37 @@ class Simulated:
     way: str
     is_told: bool
     cache: KVCacheConfig
-    speeds: Mapping[NodeRole, Speeds]
+    speeds: SpeedsBy
 
     def run(self, this: Round, vocab: int) -> Attainment:
         num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
         is_elastic, speeds = self.way == ELASTIC, this.speeds.get(self.way, self.speeds)
         cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=speeds, elastic=is_elastic)
-        alone_speeds = this.alone_speeds or speeds
-        added_s = {mix: alone_s - self._alone_s(mix, alone_speeds) for mix, alone_s in this.alone_s.items()}
+        for at_s, of_nodes in this.by_second.get(self.way, ()):
+            for node, now in zip(cluster.nodes.values(), of_nodes, strict=True):
+                cluster.at(at_s, functools.partial(node.change_speeds, now))
+        judged_by = {mix: self._judged(mix, this, speeds) for mix in this.rates}
         kept: Counter[Mix] = Counter()
         came: Counter[Mix] = Counter()
         for arrival in this.arrivals(vocab, seed=1):
             came[arrival.mix] += len(arrival.prompts)
             targets = this.targets[arrival.mix]
-            judged = Targets(targets.ttft_s - added_s.get(arrival.mix, 0.0), targets.itl_s)
+            judged = judged_by[arrival.mix]
             sent = estimate.Targets(targets.ttft_s, targets.itl_s) if self.is_told else estimate.NO_TARGETS
             cluster.at(arrival.at_s, functools.partial(_turn, cluster, arrival, judged, sent, 0, [], kept))
         cluster.run()
         return Attainment(kept, came)
 
-    def _alone_s(self, mix: Mix, speeds: Mapping[NodeRole, Speeds]) -> float:
-        """Simulated, what ``Round.alone_s`` is measured: the rest is what each request takes beside steps and pulls."""
-        cluster = Cluster(1, 1, cache=self.cache, speeds=speeds, elastic=False)
+    def _judged(self, mix: Mix, this: Round, speeds: SpeedsBy) -> Targets:
+        """The round's targets, less what one request alone took longer than it takes simulated: that is what each
+        takes beside steps and pulls."""
+        targets, alone = this.targets[mix], this.alone.get(mix)
+        if alone is None:
+            return targets
+        cluster = Cluster(1, 1, cache=self.cache, speeds=this.alone_speeds or speeds, elastic=False)
         served = cluster.submit(range(mix.num_prompt_tokens), range(mix.num_answer_tokens))
         cluster.run()
-        return served.ttft_s
+        return Targets(targets.ttft_s - (alone.ttft_s - served.ttft_s), targets.itl_s - (alone.itl_s - served.itl_s))
 
 
 def predict_rounds(rounds: Iterable[Round], service: Simulated, vocab: int) -> Goodput:

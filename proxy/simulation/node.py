@@ -139,7 +139,7 @@ class SimulatedNode:
 
     def __init__(self, node: Node, config: KVCacheConfig, speeds: Speeds, time: Time) -> None:
         self.node = node
-        self.speeds = speeds
+        self.speeds = self._said = speeds
         self._time = time
 
         def clock() -> float:
@@ -227,8 +227,14 @@ class SimulatedNode:
         self.manager.release_lease(lease_id)
         self.wake()
 
+    def change_speeds(self, speeds: Speeds) -> None:
+        """Of its steps and pulls from now on; what it reports are still those of before."""
+        self.speeds = speeds
+        if self._step is not None:
+            self._cut(self._step)
+
     def report(self) -> LoadReport:
-        scheduler, speeds = self.scheduler, self.speeds
+        scheduler, speeds = self.scheduler, self._said
         return LoadReport(
             num_running=scheduler.num_holding,
             num_waiting=len(scheduler.waiting),

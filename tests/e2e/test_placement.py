@@ -63,6 +63,9 @@ def test_nodes_when_they_have_worked_then_say_how_fast_they_are(placed: Service)
     assert min(line["seconds_per_step"], line["seconds_per_token"]) >= 0
     assert prefill["prefill"]["observations"] >= 4
     assert 0 < decode["decode_step_seconds"] < 5
+    totals = prefill["prompt_totals"]
+    assert totals["tokens"] >= totals["steps"] > totals["rows"] == 0
+    assert 0 < totals["seconds"] < 5 * totals["steps"]
     totals = decode["decode_totals"]
     assert totals["rows"] >= totals["steps"] > 0
     assert 0 < totals["seconds"] < 5 * totals["steps"]

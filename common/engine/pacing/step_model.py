@@ -67,7 +67,8 @@ def chunk_attended(start: int, num_tokens: int) -> int:
 class StepModel:
     """The engine thread observes and predicts; lines and means are readable from any thread. ``on_error``: called with
     "prompt" or "decode" and the share by which a prediction was wrong. ``decode_totals``: of the steps that only
-    generated, but for those that were put aside: how many, their rows, and seconds; replaced as a whole."""
+    generated, but for those that were put aside: how many, their rows, and seconds; ``prompt_totals``: of the others
+    how many, their prompt tokens, the rows that generated in them, and seconds; each replaced as a whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -79,6 +80,7 @@ class StepModel:
         self._mean_context = 0.0  # of a row
         self._mean_attended = 0.0  # of a prompt token
         self.decode_totals = (0, 0, 0.0)
+        self.prompt_totals = (0, 0, 0, 0.0)
         self.on_error: Callable[[str, float], None] = lambda _kind, _share: None
 
     def observe(self, shape: StepShape, seconds: float, gap_s: float | None = None) -> None:
@@ -100,7 +102,10 @@ class StepModel:
         if not shape.num_prompt_tokens:
             num_steps, num_rows, total_s = self.decode_totals
             self.decode_totals = (num_steps + 1, num_rows + shape.num_rows, total_s + seconds)
-        if shape.num_prompt_tokens:
+        else:
+            num_steps, num_tokens, num_rows, total_s = self.prompt_totals
+            num_tokens, num_rows = num_tokens + shape.num_prompt_tokens, num_rows + shape.num_rows
+            self.prompt_totals = (num_steps + 1, num_tokens, num_rows, total_s + seconds)
             self._mean_attended = _mixed(self._mean_attended, shape.num_prompt_attended / shape.num_prompt_tokens)
         if shape.num_rows:
             self._mean_context = _mixed(self._mean_context, shape.num_row_attended / shape.num_rows)

@@ -24,6 +24,7 @@ def load_report(node: Node) -> dict[str, Any]:
         "max_num_batched_tokens": node.config.max_num_batched_tokens,
         "prefill": _cost(steps.prompt_line, steps.age_s(of_prompts=True), "step", "token"),
         "decode": _cost(decode, steps.age_s(of_prompts=False), "step", "row"),
+        "prompt_totals": dict(zip(("steps", "tokens", "rows", "seconds"), steps.prompt_totals, strict=True)),
         "decode_totals": dict(zip(("steps", "rows", "seconds"), steps.decode_totals, strict=True)),
         "decode_step_seconds": None if decode is None else decode.fixed_s + decode.unit_s * max(1, core.num_running),
         "seconds_per_row_beside_prompts": steps.prompt_row_s,

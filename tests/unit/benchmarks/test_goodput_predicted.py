@@ -64,9 +64,11 @@ def test_round_when_its_speeds_are_known_then_simulated_with_those(service: Simu
 def test_round_when_a_request_alone_took_longer_than_its_steps_then_each_is_taken_to(service: Simulated) -> None:
     """Alone it takes 0.34 s: its prompt's step, a handoff, a pull, and a step."""
     [this] = rounds(0.2)
-    near, far = (dataclasses.replace(this, alone_s={MIX: alone_s}) for alone_s in (0.36, 0.8))
+    near, far = (dataclasses.replace(this, alone={MIX: Targets(alone_s, 0.022)}) for alone_s in (0.36, 0.8))
     assert service.run(near, VOCAB).of_all > 0.9
     assert service.run(far, VOCAB).of_all == 0.0
+    slow = dataclasses.replace(this, alone={MIX: Targets(0.36, 0.045)})  # 24 ms longer between two tokens, too
+    assert service.run(slow, VOCAB).of_all == 0.0
 
 
 def test_round_when_its_nodes_are_slower_than_for_a_request_alone_then_that_is_not_taken_from_it(
@@ -75,11 +77,20 @@ def test_round_when_its_nodes_are_slower_than_for_a_request_alone_then_that_is_n
     """A prompt that took 0.3 s alone, 0.31 s to its first token with all else, takes 0.6 s in the run."""
     [this] = rounds(0.1)
     slower = dict.fromkeys(NodeRole, dataclasses.replace(SPEEDS, prefill=Measured(0.02, 0.00194)))
-    this = dataclasses.replace(this, targets={MIX: Targets(0.5, 0.04)}, alone_s={MIX: 0.36})
+    this = dataclasses.replace(this, targets={MIX: Targets(0.5, 0.04)}, alone={MIX: Targets(0.36, 0.021)})
     this.speeds[service.way] = slower
     assert service.run(this, VOCAB).of_all > 0.8  # as if a request alone had been faster than its steps
     this = dataclasses.replace(this, alone_speeds=dict.fromkeys(NodeRole, SPEEDS))
     assert service.run(this, VOCAB).of_all == 0.0
+
+
+def test_round_when_a_node_was_slow_for_a_while_then_what_came_then_is_late(service: Simulated) -> None:
+    [this] = rounds(0.2)
+    slow = dataclasses.replace(SPEEDS, decode=Measured(0.05, 0.001))
+    this.by_second[service.way] = [(100.0, [SPEEDS, slow]), (200.0, [SPEEDS, SPEEDS])]
+    came = [each.at_s for each in this.arrivals(VOCAB, seed=1)]
+    kept = service.run(this, VOCAB).kept[MIX]
+    assert 0 < sum(100.0 <= at_s < 199.0 for at_s in came) <= len(came) - kept < 0.6 * len(came)
 
 
 def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:

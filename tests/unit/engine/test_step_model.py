@@ -68,13 +68,16 @@ def test_prediction_when_nothing_or_too_little_was_seen_then_there_is_none() -> 
     assert model.predict(StepShape(1, 10, 100, 5050)) is None, "of steps with prompts nothing is known yet"
 
 
-def test_totals_when_steps_were_seen_then_are_of_those_that_only_generated_and_were_believed() -> None:
+def test_totals_when_steps_were_seen_then_are_by_kind_of_those_that_were_believed() -> None:
     model = StepModel(Clock())
     for _ in range(4):
         model.observe(StepShape(3, 30), 0.01)
-    model.observe(StepShape(3, 30, 100, 5050), 0.2)
+    for _ in range(4):
+        model.observe(StepShape(3, 30, 100, 5050), 0.2)
     model.observe(StepShape(3, 30), 1.0)
+    model.observe(StepShape(3, 30, 100, 5050), 5.0)
     assert model.decode_totals == (4, 12, pytest.approx(0.04))
+    assert model.prompt_totals == (4, 400, 12, pytest.approx(0.8))
 
 
 @pytest.mark.parametrize(("noise", "median", "late"), [(0.0, 0.01, 0.03), (0.1, 0.03, 0.1)])

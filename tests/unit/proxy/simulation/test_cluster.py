@@ -139,6 +139,19 @@ def test_streams_when_nodes_share_a_machine_then_steps_are_longer_while_both_gen
     check_conserved(cluster)
 
 
+def test_steps_when_a_node_becomes_slower_then_from_the_next_on_and_it_reports_what_it_did(tmp_path: Path) -> None:
+    cluster = make_cluster(tmp_path, 0, 1)
+    [node] = cluster.nodes.values()
+    said = node.report().decode
+    cluster.at(0.0, lambda: cluster.submit(words(1, 90), words(2, 101)))
+    slower = replace(SPEEDS, decode=Measured(0.041, 0.001))
+    cluster.at(0.1 + 0.5 * 0.021 + 20 * 0.021, lambda: node.change_speeds(slower))
+    cluster.run()
+    [served] = cluster.served
+    assert served.last_s - served.first_s == pytest.approx(21 * 0.021 + 79 * 0.042)
+    assert node.report().decode == said
+
+
 def test_turn_when_it_continues_an_answer_then_only_what_is_new_is_computed(tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path, 1, 1)
     prompt, answer = words(1, 600), words(2, 40)
