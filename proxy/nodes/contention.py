@@ -62,10 +62,10 @@ class Contention:
         fixed_s, row_s = self._regression.coefficients
         return fixed_s, row_s
 
-    def more_s(self, *, is_beside: bool) -> float:
+    def more_s(self, share: float) -> float:
         """What a step is longer than the node's own measurements of late, of which some may be of steps beside
-        another node that generated; below 0: shorter."""
-        return self.beside_s * (is_beside - self._beside_share)
+        another node that generated, if one does for ``share`` of the time; below 0: shorter."""
+        return self.beside_s * (share - self._beside_share)
 
     def update(self, totals: DecodeTotals | None, now: float, neighbours: Iterable[Contention]) -> None:
         """A report came; ``totals`` is None where it does not say. ``neighbours``: of the other nodes of the machine.

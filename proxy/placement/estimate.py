@@ -21,7 +21,7 @@ from common.engine.pacing.shares import (
     USUAL_ANSWER_TOKENS,
 )
 from proxy.nodes.load import Charge
-from proxy.nodes.node import Node
+from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.rates import Rates
 from proxy.placement.in_progress import NOTHING_EXPECTED
 from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
@@ -278,11 +278,11 @@ class Estimator:
         before_s, before_rate = self._pace(node, num_rows, share)
         after_s, after_rate = self._pace(node, num_rows + 1, share)
         paces = [(num_rows, before_s, after_s)]  # of the others, without and with this one
-        if num_rows == 0:
-            for other in self._generating_beside(node):
-                num_others = self._num_rows(other)
-                pace_s = self._decode_s(other, num_others)
-                paces.append((num_others, pace_s, pace_s + other.contention.beside_s))
+        longer_share = 1.0 - _generating_share(node, num_rows)
+        for other in self._generating_beside(node) if longer_share else ():
+            num_others = self._num_rows(other)
+            pace_s = self._decode_s(other, num_others)
+            paces.append((num_others, pace_s, pace_s + longer_share * other.contention.beside_s))
         lasts_s = num_tokens * after_s
         others_s = num_tokens * sum(rows * max(0.0, after - before) for rows, before, after in paces)
         prompts_s = share * lasts_s * max(0.0, 1.0 - after_rate / before_rate) if before_rate > 0 else 0.0
@@ -343,11 +343,12 @@ class Estimator:
         return (1.0 - share) * alone_s + share * with_prompts_s, rate
 
     def _decode_s(self, node: Node, num_rows: int) -> float:
-        """Of a step that only generates, beside the nodes of its machine that do the same now."""
+        """Of a step that only generates, beside the nodes of its machine that do the same now, as long as they do."""
         seconds = self._rates[node.url].decode_s(num_rows)
         if node.contention.beside_s == 0.0:
             return seconds
-        return max(0.0, seconds + node.contention.more_s(is_beside=bool(self._generating_beside(node))))
+        shares = (_generating_share(other, self._num_rows(other)) for other in self._generating_beside(node))
+        return max(0.0, seconds + node.contention.more_s(max(shares, default=0.0)))
 
     def _generating_beside(self, node: Node) -> list[Node]:
         return [other for other in node.neighbours if self._num_rows(other) > 0 and other.url in self._rates]
@@ -355,3 +356,11 @@ class Estimator:
     def _num_rows(self, node: Node) -> int:
         """Without the request itself."""
         return node.load.num_rows if node is not self._leaving else max(0, node.load.num_rows - 1)
+
+
+def _generating_share(node: Node, num_rows: int) -> float:
+    """Of the time that a stream takes, that in which ``node`` generates without it. On decode nodes one stream follows
+    another; of the ``num_rows`` guests of a prefill node, which are half over on average, the last one ends then."""
+    if num_rows == 0:
+        return 0.0
+    return 1.0 if node.role is NodeRole.DECODE else num_rows / (num_rows + 1)

@@ -107,7 +107,7 @@ def test_more_when_the_last_steps_were_beside_others_or_not_then_is_held_against
     for _ in range(4):
         machine.report(last)
     node = machine.nodes[0]
-    more = [node.more_s(is_beside=is_beside) / node.beside_s for is_beside in (False, True)]
+    more = [node.more_s(share) / node.beside_s for share in (0.0, 1.0)]
     assert more == pytest.approx([alone_s, together_s], abs=0.15)
 
 

@@ -184,12 +184,13 @@ def on_one_machine(rig: Rig, beside_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("num_decode_rows", "num_prefill_rows", "others_s"),
-    [(0, 0, 0.0), (4, 0, 4 * BESIDE_S), (0, 1, ROW_S), (4, 1, BESIDE_S + ROW_S)],
+    [(0, 0, 0.0), (4, 0, 4 * BESIDE_S), (0, 1, ROW_S), (4, 1, BESIDE_S + ROW_S + 4 * BESIDE_S / 2)],
 )
-def test_stream_cost_when_it_is_the_first_of_a_node_then_streams_beside_it_on_the_machine_count(
+def test_stream_cost_when_a_node_generates_for_longer_with_it_then_streams_beside_it_on_the_machine_count(
     num_decode_rows: int, num_prefill_rows: int, others_s: float
 ) -> None:
-    """On the prefill node; without contention it is the same as if each node had a machine of its own."""
+    """On the prefill node, where another guest would have ended after half of its time; without contention it is the
+    same as if each node had a machine of its own."""
     rig = Rig()
     prefill, decode = rig.world.pool.nodes
     on_one_machine(rig, BESIDE_S)
@@ -207,8 +208,11 @@ def test_stream_cost_when_it_is_the_first_of_a_node_then_streams_beside_it_on_th
     assert cost_s == pytest.approx(0.5 * USUAL_ANSWER_TOKENS * alone_s, rel=0.01)
 
 
-@pytest.mark.parametrize("num_guests", [1, 2])
-def test_guest_when_it_is_the_only_one_then_its_leaving_makes_the_others_steps_shorter(num_guests: int) -> None:
+@pytest.mark.parametrize(("num_guests", "share"), [(1, 0.0), (2, 1 / 2), (3, 2 / 3)])
+def test_guest_when_it_leaves_then_the_others_steps_are_shorter_as_soon_as_all_have_left(
+    num_guests: int, share: float
+) -> None:
+    """``share``: of its time, in which those that stay generate."""
     rig = Rig()
     prefill, decode = rig.world.pool.nodes
     on_one_machine(rig, BESIDE_S)
@@ -216,9 +220,8 @@ def test_guest_when_it_is_the_only_one_then_its_leaving_makes_the_others_steps_s
     rig.generate(4, decode.url)
     nodes, rates = rig.world.pool.nodes, rig.world.placer._rates.rates(rig.world.pool.nodes, 0.0)
     leaving = Estimator(nodes, rates, 0.0, 0.5, leaving=prefill)
-    more_s = BESIDE_S if num_guests > 1 else 0.0
-    there_s = DECODE_STEP_S + 5 * ROW_S + more_s + 4 * ROW_S
-    here_s = DECODE_STEP_S + num_guests * ROW_S + BESIDE_S + (ROW_S if num_guests > 1 else 4 * BESIDE_S)
+    there_s = DECODE_STEP_S + 5 * ROW_S + share * BESIDE_S + 4 * ROW_S
+    here_s = DECODE_STEP_S + (2 * num_guests - 1) * ROW_S + BESIDE_S + 4 * (1 - share) * BESIDE_S
     found = [leaving.stream_cost_s(node) / 0.5 / USUAL_ANSWER_TOKENS for node in (decode, prefill)]
     assert found == pytest.approx([there_s, here_s], rel=0.03)
 
