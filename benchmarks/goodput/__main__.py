@@ -38,6 +38,7 @@ from benchmarks.goodput.clients import Clients, Outcome, Targets, percentile
 from benchmarks.goodput.measured import (
     SpeedsBy,
     WorkBy,
+    known_contention,
     measured_speeds,
     nodes_of,
     speeds_by_second,
@@ -173,6 +174,7 @@ class Runs:
         scaled, arrivals = this.rates, this.arrivals(self.vocab, self.draw)
         service = self.running[way]
         begun = work_by(service)
+        this.known_contention[way] = known_contention(service)
         async with watched(service) as seen:
             outcome = await self._clients(way, self.targets).open_loop(arrivals)
         speeds = this.speeds[way] = self._speeds(way, begun)

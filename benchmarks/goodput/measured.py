@@ -125,6 +125,12 @@ def measured_speeds(service: Service, others: Collection[Service], before: WorkB
     return with_rows_alike({role: found.get(role, known) for role in NodeRole})
 
 
+def known_contention(service: Service) -> list[float]:
+    """Of each node, what its proxy takes a step to be longer beside another node that generates, in seconds."""
+    known = {node["url"]: node["contention"]["contention_seconds"] for node in _status(service)["nodes"]}
+    return [known[node.url] for node in nodes_of(service)]
+
+
 def speeds_by_second(
     usual: Sequence[Speeds], seen: Sequence[tuple[float, Sequence[Work]]]
 ) -> list[tuple[float, list[Speeds]]]:

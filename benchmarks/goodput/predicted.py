@@ -19,6 +19,7 @@ from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
 from common.simulate.simulate import read_plan
+from proxy.nodes.contention import Contention
 from proxy.placement import estimate
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.speeds import Speeds
@@ -42,7 +43,7 @@ def cache_of(model: Path, dtype: str, memory_bytes: int, max_num_seqs: int) -> K
 class Round:
     """What came to each way: ``rates``, ``factor`` times those of its table, for ``seconds``. ``alone``: what one
     request alone took then, with static roles, whose nodes were as fast as ``alone_speeds``; ``speeds``: by way, of its
-    run; ``by_second``: by way, of each node, from when on."""
+    run; ``by_second``: by way, of each node, from when on; ``known_contention``: by way, of each node, at its begin."""
 
     factor: float
     rates: Mapping[Mix, float]
@@ -53,6 +54,7 @@ class Round:
     alone_speeds: SpeedsBy | None = None
     speeds: dict[str, SpeedsBy] = field(default_factory=dict)
     by_second: dict[str, Sequence[tuple[float, Sequence[Speeds]]]] = field(default_factory=dict)
+    known_contention: dict[str, Sequence[float]] = field(default_factory=dict)
 
     def arrivals(self, vocab: int, seed: int) -> list[Arrival]:
         return draw_arrivals(self.rates, self.seconds, vocab, seed, self.times_seed)
@@ -71,6 +73,8 @@ class Simulated:
         num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
         is_elastic, speeds = self.way == ELASTIC, this.speeds.get(self.way, self.speeds)
         cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=speeds, elastic=is_elastic)
+        for node, beside_s in zip(cluster.nodes.values(), this.known_contention.get(self.way, ()), strict=False):
+            node.node.contention = Contention(node.node.contention.line, beside_s)
         for at_s, of_nodes in this.by_second.get(self.way, ()):
             for node, now in zip(cluster.nodes.values(), of_nodes, strict=True):
                 cluster.at(at_s, functools.partial(node.change_speeds, now))

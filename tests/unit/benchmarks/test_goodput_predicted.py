@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.goodput.clients import Targets
 from benchmarks.goodput.predicted import Round, Simulated, cache_of, predict_rounds
-from benchmarks.goodput.services import STATIC
+from benchmarks.goodput.services import ELASTIC, STATIC
 from benchmarks.goodput.traffic import Mix
 from proxy.nodes.load import Measured
 from proxy.nodes.node import NodeRole
@@ -91,6 +91,21 @@ def test_round_when_a_node_was_slow_for_a_while_then_what_came_then_is_late(serv
     came = [each.at_s for each in this.arrivals(VOCAB, seed=1)]
     kept = service.run(this, VOCAB).kept[MIX]
     assert 0 < sum(100.0 <= at_s < 199.0 for at_s in came) <= len(came) - kept < 0.6 * len(came)
+
+
+def test_round_when_the_proxy_did_not_know_what_two_nodes_cost_each_other_then_the_simulated_one_learns_it(
+    tmp_path: Path,
+) -> None:
+    """A row more costs as much as half of what a second node does: whoever knows of that keeps to one."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    cache = cache_of(tmp_path, "auto", 1 << 24, SPEEDS.max_num_seqs)
+    speeds = dataclasses.replace(SPEEDS, decode=Measured(0.02, 0.004), beside_s=0.02)
+    service = Simulated(ELASTIC, is_told=True, cache=cache, speeds=dict.fromkeys(NodeRole, speeds))
+    mix = Mix(60, 200)
+    this = Round(1.0, {mix: 0.6}, seconds=120.0, times_seed=1, targets={mix: Targets(0.5, 0.036)})
+    knowing = service.run(this, VOCAB).of_all
+    this.known_contention[ELASTIC] = [0.0, 0.0]
+    assert service.run(this, VOCAB).of_all < knowing
 
 
 def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:
