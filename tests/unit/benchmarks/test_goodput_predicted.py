@@ -102,10 +102,10 @@ def test_round_when_the_proxy_did_not_know_what_two_nodes_cost_each_other_then_t
     speeds = dataclasses.replace(SPEEDS, decode=Measured(0.02, 0.004), beside_s=0.02)
     service = Simulated(ELASTIC, is_told=True, cache=cache, speeds=dict.fromkeys(NodeRole, speeds))
     mix = Mix(60, 200)
-    this = Round(1.0, {mix: 0.6}, seconds=120.0, times_seed=1, targets={mix: Targets(0.5, 0.036)})
+    this = Round(1.0, {mix: 0.6}, seconds=120.0, times_seed=2, targets={mix: Targets(0.5, 0.036)})
     knowing = service.run(this, VOCAB).of_all
     this.known_contention[ELASTIC] = [0.0, 0.0]
-    assert service.run(this, VOCAB).of_all < knowing
+    assert service.run(this, VOCAB).of_all < 0.9 * knowing
 
 
 def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:
