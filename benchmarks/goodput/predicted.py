@@ -73,8 +73,9 @@ class Simulated:
         num_prefill, num_decode = (0, 2) if self.way == ALIKE else (1, 1)
         is_elastic, speeds = self.way == ELASTIC, this.speeds.get(self.way, self.speeds)
         cluster = Cluster(num_prefill, num_decode, cache=self.cache, speeds=speeds, elastic=is_elastic)
-        for node, beside_s in zip(cluster.nodes.values(), this.known_contention.get(self.way, ()), strict=False):
-            node.node.contention = Contention(node.node.contention.line, beside_s)
+        if known := this.known_contention.get(self.way):
+            for node, beside_s in zip(cluster.nodes.values(), known, strict=True):
+                node.node.contention = Contention(node.node.contention.line, beside_s)
         for at_s, of_nodes in this.by_second.get(self.way, ()):
             for node, now in zip(cluster.nodes.values(), of_nodes, strict=True):
                 cluster.at(at_s, functools.partial(node.change_speeds, now))

@@ -65,6 +65,13 @@ def test_run_when_it_was_watched_then_nodes_are_as_fast_as_in_each_second_or_as_
     assert speeds_by_second([SPEEDS], seen[:1]) == []
 
 
+def test_work_when_a_node_reports_it_then_is_read_by_its_names() -> None:
+    prompt = {"steps": 1, "tokens": 100, "rows": 2, "seconds": 0.5}
+    decode = {"steps": 10, "rows": 30, "seconds": 0.2}
+    found = Work.of({"running": 3, "prompt_totals": prompt, "decode_totals": decode})
+    assert found == Work(PromptTotals(1, 100, 2, 0.5), DecodeTotals(10, 30, 0.2))
+
+
 def test_work_since_a_time_is_what_came_after() -> None:
     last = Work(PromptTotals(1, 100, 2, 0.5), DecodeTotals(1, 2, 3))
     now = Work(PromptTotals(3, 700, 4, 1.5), DecodeTotals(11, 32, 4))
