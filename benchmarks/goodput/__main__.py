@@ -9,7 +9,7 @@ know of targets. The goodput of a mix is the rate at which 90 % of its requests 
 time, and the mean time between tokens), estimated from all rounds, each near the best estimate so far. *shifting*
 changes between the mixes every 30 s; each comes at a multiple of the best goodput that was found for it, and two such
 multiples are looked for: 90 % of all requests keep their targets, and 90 % of those of every mix. *closed*: 16 requests
-of 512/128 at any time, first with static roles and no target, then the others with a target between tokens of 1.5 times
+of 512/128 at any time, first with static roles and no target, then the others with a target between tokens of 1.4 times
 the p99 gap of that. *predicted*: what ``tandem simulate --cluster`` makes of the same rounds, arrival for arrival.
 Prints the configuration, every run, and tables.
 """
@@ -56,7 +56,7 @@ from tests.support.service import Service
 MAX_MODEL_LEN = 4096
 CACHE_BYTES = 1 << 30
 CLOSED = "closed"
-CLOSED_ITL = 1.5
+CLOSED_ITL = 1.4
 """Target of the closed loop, in times of the p99 gap of static roles."""
 CLOSED_MIX = "512/128"
 GUESSED = 3
@@ -359,7 +359,7 @@ async def predict(runs: Runs, tables: Mapping[str, Table], model: Path) -> None:
             print(f"  {way} {role.value}: {speeds_of_role}")
     print("  mix             " + "".join(f"{way:>16}" for way in args.ways))
     for name, table in tables.items():
-        predicted = {way: predict_rounds(table.rounds, each, runs.vocab) for way, each in services.items()}
+        predicted = predict_rounds(table.rounds, services.values(), runs.vocab)
         guesses = Table(table.rates, predicted)
         for (label, guessed), (_, found) in zip(guesses.rows(name), table.rows(name), strict=True):
             cells = [f"{guessed[way].rate:9.3f} ({guessed[way].rate / found[way].rate:.2f})" for way in args.ways]

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.goodput.clients import Targets
 from benchmarks.goodput.measured import SpeedsBy
-from benchmarks.goodput.search import Attainment, Goodput, find_goodputs, goodput_of
+from benchmarks.goodput.search import Attainment, Goodput, find_goodputs, goodputs_of
 from benchmarks.goodput.services import ALIKE, ELASTIC
 from benchmarks.goodput.traffic import THINK_S, Arrival, Mix, draw_arrivals
 from common.kv_cache.spec import KVCacheConfig
@@ -103,9 +103,11 @@ class Simulated:
         return Targets(targets.ttft_s - (alone.ttft_s - served.ttft_s), targets.itl_s - (alone.itl_s - served.itl_s))
 
 
-def predict_rounds(rounds: Iterable[Round], service: Simulated, vocab: int) -> Goodput:
-    """From what was run."""
-    return goodput_of([(this.factor, service.run(this, vocab)) for this in rounds])
+def predict_rounds(rounds: Sequence[Round], services: Iterable[Simulated], vocab: int) -> dict[str, Goodput]:
+    """By way, from what was run."""
+    return goodputs_of(
+        {service.way: [(this.factor, service.run(this, vocab)) for this in rounds] for service in services}
+    )
 
 
 async def predict_goodput(

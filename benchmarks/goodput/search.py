@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,32 +72,63 @@ async def find_goodputs(measure: Measure, start: float, num_rounds: int) -> dict
     for _ in range(num_rounds):
         for way, attainment in (await measure(rate)).items():
             runs.setdefault(way, []).append((rate, attainment))
-        found = [goodput_of(each) for each in runs.values()]
+        found = goodputs_of(runs).values()
         best = sorted(math.sqrt(each.of_all.rate * each.of_every.rate) for each in found)[-2:]
         rate = math.sqrt(best[0] * best[-1])
-    return {way: goodput_of(each) for way, each in runs.items()}
+    return goodputs_of(runs)
 
 
-def goodput_of(runs: Sequence[tuple[float, Attainment]]) -> Goodput:
-    of_all = estimate((rate, sum(run.kept.values()), sum(run.came.values())) for rate, run in runs)
-    mixes = {mix for _, run in runs for mix in run.came}
-    of_each = [estimate((rate, run.kept.get(mix, 0), run.came.get(mix, 0)) for rate, run in runs) for mix in mixes]
-    return Goodput(of_all, min(of_each, default=of_all))
+def goodputs_of(runs: Mapping[str, Sequence[tuple[float, Attainment]]]) -> dict[str, Goodput]:
+    """By way, of runs of each at the same rates."""
+    mixes = {mix for of_way in runs.values() for _, run in of_way for mix in run.came}
+    of_all, *of_each = (
+        estimates(
+            {
+                way: [(rate, _sum(run.kept, some), _sum(run.came, some)) for rate, run in each]
+                for way, each in runs.items()
+            }
+        )
+        for some in (mixes, *({mix} for mix in mixes))
+    )
+    return {way: Goodput(of_all[way], min((each[way] for each in of_each), default=of_all[way])) for way in runs}
 
 
-def estimate(runs: Iterable[tuple[float, int, int]]) -> Estimate:
-    """``runs``: rates above 0, and of how many requests how many kept their targets there. The share is taken to fall
-    with the rate as a logistic function of its logarithm; all heights and widths of it are weighed by how likely they
-    make what was seen (as QUEST does for thresholds in psychophysics, Watson and Pelli 1983)."""
-    runs = list(runs)
-    lowest = min(rate for rate, _, _ in runs) / _REACH
-    step = (max(rate for rate, _, _ in runs) * _REACH / lowest) ** (1 / (_NUM_RATES - 1))
+def _sum(numbers: Mapping[Any, int], mixes: Iterable[Any]) -> int:
+    return sum(numbers.get(mix, 0) for mix in mixes)
+
+
+def estimates(runs: Mapping[str, Sequence[tuple[float, int, int]]]) -> dict[str, Estimate]:
+    """By way, of ``runs``: rates above 0, and of how many requests how many kept their targets there. The share is
+    taken to fall with the rate as a logistic function of its logarithm; all heights and widths of it are weighed by how
+    likely they make what was seen (as QUEST does for thresholds in psychophysics, Watson and Pelli 1983). The width is
+    that of all ways: the same requests came to them, on the same machine, and a few runs say less of how the share
+    falls for one than of which one kept more."""
+    at = [rate for of_way in runs.values() for rate, _, _ in of_way]
+    lowest = min(at) / _REACH
+    step = (max(at) * _REACH / lowest) ** (1 / (_NUM_RATES - 1))
     rates = [lowest * step**number for number in range(_NUM_RATES)]
-    logs = [[_log_likelihood(rate, width, runs) for width in _WIDTHS] for rate in rates]
-    most = max(map(max, logs))
-    summed = list(itertools.accumulate(sum(math.exp(log - most) for log in each) for each in logs))
-    bounds = (0.5, (1.0 - CREDIBLE) / 2, (1.0 + CREDIBLE) / 2)
-    return Estimate(*(rates[bisect_left(summed, part * summed[-1])] for part in bounds))
+    logs = {
+        way: [[_log_likelihood(rate, width, of_way) for rate in rates] for width in _WIDTHS]
+        for way, of_way in runs.items()
+    }
+    of_widths = {way: list(map(_log_of_sum, of_way)) for way, of_way in logs.items()}
+    of_width = list(map(sum, zip(*of_widths.values(), strict=True)))
+    all_widths = _log_of_sum(of_width)
+    found = {}
+    for way, of_way in logs.items():
+        # How likely a width is, as all ways say, and each rate then, as this one says.
+        parts = [width - all_widths - own for width, own in zip(of_width, of_widths[way], strict=True)]
+        likely = [sum(map(math.exp, map(operator.add, parts, at_rate))) for at_rate in zip(*of_way, strict=True)]
+        summed = list(itertools.accumulate(likely))
+        bounds = (0.5, (1.0 - CREDIBLE) / 2, (1.0 + CREDIBLE) / 2)
+        found[way] = Estimate(*(rates[bisect_left(summed, part * summed[-1])] for part in bounds))
+    return found
+
+
+def _log_of_sum(logs: Sequence[float]) -> float:
+    """Of what has these logarithms."""
+    most = max(logs)
+    return most + math.log(sum(math.exp(log - most) for log in logs))
 
 
 def _log_likelihood(rate: float, width: float, runs: Sequence[tuple[float, int, int]]) -> float:

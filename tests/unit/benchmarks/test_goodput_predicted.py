@@ -109,5 +109,5 @@ def test_round_when_the_proxy_did_not_know_what_two_nodes_cost_each_other_then_t
 
 
 def test_prediction_when_rounds_lie_on_both_sides_then_is_between_them(service: Simulated) -> None:
-    found = predict_rounds(rounds(0.2, 0.5, 3.0), service, VOCAB).of_all
+    found = predict_rounds(rounds(0.2, 0.5, 3.0), [service], VOCAB)[service.way].of_all
     assert 0.2 < found.rate < 3.0

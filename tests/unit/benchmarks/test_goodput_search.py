@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 
 from benchmarks.goodput.clients import Targets
-from benchmarks.goodput.search import SHARE, Attainment, Goodput, estimate, find_goodputs
+from benchmarks.goodput.search import SHARE, Attainment, Estimate, Goodput, estimates, find_goodputs
 
 NUM_REQUESTS = 400
 
@@ -38,6 +38,10 @@ def _find(
     return asyncio.run(find_goodputs(measure, start, num_rounds)), measured
 
 
+def estimate(runs: Iterable[tuple[float, int, int]]) -> Estimate:
+    return estimates({"only": list(runs)})["only"]
+
+
 @pytest.mark.parametrize("width", [0.15, 0.33, 0.6])
 def test_estimate_when_many_requests_came_at_two_rates_then_where_the_share_is_crossed(width: float) -> None:
     found = estimate((at, round(1000 * _share(at, 3.0, width)), 1000) for at in (2.5, 4.0))
@@ -63,6 +67,21 @@ def test_estimate_when_drawn_again_and_again_then_the_rate_is_within_the_bounds_
         found = estimate(runs)
         hits += found.least <= 3.0 <= found.most
     assert 65 <= hits <= 95  # 80 expected, with a standard deviation of 4
+
+
+def test_estimates_when_one_way_kept_more_in_every_round_then_it_is_better_however_rounds_went() -> None:
+    rates = (0.71, 0.82, 0.85, 0.70)  # the machine was slow in the last two: the share fell, and at the lowest rate
+    better = [(rate, kept, 100) for rate, kept in zip(rates, (98, 97, 66, 63), strict=True)]
+    worse = [(rate, kept, 100) for rate, kept in zip(rates, (62, 59, 27, 59), strict=True)]
+    assert estimate(better).rate < estimate(worse).rate  # each by itself: the second hardly falls with the rate at all
+    found = estimates({"better": better, "worse": worse})
+    assert found["better"].rate > 1.2 * found["worse"].rate
+
+
+def test_estimates_when_ways_kept_as_many_then_they_are_alike_and_another_one_moves_them_together() -> None:
+    same = [(2.0, 45, 50), (3.0, 30, 50)]
+    found = estimates({"one": same, "two": same, "steep": [(2.0, 49, 50), (3.0, 5, 50)]})
+    assert found["one"] == found["two"]
 
 
 def test_rounds_when_ways_differ_then_all_at_one_rate_near_the_best_two() -> None:
