@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from common.config.key_file import read_key_file
 from common.config.node import NodeConfig
-from common.config.values import GIB
+from common.config.values import GIB, is_loopback_host
 from common.engine.core import EngineCore
 from common.engine.drafting.config import MTP, SpeculativeConfig
 from common.engine.model_runner import ModelRunner
@@ -53,6 +54,7 @@ from common.text.tokenizer import TextCodec
 from common.text.vocabulary import grammar_tokenizer
 from common.transfer.backend import TransferBackend
 from common.transfer.nixl.backend import NixlBackend
+from common.transfer.nixl.bindings import stay_on_loopback
 from common.transfer.regions import Region
 from common.transfer.testing.faulty import FaultyBackend
 
@@ -238,8 +240,12 @@ def has_test_hooks() -> bool:
 
 def create_backend(config: NodeConfig, model: NodeModel, engine_id: str, rank: int = 0) -> TransferBackend:
     """Step 4, once a rank: the transfer backend with the rank's pools and the node's generation tables registered; with
-    test hooks, one whose reads can be made to fail."""
+    test hooks, one whose reads can be made to fail. A node on loopback, whose peers are there too, is not reached from
+    elsewhere by way of the transport either."""
     generations, storage = model.manager.generations, model.storages[rank]
+    hosts = [config.advertise_host or config.host, *(urlsplit(peer).hostname or "" for peer in config.peers)]
+    if all(map(is_loopback_host, hosts)):
+        stay_on_loopback()
     backend: TransferBackend = NixlBackend(
         engine_id=engine_id,
         epoch=generations.epoch,

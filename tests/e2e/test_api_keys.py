@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,3 +187,26 @@ def test_handoff_when_its_caller_has_no_cluster_key_and_there_are_no_peers_then_
         with contextlib.suppress(TimeoutError):
             asked.append(listener.accept())
     assert asked == []
+
+
+def listening_addresses(pid: int) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Of the TCP sockets of a process."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                raw = bytes.fromhex(local.partition(":")[0])  # words of four bytes, the last one first
+                found.add(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))))
+    return found
+
+
+def test_processes_when_on_loopback_then_their_transports_listen_nowhere_else(keyed: Keyed) -> None:
+    for node in keyed.service.nodes:
+        addresses = listening_addresses(node.process.pid)
+        assert addresses, node.role
+        assert all(address.is_loopback for address in addresses), (node.role, addresses)

@@ -18,6 +18,7 @@ from common.transfer.codes import TransferCode
 
 META_PACKAGE = "nixl"
 """Chooses between its wheels by torch's CUDA; asked first."""
+NET_DEVICES_VARIABLE = "UCX_NET_DEVICES"
 
 
 def wheels(torch_version: str) -> tuple[str, str]:
@@ -33,6 +34,13 @@ def _installed_torch() -> str:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def stay_on_loopback() -> None:
+    """Before this process's first agent: UCX listens on loopback alone, unless ``UCX_NET_DEVICES`` says otherwise. By
+    itself it listens on every network device, wherever HTTP is bound, and what listens there asks for no key. Shared
+    memory and the GPUs of one machine are no network devices."""
+    os.environ.setdefault(NET_DEVICES_VARIABLE, "lo")
 
 
 def load_bindings(packages: Sequence[str] | None = None) -> Any:
