@@ -14,10 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Rows and columns of tokens that the vision tower computes together: a whole image, or a tile of one."""
+    """Rows and columns of tokens that the vision tower computes together: a whole image, or a tile of one that is cut
+    into ``tiles``, rows and columns of them."""
 
     rows: int
     columns: int
+    tiles: tuple[int, int] | None = None
 
 
 def smart_resize(

@@ -159,7 +159,7 @@ class ImageRules:
             side = self.tiling.tile_size // self.factor
             for mark in self.tiling.marks(rows, columns):
                 yield mark
-                yield Grid(side, side)
+                yield Grid(side, side, (rows, columns))
         if self.tiling is None or rows * columns == 0:
             yield whole
         elif self.tiling.has_overview:
@@ -175,12 +175,15 @@ class ImageRules:
         """Rows and columns of a span: those of a row where positions go on as in a text."""
         return (grid.rows, grid.columns) if self.has_axes else (1, grid.rows * grid.columns)
 
-    def digest(self, data: bytes, rows: int, columns: int, piece: int = 0) -> bytes:
-        """Of a piece that takes ``rows`` times ``columns`` tokens of an encoded image."""
+    def digest(self, data: bytes, piece: Grid, number: int = 0) -> bytes:
+        """Of the piece of an encoded image with this number. It says into what the image is cut: the same tile of
+        another grid shows another part of it."""
         digest = blake2b(digest_size=DIGEST_BYTES)
-        digest.update(f"{self.processor} {rows} {columns} ".encode())
-        if piece:
-            digest.update(f"piece {piece} ".encode())
+        digest.update(f"{self.processor} {piece.rows} {piece.columns} ".encode())
+        if piece.tiles is not None:
+            digest.update(f"tiles {piece.tiles[0]} {piece.tiles[1]} ".encode())
+        if number:
+            digest.update(f"piece {number} ".encode())
         digest.update(data)
         return digest.digest()
 

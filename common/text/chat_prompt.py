@@ -128,7 +128,7 @@ def expand(token_ids: Sequence[int], encoded: Sequence[EncodedImage], rules: Ima
                 expanded.append(part)
                 continue
             rows, columns = rules.span_shape(part)
-            digest = rules.digest(image.data, part.rows, part.columns, num_pieces)
+            digest = rules.digest(image.data, part, num_pieces)
             images.append(ImageSpan(len(expanded), rows, columns, digest))
             expanded += [rules.placeholder_id] * (rows * columns)
             num_pieces += 1

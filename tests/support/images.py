@@ -312,7 +312,7 @@ def prompt_with(*parts: Sequence[int] | bytes, family: str = "qwen3_5") -> tuple
                 token_ids.append(each)
                 continue
             rows, columns = own.span_shape(each)
-            digest = own.digest(image.data, each.rows, each.columns, num_pieces)
+            digest = own.digest(image.data, each, num_pieces)
             images.append(ImageSpan(len(token_ids), rows, columns, digest))
             token_ids += [own.placeholder_id] * (rows * columns)
             num_pieces += 1

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, ImageRefusedError
-from common.images.layout import Grid
 from common.images.rules import ImageRules, Kind
 from common.images.source import EncodedImage
 
@@ -174,7 +173,8 @@ class _Lfm2Vl:
             found.append(_resize(pixels, *self._rules.size(image.header, image.name)))
         inputs = [self._inputs(each) for each in found]
         shapes = [tuple((each["spatial_shapes"][0] // self._rules.merge_size).tolist()) for each in inputs]
-        assert [Grid(*shape) for shape in shapes] == self._rules.pieces(image.header, image.name), shapes
+        pieces = [(piece.rows, piece.columns) for piece in self._rules.pieces(image.header, image.name)]
+        assert shapes == pieces, shapes
         return inputs
 
     def _inputs(self, pixels: Tensor) -> Inputs:

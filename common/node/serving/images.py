@@ -58,11 +58,11 @@ class PromptImages:
         encoded = tuple(source.read(self.limits) for source in sources)
         left = iter(images)
         for each in encoded:
-            for index, grid in enumerate(self._rules.pieces(each.header, each.name)):
+            for number, piece in enumerate(self._rules.pieces(each.header, each.name)):
                 image = next(left, None)
                 if image is None or (
-                    self._rules.span_shape(grid) != (image.rows, image.columns)
-                    or self._rules.digest(each.data, grid.rows, grid.columns, index) != image.digest
+                    self._rules.span_shape(piece) != (image.rows, image.columns)
+                    or self._rules.digest(each.data, piece, number) != image.digest
                 ):
                     raise InvalidRequestError(
                         f"{each.name}: the image is not the one that the prompt has a place for: whoever tokenised it "

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 
 from common.errors import ConfigError, ImageRefusedError
 from common.images.header import ImageHeader, read_header
+from common.images.layout import Grid
 from common.images.read_rules import read_image_rules
 from common.images.rules import ImageLimits, ImageRules
 from common.images.source import ImageSource
@@ -181,13 +182,18 @@ def test_grid_when_an_image_is_a_thread_then_refused() -> None:
 
 def test_digest_when_bytes_shape_or_processor_differ_then_differs() -> None:
     other = ImageRules(514, 513, 8, 2, 1024, 65536, "01")
-    assert (
-        len({RULES.digest(b"a", 2, 3), RULES.digest(b"b", 2, 3), RULES.digest(b"a", 3, 2), other.digest(b"a", 2, 3)})
-        == 4
-    )
-    # However late the bytes differ, and pieces of one image too.
-    assert RULES.digest(bytes(100_000), 2, 3) != RULES.digest(bytes(99_999) + b"a", 2, 3)
-    assert RULES.digest(b"a", 2, 3) != RULES.digest(b"a", 2, 3, 1)
+    whole, high = Grid(2, 3), Grid(3, 2)
+    digests = {
+        RULES.digest(b"a", whole),
+        RULES.digest(b"b", whole),
+        RULES.digest(b"a", high),
+        other.digest(b"a", whole),
+        RULES.digest(b"a", whole, 1),  # another piece of the same image
+        RULES.digest(b"a", Grid(2, 3, (3, 3)), 1),
+        RULES.digest(b"a", Grid(2, 3, (2, 1)), 1),  # the same piece of another grid of tiles
+    }
+    assert len(digests) == 7
+    assert RULES.digest(bytes(100_000), whole) != RULES.digest(bytes(99_999) + b"a", whole)  # however late
 
 
 def test_rules_when_they_travel_as_json_then_equal() -> None:
