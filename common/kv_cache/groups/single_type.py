@@ -93,7 +93,7 @@ class SingleTypeManager(ABC):
         for index in range(start, end):
             block_id, key = block_ids[index], chain[index + 1]
             if key in by_key or not block_id or key_of[block_id] is not None:
-                self._announce(chain, block_ids, run_start, run)
+                self._announce(chain, run_start, run)
                 run = []
                 continue
             if not run:
@@ -104,7 +104,7 @@ class SingleTypeManager(ABC):
             position[block_id] = (index + 1) * size
             content[block_id] += 1
             run.append(block_id)
-        self._announce(chain, block_ids, run_start, run)
+        self._announce(chain, run_start, run)
 
     def _publish_at_once(self, chain: Sequence[bytes], block_ids: Sequence[int], start: int, end: int) -> bool:
         """The common cases: all blocks are named already, or all keys new and no block named. False: it is another
@@ -125,13 +125,14 @@ class SingleTypeManager(ABC):
             position[block_id] = end_position
             content[block_id] = 1
             parent = key
-        self._announce(chain, block_ids, start, run)
+        self._announce(chain, start, run)
         return True
 
-    def _announce(self, chain: Sequence[bytes], block_ids: Sequence[int], start: int, run: list[int]) -> None:
+    def _announce(self, chain: Sequence[bytes], start: int, run: list[int]) -> None:
         if not run:
             return
-        self._policy.blocks_stored(self.pool.name, block_ids[start - 1] if start else 0, run)
+        # The block before them that is known by name: a sequence's own may be a copy that came later.
+        self._policy.blocks_stored(self.pool.name, self._by_key.get(chain[start], 0), run)
         if self._events is not None:
             end = start + len(run)
             self._events.stored(self.group.label, chain[start], chain[start + 1 : end + 1], end * self.block_size)
