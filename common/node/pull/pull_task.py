@@ -228,9 +228,9 @@ class PullTask:
         self, prefix: ReadablePrefix, reads: list[Read], generations: list[ExpectedGeneration]
     ) -> PullOutcome:
         """One part, until its outcome. Raises TransferError when nothing was posted."""
-        peer: Peer = await self._peers.connect(self._remote.url, prefix.engine_id, prefix.epoch)
-        if self._stopped.done():
-            raise PullStopped(self._stopped.result())
+        # A handshake waits for the transport, which may be busy with another peer for long.
+        connecting = self._peers.connect(self._remote.url, prefix.engine_id, prefix.epoch)
+        peer: Peer = await self._unless_stopped(connecting, self._timeout_s)
         self._progress.num_parts += 1
         pull_id = f"{self._seq_id}/part-{self._progress.num_parts}"
         arrived: asyncio.Future[PullOutcome] = self._loop.create_future()

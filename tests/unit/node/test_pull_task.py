@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -368,6 +369,24 @@ async def test_cancel_when_nothing_is_in_flight_then_ends_at_once(start_pull: St
     it.pull.cancel()
     result = await it.result()
     assert (result.ok, result.terminal, result.reason) == (False, True, PullReason.CANCELLED)
+
+
+async def test_handshake_when_the_transport_is_busy_then_cancel_and_the_timeout_end_the_wait(
+    start_pull: StartPull, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = threading.Event()
+    monkeypatch.setattr(reader.backend, "add_peer", lambda metadata: busy.wait(WAIT_S))
+    try:
+        for timeout_s, reason in ((WAIT_S, PullReason.CANCELLED), (0.05, PullReason.DEADLINE)):
+            it = start_pull(timeout_s=timeout_s)
+            it.manifests.give(it.holder.prefix(8))
+            await it.until(lambda it=it: it.holder.num_handshakes or it.task.done())  # type: ignore[misc]
+            if reason == PullReason.CANCELLED:
+                it.pull.cancel()
+            result = await it.result()
+            assert (result.ok, result.terminal, result.reason) == (False, True, reason)
+    finally:
+        busy.set()
 
 
 async def test_cancel_when_a_part_is_in_flight_then_ends_when_its_destination_is_safe(
