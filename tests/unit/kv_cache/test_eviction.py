@@ -172,6 +172,25 @@ def test_blocks_when_short_then_those_that_lead_nowhere_go_first() -> None:
     assert manager.check() == []
 
 
+def test_blocks_when_two_prompts_computed_them_at_once_then_the_named_ones_lead_to_the_later_ones_state() -> None:
+    manager = make_manager("value", num_blocks=24, num_slots=16)
+    common, dead_end = list(range(100, 116)), list(range(200, 216))
+    later = [*common, *range(300, 316)]
+    for name, prompt in (("earlier", common), ("later", later)):
+        assert manager.admit(name, manager.prefix_keys(prompt), None, len(prompt))
+    for name, prompt in (("earlier", common), ("later", later)):
+        manager.complete_step(name, len(prompt))
+    manager.free("earlier", donate=False)  # the state of the later one is found through its blocks
+    manager.free("later", donate=True)
+    assert manager.admit("dead end", manager.prefix_keys(dead_end), None, len(dead_end))
+    manager.complete_step("dead end", len(dead_end))
+    manager.free("dead end", donate=False)  # newer than ``common``, but worthless
+    serve(manager, list(range(400, 464)), boundary=16)
+    assert manager.lookup(manager.prefix_keys([*later, 7]), len(later) + 1).num_tokens == len(later)
+    assert manager.lookup(manager.prefix_keys(dead_end), len(dead_end)).num_attention_tokens < len(dead_end)
+    assert manager.check() == []
+
+
 def test_same_requests_when_served_twice_then_same_evictions() -> None:
     def run() -> list[int]:
         rng, manager = random.Random(3), make_manager("value", num_blocks=60, num_slots=10)
