@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 from common.images.source import ImageSource
-from common.wire.fields import shown
+from common.wire.fields import invalid, shown
 from common.wire.json_text import INVALID_JSON, JsonBounds, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -109,6 +109,7 @@ def _parse_message(where: str, value: object, bounds: JsonBounds) -> Message:
             f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", param=f"{where}.role"
         )
     message: Message = {key: item for key, item in value.items() if item is not None and key != CACHE_CONTROL}
+    _check_text(f"{where}.tool_call_id", message.get("tool_call_id"))
     calls = message.get("tool_calls")
     if calls is not None:
         message["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", calls, bounds)
@@ -193,11 +194,24 @@ def _parse_tool_calls(where: str, value: object, bounds: JsonBounds) -> list[dic
         function = item.get("function") if isinstance(item, Mapping) else None
         if not isinstance(item, Mapping) or not isinstance(function, Mapping):
             raise InvalidRequestError(f"{name} must be an object with a function, got {shown(item)}", param=name)
-        arguments = function.get("arguments")
+        if item.get("type") not in (None, "function"):
+            invalid(f"{name}.type", item["type"], "function")
+        _check_text(f"{name}.id", item.get("id"))
+        called, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(called, str) or not called:
+            invalid(f"{name}.function.name", called, "the function's name")
         if isinstance(arguments, str):
             arguments = _parse_arguments(f"{name}.function.arguments", arguments, bounds)
+        elif arguments is not None and not isinstance(arguments, Mapping):
+            invalid(f"{name}.function.arguments", arguments, "JSON text or an object")
         calls.append({**item, "function": {**function, "arguments": arguments}})
     return calls
+
+
+def _check_text(name: str, value: object) -> None:
+    """Raises InvalidRequestError for what is neither absent nor text."""
+    if value is not None and not isinstance(value, str):
+        invalid(name, value, "a string")
 
 
 def _parse_arguments(where: str, text: str, bounds: JsonBounds) -> Mapping[str, Any]:

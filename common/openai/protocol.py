@@ -306,11 +306,8 @@ def _reasoning(fields: ChatBody) -> ReasoningFields:
 def _check_tool_choice(choice: ToolChoiceValue | None, tools: tuple[dict[str, Any], ...] | None) -> None:
     if choice == "required" and not tools:
         raise InvalidRequestError("tool_choice required needs tools, got none", param="tool_choice")
-    if isinstance(choice, ToolName):
-        functions = [tool.get("function") for tool in tools or ()]
-        names = [function.get("name") for function in functions if isinstance(function, Mapping)]
-        if choice.name not in names:
-            invalid("tool_choice", choice.name, "the name of one of tools")
+    if isinstance(choice, ToolName) and choice.name not in [tool["function"]["name"] for tool in tools or ()]:
+        invalid("tool_choice", choice.name, "the name of one of tools")
 
 
 def _truncation(fields: PromptBody) -> int | None:

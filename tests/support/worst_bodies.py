@@ -250,11 +250,11 @@ CORPUS: dict[str, Shape] = {
         route=CHAT_ROUTE,
     ),
     "a tool of one text": Shape(
-        lambda: _chat(b"tools", b'[{"type":"function","description":' + _text(b"a ") + b"}]"), ANY, CHAT_ROUTE
+        lambda: _chat(b"tools", b'[{"function":{"name":"f","description":' + _text(b"a ") + b"}}]"), ANY, CHAT_ROUTE
     ),
     "a tool with a schema of megabytes": Shape(
         lambda: _chat(
-            b"tools", b'[{"type":"function","parameters":' + _object(90_000, b'"' + b"a" * 100 + b'"') + b"}]"
+            b"tools", b'[{"function":{"name":"f","parameters":' + _object(90_000, b'"' + b"a" * 100 + b'"') + b"}}]"
         ),
         ANY,
         CHAT_ROUTE,
@@ -262,7 +262,7 @@ CORPUS: dict[str, Shape] = {
     "all tools": Shape(
         lambda: _chat(
             b"tools",
-            b"[" + _fill(b'{"type":"function","function":{"name":"' + b"a" * 16_000 + b'"}}', most=1024) + b"]",
+            b"[" + _fill(b'{"function":{"name":"f","description":"' + b"a" * 16_000 + b'"}}', most=1024) + b"]",
         ),
         ANY,
         CHAT_ROUTE,

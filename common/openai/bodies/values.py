@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from common.errors import InvalidRequestError
+from common.openai.bodies.base import Body, declare, read_body
 from common.openai.messages import CACHE_CONTROL, ROLES
 from common.wire.fields import MAX_TOKEN_ID, check_int_list, check_number, invalid, is_int, shown
 
@@ -106,10 +107,34 @@ def _one_prompt(where: str, value: object) -> Prompt:
 # --- what a template reads --------------------------------------------------------------------------------------------
 
 
+class Function(Body):
+    """What a tool calls, of chats and of Responses."""
+
+    name: str = declare("OpenAI", "The function's name.", default=..., min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = declare("OpenAI", "Arguments follow the schema.", means=False)
+
+
 def _tools(value: object) -> tuple[dict[str, Any], ...] | None:
     tools = _objects("tools", value, MAX_TOOLS)
+    for index, tool in enumerate(tools):
+        _check_tool(f"tools[{index}]", tool)
     # Templates print tools whole: a mark in one must not change the prompt. Their end is a boundary anyway.
     return tuple({key: item for key, item in tool.items() if key != CACHE_CONTROL} for tool in tools) or None
+
+
+def _check_tool(name: str, tool: Mapping[str, Any]) -> None:
+    kind, function = tool.get("type"), tool.get("function")
+    if kind not in (None, "function"):
+        raise InvalidRequestError(
+            f"{name}.type {shown(kind)} is not supported: only functions are",
+            param=f"{name}.type",
+            code="unsupported_parameter",
+        )
+    if not isinstance(function, Mapping):
+        invalid(f"{name}.function", function, "an object")
+    read_body(Function, function, prefix=f"{name}.function.")
 
 
 def _documents(value: object) -> tuple[dict[str, Any], ...] | None:
@@ -268,13 +293,6 @@ class ChatMessage(_Shape):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     cache_control: CacheControl | None = None
-
-
-class Function(_Shape):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(_Shape):

@@ -17,7 +17,6 @@ from common.openai.json_schema import LenientSchemas, without_annotations
 from common.openai.protocol import ChatRequest
 from common.text.answers.formats import AnswerFormat, CallKind, CallLayout, ToolFormat
 from common.text.answers.grammar_values import ParameterRules, lark_text, schema_rule
-from common.wire.fields import invalid
 
 _FREE_TEXT = "TEXT: /(?s:.*)/"
 
@@ -77,7 +76,7 @@ class CallRules:
         choice = request.tool_choice
         tools = tuple(request.tools or ()) if choice != "none" else ()
         if isinstance(choice, ToolName):
-            tools = tuple(tool for tool in tools if function_of(tool).get("name") == choice.name)
+            tools = tuple(tool for tool in tools if function_of(tool)["name"] == choice.name)
         is_required = isinstance(choice, ToolName) or choice == "required"
         is_strict = any(function_of(tool).get("strict") for tool in tools)
         is_held = is_required or is_strict or request.constraint is not None or not request.parallel_tool_calls
@@ -87,7 +86,7 @@ class CallRules:
         """A grammar of all arguments that are held to their schemas, to check before any format is known."""
         if not self.is_held:
             return None
-        functions = [named_function(index, tool) for index, tool in enumerate(self.tools)]
+        functions = [function_of(tool) for tool in self.tools]
         layout, lenient = CallLayout("", "", "", ""), LenientSchemas()
         rules = [
             f"args_{index}: {schema_rule(parameters_schema(each, lenient), layout, strict=bool(each.get('strict')))}"
@@ -207,7 +206,7 @@ class _Calls:
         return "calls"
 
     def _add_tool(self, index: int, tool: Mapping[str, Any]) -> None:
-        function = named_function(index, tool)
+        function = function_of(tool)
         layout = self._format.layout
         schema = parameters_schema(function, self._lenient)
         strict = bool(function.get("strict"))
@@ -227,23 +226,15 @@ class _Calls:
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else {}
-
-
-def named_function(index: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function of tool number ``index``. Raises InvalidRequestError for one that cannot be called."""
-    function = function_of(tool)
-    where = f"tools[{index}].function.name"
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        invalid(where, function.get("name"), "the function's name")
+    """``tool`` is one of a request's, which are checked."""
+    function: Mapping[str, Any] = tool["function"]
     return function
 
 
 def parameters_schema(function: Mapping[str, Any], lenient: LenientSchemas) -> dict[str, Any]:
     """The schema of a function's arguments, as far as they are held to it; without one it takes none."""
     parameters = function.get("parameters")
-    if not isinstance(parameters, Mapping) or not parameters:
+    if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = dict(parameters)
     if not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:

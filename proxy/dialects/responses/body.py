@@ -10,7 +10,7 @@ from pydantic import PlainValidator
 from common.errors import InvalidRequestError
 from common.openai.bodies.base import Body, declare, read_body
 from common.openai.bodies.models import MAX_LOGPROBS, MAX_TOKENS
-from common.openai.bodies.values import MAX_TOOLS
+from common.openai.bodies.values import MAX_TOOLS, Function
 from common.wire.fields import invalid, shown
 from proxy.dialects.fields import UNSUPPORTED, objects, read_kind, refuse, refuse_given, texts
 
@@ -154,12 +154,8 @@ def read_parts(name: str, value: object, *, may_have_images: bool = False) -> li
 # --- the body ---------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: str = declare("OpenAI", "The function's name.", default=..., min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = declare("OpenAI", "Arguments follow the schema.", means=False)
 
 
 _REFUSED_OF_TOOL = {"defer_loading": "all tools are in the prompt", "async": "a call is answered in the next request"}

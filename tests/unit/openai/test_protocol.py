@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,12 @@ def completion(**fields: Any):
 
 def chat(**fields: Any):
     return parse_chat({"messages": USER, **fields})
+
+
+def called(**fields: Any) -> list[dict[str, Any]]:
+    """A message with a call as it should be, and one with ``fields``."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call, {**call, **fields}]}]
 
 
 def params(request: Any, *, num_prompt_tokens: int = 10, max_model_len: int = 100, vocab_size: int = 1000):
@@ -229,8 +236,8 @@ def test_prefill_leg_ignores_every_sampling_and_output_field_however_inconsisten
     assert (request.prompts, request.cache_salt, request.priority) == (("hello",), "s", 3)
     assert request.output.n == 1
     assert params(request, num_prompt_tokens=100, max_model_len=100) == SamplingParams(max_tokens=1)
-    asked = chat(**noise, tools=[{"type": "function"}], chat_template_kwargs={"enable_thinking": False})
-    assert asked.tools == ({"type": "function"},)
+    asked = chat(**noise, tools=[FUNCTION], chat_template_kwargs={"enable_thinking": False})
+    assert asked.tools == (FUNCTION,)
     assert asked.chat_template_kwargs == {"enable_thinking": False}
 
 
@@ -330,7 +337,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
             "chat_template_kwargs",
             "256",
         ),
-        (lambda more: chat(tools=[{"type": "function"}] * (1024 + more)), "tools", "1024"),
+        (lambda more: chat(tools=[FUNCTION] * (1024 + more)), "tools", "1024"),
         (lambda more: chat(messages=[{"role": "user", "content": ""}] * (10_000 + more)), "messages", "10000"),
     ],
 )
@@ -396,6 +403,15 @@ def test_continue_final_message_turns_the_generation_prompt_off() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
         ([{"role": "assistant", "content": [{"type": "refusal"}]}], "messages[0].content[0].refusal"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
+        (USER + called(type="custom"), "messages[1].tool_calls[1].type"),
+        (USER + called(id=7), "messages[1].tool_calls[1].id"),
+        (USER + called(function="f"), "messages[1].tool_calls[1]"),
+        (USER + called(function={"arguments": "{}"}), "messages[1].tool_calls[1].function.name"),
+        (USER + called(function={"name": ""}), "messages[1].tool_calls[1].function.name"),
+        (USER + called(function={"name": 5}), "messages[1].tool_calls[1].function.name"),
+        (USER + called(function={"name": "f", "arguments": 5}), "messages[1].tool_calls[1].function.arguments"),
+        (USER + called(function={"name": "f", "arguments": []}), "messages[1].tool_calls[1].function.arguments"),
     ],
 )
 def test_bad_message_names_its_place(messages: Any, param: str) -> None:
@@ -429,6 +445,51 @@ def test_tools_must_be_objects() -> None:
     for tools in ("x", [1], {"a": 1}):
         with pytest.raises(InvalidRequestError, match="tools"):
             chat(tools=tools)
+
+
+def test_calls_of_a_history_when_shaped_as_clients_send_them_then_are_taken() -> None:
+    for fields, arguments in (
+        ({"function": {"name": "f", "arguments": {"x": 1}}}, {"x": 1}),
+        ({"function": {"name": "f", "arguments": ""}}, {}),
+        ({"function": {"name": "f", "arguments": "no JSON"}}, {}),
+        ({"function": {"name": "f", "arguments": None}}, None),
+        ({"function": {"name": "f"}, "id": None, "type": None, "index": 1}, None),
+    ):
+        result = {"role": "tool", "content": "x"}  # only some templates need the call's id
+        request = chat(messages=[*USER, *called(**fields), result, {**result, "tool_call_id": "1"}])
+        assert request.messages[1]["tool_calls"][1]["function"] == {"name": "f", "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "web_search"}, "tools[1].type"),
+        ({"type": "custom", "custom": {"name": "f"}}, "tools[1].type"),
+        ({"type": "function"}, "tools[1].function"),
+        ({"type": "function", "name": "f"}, "tools[1].function"),  # as Responses has it
+        ({"function": "f"}, "tools[1].function"),
+        ({"function": {}}, "tools[1].function.name"),
+        ({"function": {"name": ""}}, "tools[1].function.name"),
+        ({"function": {"name": 5}}, "tools[1].function.name"),
+        ({"function": {"name": "f" * 257}}, "tools[1].function.name"),
+        ({"function": {"name": "f", "description": 5}}, "tools[1].function.description"),
+        ({"function": {"name": "f", "parameters": '{"type": "object"}'}}, "tools[1].function.parameters"),
+        ({"function": {"name": "f", "strict": "false"}}, "tools[1].function.strict"),
+    ],
+)
+def test_tool_when_it_is_no_function_or_its_parts_do_not_fit_then_is_refused_by_its_place(
+    tool: dict[str, Any], param: str
+) -> None:
+    for choice in (None, "none", "auto", "required"):
+        with pytest.raises(InvalidRequestError, match=re.escape(param)) as refused:
+            chat(tools=[FUNCTION, tool], tool_choice=choice)
+        assert refused.value.param == param
+
+
+def test_tools_when_shaped_as_clients_send_them_then_are_taken_as_they_are() -> None:
+    function = {"name": "f", "description": None, "parameters": None, "strict": None, "return": {"type": "string"}}
+    tools = [{"type": "function", "function": function}, {"function": {"name": "g", "parameters": {}}}]
+    assert chat(tools=tools).tools == tuple(tools)
 
 
 def test_model_absent_is_the_served_one_and_another_is_404() -> None:

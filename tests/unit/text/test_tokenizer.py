@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import TextCodec
 from tests.support.chat_templates import TEMPLATES
 from tests.unit.text.vocabulary import EOS, byte_fallback
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.fixture
@@ -26,8 +29,8 @@ def chat(content: str = "hello", role: str = "user", **fields: Any) -> Any:
 def test_chat_is_rendered_through_the_template(codec: TextCodec) -> None:
     assert codec.decode(codec.encode_chat(chat())) == "<user>hello<assistant>"
     assert codec.decode(codec.encode_chat(chat(add_generation_prompt=False))) == "<user>hello"
-    styled = chat(chat_template_kwargs={"style": "terse"}, tools=[{"a": 1}])
-    assert codec.decode(codec.encode_chat(styled)) == '<user>hello[{"a": 1}]terse<assistant>'
+    styled = chat(chat_template_kwargs={"style": "terse"}, tools=[FUNCTION])
+    assert codec.decode(codec.encode_chat(styled)) == f"<user>hello{json.dumps([FUNCTION])}terse<assistant>"
 
 
 def test_chat_when_special_tokens_or_documents_are_asked_for_then_has_them(tokenizer: Any) -> None:
@@ -73,7 +76,7 @@ def test_special_tokens_of_a_text_when_not_asked_for_then_are_left_out(sentencep
 
 
 def test_developer_when_the_template_does_not_name_it_then_is_the_system() -> None:
-    chats = [chat("brief", role, tools=tools) for tools in ([], [{"a": 1}]) for role in ("system", "developer")]
+    chats = [chat("brief", role, tools=tools) for tools in ([], [FUNCTION]) for role in ("system", "developer")]
     for name in ("'developer'", '"developer"', ""):
         tokenizer = build_tokenizer(300, 1000)
         branch = f"{{% if message.role == {name} %}}as told: {{% endif %}}" if name else "{# the app's developer #}"

@@ -285,7 +285,7 @@ async def test_keys_are_those_that_the_node_gives_to_the_prompt(site: Site, code
         {"messages": [{"role": "user", "content": ""}] * 500},
         {"messages": [{"role": "assistant", "content": "", "reasoning_content": "x" * 20_000}]},
         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ["b"] * 5000}},
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "a": "b" * 20_000}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f", "a": "b" * 20_000}}]},
         {"prompt": ["a"] * 1000},
         {"prompt": "dog " * 1000},
     ],
