@@ -37,6 +37,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
@@ -57,7 +58,7 @@ class ChatTemplate:
         text = self._template.render(
             messages=chat,
             tools=tools,
-            documents=None,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )

@@ -75,6 +75,7 @@ class LightTokenizer:
         conversation: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = True,
@@ -89,6 +90,7 @@ class LightTokenizer:
         text = template.render(
             conversation,
             tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self._special_tokens, **variables},

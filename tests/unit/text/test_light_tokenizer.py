@@ -226,6 +226,19 @@ def test_template_argument_that_transformers_takes_itself_is_refused() -> None:
         assert outcome(theirs, parse_chat(body))[0] == outcome(ours, parse_chat(body))[0] == "refused"
 
 
+def test_documents_when_a_chat_has_some_then_both_render_them() -> None:
+    made = train_byte_level()
+    made.chat_template = (
+        "{% for each in documents or [] %}[{{ each.title }}: {{ each.text }}]{% endfor %}{{ messages[0].content }}"
+    )
+    theirs, ours = TextCodec(made, vocab_size=500), create_codec(document_of(made))
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    documents = [{"title": "a", "text": "x"}, {"title": "b", "text": "y"}]
+    for codec in (theirs, ours):
+        assert codec.decode(codec.encode_chat(parse_chat({**body, "documents": documents}))) == "[a: x][b: y]hello"
+        assert codec.decode(codec.encode_chat(parse_chat(body))) == "hello"
+
+
 # --- what cannot be rebuilt is not used -------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ def renderer(source: str) -> Render:
             return template.render(
                 messages,
                 tools=tools,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=False,
                 variables=variables,
