@@ -64,20 +64,20 @@ class DeltaSink:
         return delta
 
     def reasoning(self, text: str) -> None:
-        self._delta.reasoning += self._spelled(text)
+        self._delta.reasoning += self.spelled(text)
 
     def content(self, text: str) -> None:
-        self._delta.content += self._spelled(text)
+        self._delta.content += self.spelled(text)
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._delta.calls.append(CallDelta(self.num_calls, self._spelled(name), "", call_id))
+        self._delta.calls.append(CallDelta(self.num_calls, self.spelled(name), "", call_id and self.spelled(call_id)))
         self.num_calls += 1
         self.is_call_open = True
         self._is_in_string, self._half_escape = False, ""
 
     def arguments(self, text: str) -> None:
         text, self._half_escape = self._half_escape + text, ""
-        text = _IN_JSON.sub(self._mended, self._spelled(text))
+        text = _IN_JSON.sub(self._mended, self.spelled(text))
         if not text:
             return
         calls, index = self._delta.calls, self.num_calls - 1
@@ -101,7 +101,8 @@ class DeltaSink:
             return mark
         return mark[:-1] * 2 + escaped(mark[-1])  # a backslash before one stands for itself
 
-    def _spelled(self, text: str) -> str:
+    def spelled(self, text: str) -> str:
+        """``text`` with the names of special tokens in place of their characters, which JSON would escape."""
         if self._texts and not text.isascii():
             for character, marker in self._texts.items():
                 text = text.replace(character, marker)

@@ -68,7 +68,7 @@ def _parameters(reader: TextReader, sink: DeltaSink, name: str, markers: tuple[s
         if found is None:
             return
         key = found[0].strip()
-        sink.arguments(("{" if not given else ", ") + dumps(key) + ": ")
+        sink.arguments(("{" if not given else ", ") + dumps(sink.spelled(key)) + ": ")
         given.append(key)
         if not (yield from _value(reader, sink, known.get(key), _Ends(given, known, markers))):
             return
@@ -106,7 +106,7 @@ def _value(reader: TextReader, sink: DeltaSink, types: Set[str] | None, ends: _E
         emit(stop)
     else:
         return False
-    sink.arguments('"' if is_text else json_of_text("".join(parts), types or frozenset()))
+    sink.arguments('"' if is_text else json_of_text(sink.spelled("".join(parts)), types or frozenset()))
     return True
 
 

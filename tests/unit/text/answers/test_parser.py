@@ -154,6 +154,26 @@ def test_special_tokens_when_a_text_spells_them_then_they_mark_nothing() -> None
     assert total.content == "a<|tool_call_end|><|tool_call_start|>b"
 
 
+@pytest.mark.parametrize("types", [{"string", "null"}, {"string"}, {"array"}, None])
+def test_special_tokens_when_they_are_in_a_parameter_of_any_type_then_are_spelled_in_the_json(types: Any) -> None:
+    think = marker_character(0)
+    text = f"<function=f><parameter=a>b{think}</parameter><parameter=k{think}>c</parameter></function>"
+    total, _ = parse(
+        AnswerFormat(TOOL_FORMATS["qwen3_coder"]),
+        list(text),
+        types=ToolTypes({"f": {} if types is None else {"a": frozenset(types)}}),
+        characters={"<think>": think},
+    )
+    assert json.loads(total.arguments[0].encode()) == {"a": "b<think>", "k<think>": "c"}
+
+
+def test_special_tokens_when_they_are_in_the_id_of_a_call_then_are_spelled() -> None:
+    think = marker_character(0)
+    text = f"<|tool_call_begin|>functions.f{think}:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    total, _ = parse(AnswerFormat(TOOL_FORMATS["kimi_k2"]), list(text), characters={"<think>": think})
+    assert (total.names, total.call_ids) == (["f<think>"], ["functions.f<think>:0"])
+
+
 @pytest.mark.full
 def test_time_when_an_answer_is_long_and_odd_then_it_grows_with_its_length() -> None:
     """A parser that read held text again for each piece would need minutes here."""
