@@ -287,6 +287,8 @@ def _answer(
     is_from_peer: bool,
 ) -> _Answer:
     unknown_fields = refuse_unsupported(fields, of_other_route)
+    if fields.stream_options is not None:
+        unknown_fields += refuse_unsupported(fields.stream_options, frozenset(), prefix="stream_options.")
     sampling = sampling_of(fields, logprobs)
     reports_state = False
     if is_from_peer:

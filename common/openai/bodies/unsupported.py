@@ -39,10 +39,6 @@ HARMLESS = frozenset(
         "safety_identifier",
         "session_id",
         "custom_labels",
-        "stream_interval",
-        "return_mm_kwargs",
-        "return_token_offsets",
-        "spaces_between_special_tokens",
         "guided_decoding_backend",
     }
 )
@@ -60,6 +56,7 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     "web_search_options": _is_empty,
     "moderation": _is_empty,
     "verbosity": _is_one_of("medium"),
+    "stream_options.include_obfuscation": _is_empty,
     # vLLM's
     "use_beam_search": _is_empty,
     "length_penalty": _is_one_of(1, 1.0),
@@ -73,6 +70,10 @@ UNSUPPORTED: Mapping[str, IsNeutral] = {
     "ec_transfer_params": _is_empty,
     "routed_experts_prompt_start": _is_one_of(0),
     "return_prompt_text": _is_empty,
+    "return_token_offsets": _is_empty,
+    "return_mm_kwargs": _is_empty,
+    "spaces_between_special_tokens": _is_one_of(True),
+    "stream_interval": _is_one_of(1),
     "vllm_xargs": _is_empty,
     # Of chats, for completions: what they mean there is done.
     "tool_choice": _is_one_of("none", "auto"),
@@ -111,14 +112,16 @@ INTERNAL_FIELDS = frozenset(
 """Said by proxies to nodes alone: of a client, none of them gets past the proxy."""
 
 
-def refuse_unsupported(body: Body, of_other_route: frozenset[str]) -> tuple[str, ...]:
-    """The names in ``body`` that nobody knows. ``of_other_route``: fields that act on the other generation route only.
+def refuse_unsupported(body: Body, of_other_route: frozenset[str], *, prefix: str = "") -> tuple[str, ...]:
+    """The names in ``body`` that nobody knows. ``of_other_route``: fields that act on the other generation route only;
+    ``prefix``: of the names of a body that is part of another one.
 
     Raises:
         InvalidRequestError: a field that is not built, or not for this route; ``code`` is ``unsupported_parameter``.
     """
     unknown: list[str] = []
-    for name, value in (body.model_extra or {}).items():
+    for key, value in (body.model_extra or {}).items():
+        name = prefix + key
         if name in HARMLESS or name in INTERNAL_FIELDS:
             continue
         is_neutral = UNSUPPORTED.get(name, _is_one_of() if name.startswith(_PREFIX) else _is_empty)

@@ -151,6 +151,9 @@ def test_field_of_others_when_it_asks_for_something_then_is_refused_by_name(rout
         ("verbosity", "medium"),
         ("suffix", ""),
         ("separate_reasoning", True),
+        ("return_token_offsets", False),
+        ("spaces_between_special_tokens", True),
+        ("stream_interval", 1),
         *((name, "x") for name in sorted(HARMLESS)),
     ],
 )
@@ -164,6 +167,17 @@ def test_field_that_nobody_knows_when_given_then_is_accepted_and_named() -> None
     for route, (parse, _) in ROUTES.items():
         body = {**PROMPTS[route], "frobnicate": 1, "user": "u", **dict.fromkeys(INTERNAL_FIELDS)}
         assert parse(body).unknown_fields == ("frobnicate",)
+
+
+def test_stream_options_when_nobody_knows_a_name_then_it_is_named_with_its_place() -> None:
+    options = {"include_usage": True, "include_usages": True, "user": "u", "include_obfuscation": False}
+    for route, (parse, _) in ROUTES.items():
+        parsed = parse({**PROMPTS[route], "stream": True, "stream_options": options, "frobnicate": 1})
+        assert parsed.unknown_fields == ("frobnicate", "stream_options.include_usages", "stream_options.user")
+        with pytest.raises(InvalidRequestError, match=r"stream_options\.include_obfuscation True") as refused:
+            parse({**PROMPTS[route], "stream": True, "stream_options": {"include_obfuscation": True}})
+        assert refused.value.code == "unsupported_parameter"
+        assert refused.value.param == "stream_options.include_obfuscation"
 
 
 @pytest.mark.parametrize(("parse", "route"), [(parse_completion, "completion"), (parse_chat, "chat")])
