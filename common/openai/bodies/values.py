@@ -274,6 +274,22 @@ class TextPart(_Shape):
     cache_control: CacheControl | None = None
 
 
+class RefusalPart(_Shape):
+    type: Literal["refusal"]
+    refusal: str
+    cache_control: CacheControl | None = None
+
+
+class ImageUrl(_Shape):
+    url: str
+
+
+class ImagePart(_Shape):
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+    cache_control: CacheControl | None = None
+
+
 class CalledFunction(_Shape):
     name: str
     arguments: str | dict[str, Any]
@@ -287,7 +303,7 @@ class ToolCall(_Shape):
 
 class ChatMessage(_Shape):
     role: Literal[ROLES]  # type: ignore[valid-type]
-    content: str | list[TextPart | str] | None = None
+    content: str | list[TextPart | RefusalPart | ImagePart | str] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

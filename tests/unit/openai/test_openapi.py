@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from fastapi.testclient import TestClient
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from common.config.proxy import ProxyConfig
+from common.errors import InvalidRequestError
 from common.openai.bodies.models import ChatBody, CompletionBody
 from common.openai.openapi import ENDPOINTS, openapi_document
+from common.openai.protocol import parse_chat
 from common.server.gate import install_middleware
 from proxy.app import create_app
 
@@ -60,6 +63,29 @@ def test_schema_of_a_body_when_compared_with_its_model_then_has_every_field_and_
     assert openapi_document("x", "1")["components"]["schemas"][name]["required"] in (["prompt"], ["messages"])
     assert all(field["description"] and field["x-origin"] for field in properties.values())
     assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+
+
+def test_content_when_it_has_parts_of_each_kind_then_the_schema_allows_what_is_taken() -> None:
+    document = openapi_document("x", "1")
+    schema = {"$ref": "#/components/schemas/ChatMessage", "components": document["components"]}
+    validator = jsonschema.Draft202012Validator(schema)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts: list[Any] = [
+        "a",
+        {"type": "text", "text": "a", **mark},
+        {"type": "refusal", "refusal": "No.", **mark},
+        {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}, **mark},
+        {"type": "image_url", "image_url": "data:,"},
+    ]
+    for content in (None, "a", parts, *([part] for part in parts)):
+        message = {"role": "assistant", "content": content}
+        validator.validate(message)
+        assert parse_chat({"messages": [message]})
+    for part in ({"type": "input_audio"}, {"type": "text"}, {"type": "refusal"}, {"type": "image_url"}, 5):
+        message = {"role": "assistant", "content": [part]}
+        assert not validator.is_valid(message)
+        with pytest.raises(InvalidRequestError):
+            parse_chat({"messages": [message]})
 
 
 def test_docs_when_opened_then_are_a_page_without_scripts_or_foreign_requests(client: TestClient) -> None:
