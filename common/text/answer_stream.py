@@ -19,7 +19,8 @@ class AnswerStream:
         text: of all tokens, without stop strings.
         parser: of this answer alone.
         markers: special token -> its character in the parser's text, and its name.
-        stops: looked for in content, from token number ``min_tokens`` on; none is partly before a call.
+        stops: looked for in content, from token number ``min_tokens`` on; none is partly before a call. White space
+            behind content counts at once, although it is left out where a call follows.
     """
 
     def __init__(
@@ -89,9 +90,13 @@ class AnswerStream:
         return Delta(total.content, 0, self.stopped, total)
 
     def _take(self, delta: AnswerDelta, total: AnswerDelta) -> None:
-        if delta.content and self.num_tokens >= self._min_tokens:
+        looks_for_stops = self.num_tokens >= self._min_tokens
+        if delta.content and looks_for_stops:
             delta.content = self._stops.match(delta.content)
         if self.stopped is None and any(call.name is not None for call in delta.calls):
             # What is held comes before the call, and is no part of a stop string that goes on behind it.
             delta.content, self._stops.held = delta.content + self._stops.held, ""
+        space = self._parser.held_space
+        if self.stopped is None and looks_for_stops and self._stops.ends_in(space):
+            delta.content += self._stops.match(space)
         total.add(delta)

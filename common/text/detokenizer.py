@@ -85,6 +85,10 @@ class StopStrings:
         self.held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
+    def ends_in(self, new: str) -> bool:
+        """Whether one would be found in ``new`` text behind what is held; nothing changes."""
+        return bool(new) and any(stop in self.held + new for stop in self._stop)
+
 
 class TextStream:
     """Text of one choice.

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.text.answers.values import Known, resolved, types_of
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of parsers, grammars and the text of tokens together: nodes with different ones must not continue each other's
 answers."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"

@@ -61,6 +61,11 @@ class AnswerParser:
         """The last call has not come to its end."""
         return self._sink.is_call_open
 
+    @property
+    def held_space(self) -> str:
+        """White space behind content, which is content too unless a call follows."""
+        return "" if self.is_reasoning or self.is_call_open else self._reader.held_space
+
     def feed(self, text: str) -> AnswerDelta:
         """What became certain with ``text``."""
         if text and self._steps is not None:

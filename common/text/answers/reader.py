@@ -25,13 +25,15 @@ def marker_character(index: int) -> str:
 
 class TextReader:
     """The text, and a place in it. ``keep``: text from there on stays, for a parser that may go back to it. ``space``:
-    what ``pass_on`` left out before the stop."""
+    what ``pass_on`` left out before the stop. ``held_space``: what it holds back behind text that it emitted, while it
+    waits."""
 
     def __init__(self) -> None:
         self.text = ""
         self.place = 0
         self.keep: int | None = None
         self.space = ""
+        self.held_space = ""
         self.is_ended = False
         self._num_gone = 0
 
@@ -93,6 +95,7 @@ class TextReader:
         """Emits text as it comes, up to the first of ``stops``; that one, or "" at the end. ``holds_space``: characters
         that are not emitted right before a stop."""
         firsts = {stop[0] for stop in stops}
+        has_emitted = False
         while True:
             text, place = self.text, self.place
             found = first_of(text, stops, place)
@@ -107,12 +110,15 @@ class TextReader:
                 emit(text[place:])
                 self.place = len(text)
                 return ""
-            end = held_from(text, stops, place) if any(first in text for first in firsts) else len(text)
-            end = _without_space(text, place, end, holds_space)
+            limit = held_from(text, stops, place) if any(first in text for first in firsts) else len(text)
+            end = _without_space(text, place, limit, holds_space)
             if end > place:
                 emit(text[place:end])
                 self.place = end
+                has_emitted = True
+            self.held_space = text[end:limit] if has_emitted else ""
             yield
+            self.held_space = ""
 
 
 def _without_space(text: str, place: int, end: int, spaces: str) -> int:

@@ -283,6 +283,30 @@ def test_stop_string_when_a_call_is_in_its_middle_then_does_not_match_and_what_w
     assert streamed(codec, answer + " ### x", body, at_once=at_once)["content"] == "Issue ### more "
 
 
+@pytest.mark.parametrize("at_once", [1, 50])
+@pytest.mark.parametrize("template", ["hermes", "xml", "python"])
+def test_stop_string_when_it_ends_in_white_space_then_ends_the_answer_with_its_token(
+    template: str, at_once: int
+) -> None:
+    codec = codec_of(template)
+    body = {**BODY, "stop": ["\n\n"], "return_token_ids": True}
+    for rest in ("World", calls_text(codec, ARGUMENTS)):
+        token_ids = codec.encode("Hello \n\n" + rest, add_special_tokens=False)
+        num_tokens = next(n for n in range(len(token_ids)) if codec.decode(token_ids[:n]) == "Hello \n\n")
+        [response] = answers(codec, "Hello \n\n" + rest, body, at_once=at_once)
+        [choice] = response["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello ", "stop")
+        assert "tool_calls" not in choice["message"]
+        assert (response["usage"]["completion_tokens"], choice["token_ids"]) == (num_tokens, token_ids[:num_tokens])
+
+
+@pytest.mark.parametrize("template", ["hermes", "xml"])
+def test_stop_string_when_white_space_is_round_calls_alone_then_does_not_match(template: str) -> None:
+    codec = codec_of(template)
+    found = message(codec, "\n" + calls_text(codec, ARGUMENTS, {}), {**BODY, "stop": ["\n"]})
+    assert (found["content"], len(found["tool_calls"])) == (None, 2)
+
+
 def test_usage_when_there_is_reasoning_then_its_tokens_are_counted() -> None:
     codec = codec_of("hermes_thinking")
     thought = "Hm, well.\n</think>"
