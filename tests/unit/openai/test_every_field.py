@@ -163,6 +163,22 @@ def test_field_of_others_when_it_changes_nothing_then_is_accepted(name: str, val
         assert (parsed, parsed.unknown_fields) == (parse(PROMPTS[route]), ())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("return_token_offsets", True),
+        ("return_mm_kwargs", True),
+        ("spaces_between_special_tokens", False),
+        ("stream_interval", 10),
+    ],
+)
+def test_option_of_an_answer_that_is_not_built_when_asked_for_then_is_refused_by_name(name: str, value: Any) -> None:
+    for route, (parse, _) in ROUTES.items():
+        with pytest.raises(InvalidRequestError, match=name) as refused:
+            parse({**PROMPTS[route], name: value})
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
+
+
 def test_field_that_nobody_knows_when_given_then_is_accepted_and_named() -> None:
     for route, (parse, _) in ROUTES.items():
         body = {**PROMPTS[route], "frobnicate": 1, "user": "u", **dict.fromkeys(INTERNAL_FIELDS)}
