@@ -114,7 +114,13 @@ class ProxyConfig(ProcessConfig):
     )
     connect_timeout_seconds: float = seconds_flag(2.0, "longest wait for a node to accept a connection", 0.05)
     prefill_timeout_seconds: float = seconds_flag(600.0, "longest wait for the prefill leg's answer", 0.05)
-    stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node", 0.05)
+    stream_idle_timeout_seconds: float = seconds_flag(300.0, "longest silence of a decode node that streams", 0.05)
+    whole_answer_timeout_seconds: float = seconds_flag(
+        21_600.0,
+        "longest wait for an answer that is no stream, which comes with its last token; a node that is dead or frozen "
+        "is found out by --node-silence-seconds long before",
+        0.05,
+    )
     health_interval_seconds: float = seconds_flag(1.0, "time between two health probes of a node (/ready)", 0.01)
     node_silence_seconds: float = seconds_flag(
         5.0,

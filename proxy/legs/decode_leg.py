@@ -39,12 +39,14 @@ END_S = 1.0
 class DecodeLegs:
     """Relays decode legs. Stateless."""
 
-    def __init__(self, metrics: ProxyMetrics, first_timeout_s: float, idle_s: float) -> None:
-        """``first_timeout_s``: until the answer begins, which may take as long as the prompt; ``idle_s``: the longest
-        silence of a stream from then on."""
+    def __init__(self, metrics: ProxyMetrics, *, first_timeout_s: float, idle_s: float, whole_timeout_s: float) -> None:
+        """``first_timeout_s``: until a stream begins, which may take as long as the prompt; ``idle_s``: the longest
+        silence of a stream from then on; ``whole_timeout_s``: until an answer begins that is no stream, which may take
+        as long as all of its tokens."""
         self._metrics = metrics
         self._first_timeout_s = first_timeout_s
         self._idle_s = idle_s
+        self._whole_timeout_s = whole_timeout_s
 
     async def relay(
         self,
@@ -71,7 +73,8 @@ class DecodeLegs:
         try:
             # As long as the prompt, while the answer takes long: nothing here may keep it.
             body = await asyncio.to_thread(content) if len(job.prompts) > THREAD_PROMPTS else content()
-            leg_of = DecodeLeg(node, job.route, body, headers, self._first_timeout_s)
+            limit_s = self._first_timeout_s if job.is_stream else self._whole_timeout_s
+            leg_of = DecodeLeg(node, job.route, body, headers, limit_s, is_stream=job.is_stream)
             del body
             async with leg_of as (answer, leg):
                 if answer.status < 400:
@@ -99,17 +102,16 @@ class DecodeLegs:
         if is_stream:
             await self._pass_stream(node, job, answer, leg, client, progress)
         else:
-            body = await answer.read()
+            body = await answer.read(self._first_timeout_s)
             answer_json = _read_whole(node, answer, body)
             leg.succeed()
             outcome = _outcome_of_whole(answer_json)
             _count_usage(answer_json, client.record)
             await client.send_whole(answer.status, answer.headers, body, outcome)
 
-    @staticmethod
-    async def _refuse(node: Node, answer: NodeStream, client: ClientStream) -> NoReturn:
+    async def _refuse(self, node: Node, answer: NodeStream, client: ClientStream) -> NoReturn:
         """Raises what a status other than 200 means."""
-        relayed = RelayedAnswer(answer.status, answer.headers, await answer.read())
+        relayed = RelayedAnswer(answer.status, answer.headers, await answer.read(self._first_timeout_s))
         check_draining(node, answer.status, relayed.body)
         if answer.status == TransferError.status:
             raise TransferFailedError(node, relayed)

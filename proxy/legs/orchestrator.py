@@ -98,9 +98,12 @@ class Orchestrator:
         self._budget = RetryBudget(config.retry_budget)
         self._migration_limit = config.migration_limit
         self._sheds_late = config.shed_late
-        # A stream's first byte comes when the prompt is computed, a whole answer's when its last token is.
-        first_timeout_s = max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds)
-        self._decode_legs = DecodeLegs(metrics, first_timeout_s, config.stream_idle_timeout_seconds)
+        self._decode_legs = DecodeLegs(
+            metrics,
+            first_timeout_s=max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds),
+            idle_s=config.stream_idle_timeout_seconds,
+            whole_timeout_s=config.whole_answer_timeout_seconds,
+        )
         self._concurrent_legs = ConcurrentLegs(self._decode_legs, releaser, metrics, config.prefill_timeout_seconds)
         self._sequential_prefill = SequentialPrefill(
             placer,

@@ -1,9 +1,10 @@
 """The HTTP of the two legs of one request, with the client's failures translated into this project's.
 
-A leg ends in one of four ways: an answer to use, an answer to hand to the client as it is (``RelayedAnswer``), a node
+A leg ends in one of five ways: an answer to use, an answer to hand to the client as it is (``RelayedAnswer``), a node
 that could not be talked to, broke or answered what is of no use (``LegFailedError``: another node may be tried), or
-silence beyond the deadline (``DeadlineExceededError``: nothing is tried again, the client has waited long enough). How
-it ended is told to the node's circuit breaker here.
+silence beyond the deadline (``DeadlineExceededError``: nothing is tried again, the client has waited long enough), or
+an answer that is no stream and takes longer than any may (the same error). How it ended is told to the node's circuit
+breaker here; of the last way nothing, for a node that is dead or frozen fails its legs long before.
 """
 
 from __future__ import annotations
@@ -103,22 +104,45 @@ async def call(
 class DecodeLeg:
     """A decode leg, as ``async with``: entering gives the node's answer, its head within ``timeout_s``, its body not
     yet read; and the leg, of which the caller says that it succeeded. Leaving closes the connection, on which the node
-    aborts.
+    aborts. ``is_stream``: what is asked for; else the head comes with the answer's last token.
 
     Raises LegFailedError and DeadlineExceededError, also for what the caller does with the answer inside.
     """
 
-    def __init__(self, node: Node, route: str, content: bytes, headers: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        node: Node,
+        route: str,
+        content: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        is_stream: bool,
+    ) -> None:
         self._stream = node.client.stream("POST", route, content=content, headers=headers, timeout_s=timeout_s)
         self._scope = _LegScope(node)
+        self._name = f"{node.role.value} node {node.name}"
+        self._timeout_s = timeout_s
+        self._is_stream = is_stream
 
     async def __aenter__(self) -> tuple[NodeStream, Leg]:
         leg = self._scope.__enter__()
         try:
-            return await self._stream.__aenter__(), leg
+            return await self._begin(), leg
         except BaseException as exc:
             self._scope.__exit__(type(exc), exc, exc.__traceback__)
             raise
+
+    async def _begin(self) -> NodeStream:
+        try:
+            return await self._stream.__aenter__()
+        except NodeTimeoutError as exc:
+            if self._is_stream:
+                raise
+            raise DeadlineExceededError(
+                f"{self._name} did not end an answer that is no stream within --whole-answer-timeout-seconds "
+                f"{self._timeout_s:g}"
+            ) from exc
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

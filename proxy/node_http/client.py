@@ -71,9 +71,9 @@ class NodeStream:
     ) -> None:
         self._client.leave(self._connection)
 
-    async def read(self) -> bytes:
-        """The whole body. Raises NodeTimeoutError, NodeBrokenError; the latter also when it is too large."""
-        self._connection.deadline.begin(self._timeout_s)
+    async def read(self, timeout_s: float) -> bytes:
+        """The whole body, within ``timeout_s``. Raises as ``NodeClient.request``."""
+        self._connection.deadline.begin(timeout_s)
         return await self._client.read_all(self._connection, MAX_ANSWER_BYTES)
 
     @property

@@ -2,9 +2,9 @@
 
 Life: *closed*, every leg goes through; after ``failures`` failed legs in a row *open*, no leg goes through; after
 ``open_s`` *half-open*, one leg goes through as a probe: success closes, failure opens again. A leg that ends without a
-verdict (the client left; the node said that it is full or drains) changes nothing. What a node answers at ``/ready``
-does not matter here: a node that answers polls and breaks every leg is what this is for. No waiting, no I/O; called
-from the event loop only.
+verdict (the client left; the node said that it is full or drains; an answer that is no stream took too long) changes
+nothing. What a node answers at ``/ready`` does not matter here: a node that answers polls and breaks every leg is what
+this is for. No waiting, no I/O; called from the event loop only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
+
+PROBE_S = 600.0
+"""Seconds for which a probe without a verdict keeps others away: an answer that is no stream may take hours."""
 
 
 class BreakerState(enum.Enum):
@@ -36,6 +39,7 @@ class Breaker:
         self._num_failures = 0
         self._open_until_s: float | None = None
         self._probe: Leg | None = None
+        self._probe_since_s = 0.0
         self._reason = ""
         self.num_opened = 0
 
@@ -50,7 +54,8 @@ class Breaker:
         """Whether a leg may go to the node now."""
         if self._open_until_s is None:
             return True
-        return self._probe is None and self._clock() >= self._open_until_s
+        now_s = self._clock()
+        return now_s >= self._open_until_s and (self._probe is None or now_s >= self._probe_since_s + PROBE_S)
 
     @property
     def reason(self) -> str:
@@ -66,8 +71,8 @@ class Breaker:
         return Leg(self)
 
     def began(self, leg: Leg) -> None:
-        if self.state is BreakerState.HALF_OPEN and self._probe is None:
-            self._probe = leg
+        if self.state is BreakerState.HALF_OPEN and self.is_admitting:
+            self._probe, self._probe_since_s = leg, self._clock()
 
     def ended(self, leg: Leg) -> None:
         if self._probe is leg:

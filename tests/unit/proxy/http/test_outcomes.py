@@ -148,7 +148,7 @@ def test_request_when_its_own_deadline_passes_then_is_no_error(
 
 
 def test_request_when_a_node_is_silent_for_too_long_then_is_an_error(start_cluster: StartCluster) -> None:
-    cluster = start_cluster(0, stream_idle_timeout_seconds=0.2, prefill_timeout_seconds=0.2)
+    cluster = start_cluster(0, whole_answer_timeout_seconds=0.2)
     cluster.decode[0].fault = Fault.HANG
     assert post(cluster).status_code == 504
     assert_counted(cluster, "error")

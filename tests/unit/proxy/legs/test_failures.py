@@ -171,7 +171,34 @@ def test_decode_leg_when_silent_before_the_first_byte_then_504(start_cluster: St
     cluster = start_cluster(stream_idle_timeout_seconds=0.2, prefill_timeout_seconds=0.2)
     cluster.decode[0].fault = Fault.HANG
     assert post(cluster, STREAM).status_code == 504
-    assert post(cluster).status_code == 504
+    wait_for(lambda: cluster.decode[0].num_aborted == 1, "the decode leg's connection to be closed")
+
+
+def test_whole_answer_when_it_takes_longer_than_a_stream_may_be_silent_then_it_is_waited_for(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(0, stream_idle_timeout_seconds=0.3, prefill_timeout_seconds=0.3)
+    [node] = cluster.decode
+    node.may_answer.clear()
+    timer = threading.Timer(1.0, node.may_answer.set)
+    timer.start()
+    answer = post(cluster)
+    timer.join()
+    assert answer.status_code == 200, answer.text
+
+
+def test_whole_answer_when_it_takes_longer_than_any_may_then_504_names_the_flag_and_its_node_is_not_blamed(
+    start_cluster: StartCluster,
+) -> None:
+    cluster = start_cluster(0, whole_answer_timeout_seconds=0.2, breaker_failures=1)
+    cluster.decode[0].fault = Fault.HANG
+    for _ in range(2):
+        answer = post(cluster)
+        assert answer.status_code == 504, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == "deadline_exceeded"
+        assert "decode node decode-0" in error["message"]
+        assert error["message"].endswith("--whole-answer-timeout-seconds 0.2")
     wait_for(lambda: cluster.decode[0].num_aborted == 2, "the decode legs' connections to be closed")
 
 

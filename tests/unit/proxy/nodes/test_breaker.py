@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.legs.retry_budget import FLOOR, WINDOW_S, RetryBudget
-from proxy.nodes.breaker import Breaker, BreakerState
+from proxy.nodes.breaker import PROBE_S, Breaker, BreakerState
 
 
 class Clock:
@@ -75,6 +75,19 @@ def test_half_open_when_the_probe_ends_without_verdict_then_the_next_may_probe(b
     clock.now_s += 30
     with breaker.leg():
         assert not breaker.is_admitting
+    assert (breaker.state, breaker.is_admitting) == (BreakerState.HALF_OPEN, True)
+
+
+def test_half_open_when_the_probe_says_nothing_for_long_then_the_next_may_probe(breaker: Breaker, clock: Clock) -> None:
+    fail(breaker, 3)
+    clock.now_s += 30
+    with breaker.leg():  # an answer that is no stream
+        clock.now_s += PROBE_S - 1
+        assert not breaker.is_admitting
+        clock.now_s += 1
+        assert breaker.is_admitting
+        with breaker.leg():
+            assert not breaker.is_admitting
     assert (breaker.state, breaker.is_admitting) == (BreakerState.HALF_OPEN, True)
 
 
