@@ -194,12 +194,14 @@ class GenerateService:
         client.conversion = asked.conversion
         with self._metrics.track(label, job.arrival_s, client.record, job.span), self._follow(job, label, client):
             try:
-                async with self._admission.admitted(admission) as charge, self._limits.bounded(admission):
-                    job.admitted_s = time.monotonic()
-                    self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
+                async with self._admission.admitted(admission) as charge:
+                    # Round the limits: that a deadline has passed is an error out there, and a cancellation inside.
                     with _settled(charge, job, client):
-                        client.record.num_prompt_tokens = await self._tokenise(asked)
-                        await self._orchestrator.run(job, client)
+                        async with self._limits.bounded(admission):
+                            job.admitted_s = time.monotonic()
+                            self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
+                            client.record.num_prompt_tokens = await self._tokenise(asked)
+                            await self._orchestrator.run(job, client)
             except RelayedAnswer as exc:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers

@@ -203,6 +203,21 @@ def test_request_when_nodes_fail_or_refuse_it_then_it_has_used_nothing(limited: 
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_when_its_own_deadline_passes_before_the_first_byte_then_it_has_used_nothing(
+    limited: Cluster, stream: bool
+) -> None:
+    node = limited.decode[0]
+    node.fault = Fault.HANG
+    answer = limited.client.post(
+        "/v1/chat/completions", json={**CHAT, "stream": stream}, headers={"X-Request-Deadline-Ms": "700"}
+    )
+    assert answer.status_code == 504, answer.text
+    node.fault = Fault.NONE
+    answer = limited.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 110})
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
