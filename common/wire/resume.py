@@ -6,6 +6,8 @@ the node dies, 4 the proxy sends the client's body with ``tandem_resume`` elsewh
 prefix to compute, to pull or to find in a cache, as in a next turn, and sampling, penalties, stop strings, text and
 counts go on as if the stream had never been cut. Nodes take both fields from their proxy alone (which has the cluster
 key, where one is set); what clients send under these names is ignored.
+
+Of other streams a proxy is told how many tokens they have (``: tandem-tokens N``), where it cannot count events.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ RESUME_KEY = "tandem_resume"
 STREAM_STATE_KEY = "tandem_stream_state"
 STATE_PREFIX = b": tandem "
 """Begins a line of state: a comment to readers of server-sent events."""
+COUNT_PREFIX = b": tandem-tokens "
+"""Begins a line that says of how many tokens an event is the first sign; without it: one for each of its choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +117,15 @@ def read_state_line(line: bytes) -> StreamState:
         )
     except (ValueError, InvalidRequestError) as exc:
         raise ValueError(f"not the state of a stream: {exc}") from exc
+
+
+def count_line(num_tokens: int) -> bytes:
+    """The comment line that goes in front of an event."""
+    return COUNT_PREFIX + b"%d\n" % num_tokens
+
+
+def read_count_line(line: bytes) -> int:
+    """Tokens, of one line without its newline. Raises ValueError for what no node writes."""
+    if not line[len(COUNT_PREFIX) :].isdigit():
+        raise ValueError(f"not a number of tokens: {line[:40]!r}")
+    return int(line[len(COUNT_PREFIX) :])

@@ -149,7 +149,8 @@ class DecodeLegs:
                     await client.finish(progress.outcome, data)
                 else:
                     await client.send_chunk(data)
-                client.record.num_output_tokens = (client.record.num_output_tokens or 0) + gaps.passed(data)
+                gaps.passed(progress.num_tokens)
+                client.record.num_output_tokens = (client.record.num_output_tokens or 0) + progress.num_tokens
             if progress.failure is not None:
                 judge(leg, progress.failure.status)
                 raise progress.failure

@@ -1,8 +1,8 @@
 """What the client has of one stream: where it ends, how, and where another node would go on.
 
-Life cycle: 1 ``feed`` takes the node's bytes apart into whole events and gives back what is the client's, 2 the end:
-the [DONE] (``is_complete``; nothing that follows is the client's), an error event (``failure``), or neither: the stream
-broke.
+Life cycle: 1 ``feed`` takes the node's bytes apart into whole events and gives back what is the client's
+(``num_tokens``: of how many tokens; what a node says of that is taken out), 2 the end: the [DONE] (``is_complete``;
+nothing that follows is the client's), an error event (``failure``), or neither: the stream broke.
 
 A stream that may go on elsewhere (``--migration-limit``; ``ResumableProgress``) has more: ``begin`` per leg; what the
 events say about the tokens that they carry (``common.wire.resume``) is taken out of them; the last chunk of the choice
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from common.errors import TandemError
 from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.openai.errors import read_error
-from common.wire.resume import STATE_PREFIX, Resume, read_state_line
+from common.wire.resume import COUNT_PREFIX, STATE_PREFIX, Resume, read_count_line, read_state_line
 from proxy.legs.errors import LegFailedError
 from proxy.nodes.node import Node
 
@@ -27,19 +27,22 @@ DONE = b"data: [DONE]"
 ERROR = b'data: {"error"'
 # In no text of an event: a quotation mark inside of one is escaped.
 _LENGTH = b'"finish_reason":"length"'
+_TOKEN = b'"finish_reason"'
+"""In each choice of each event, null or not; not in those that hold the usage, the trace or an error."""
 MAX_EVENT_BYTES = 16 * 2**20
 """Of a stream's event whose end has not come: a node that never ends one must not fill the memory."""
 
 
 class StreamProgress:
     """Of a stream that cannot go on elsewhere: whole events pass as they are, an error event is the last. ``failure``:
-    what the stream says went wrong at the node."""
+    what the stream says went wrong at the node. ``num_tokens``: of what was passed last, of all choices."""
 
     may_go_on = False
 
     def __init__(self) -> None:
         self.failure: LegFailedError | None = None
         self.is_complete = False
+        self.num_tokens = 0
         self._rest = b""
         self._has_length = False
 
@@ -56,6 +59,7 @@ class StreamProgress:
         """What of the stream so far is the client's now. Nothing more comes once it ``is_complete`` or has a
         ``failure``."""
         events = self._whole_events(chunk)
+        self.num_tokens = 0
         passed = self._pass(events) if events else b""
         self._has_length = self._has_length or _LENGTH in passed
         return passed
@@ -75,11 +79,30 @@ class StreamProgress:
         if error_at >= 0 and not 0 <= done_at < error_at:
             end = events.index(END_OF_EVENT, error_at) + len(END_OF_EVENT)
             self.failure = _failure(events[error_at:end], is_told=True)
-            return events[:end]
+            return self._counted(events[:end])
         if done_at < 0:
-            return events
+            return self._counted(events)
         self.is_complete = True
-        return events[: done_at + len(DONE) + len(END_OF_EVENT)]
+        return self._counted(events[: done_at + len(DONE) + len(END_OF_EVENT)])
+
+    def _counted(self, events: bytes) -> bytes:
+        """As the client gets them."""
+        if _find_event(events, COUNT_PREFIX) < 0:
+            self.num_tokens = events.count(_TOKEN)
+            return events
+        passed: list[bytes] = []
+        for event in events.split(END_OF_EVENT)[:-1]:
+            num_tokens = event.count(_TOKEN)
+            if event.startswith(COUNT_PREFIX):
+                line, _, event = event.partition(b"\n")
+                try:
+                    num_tokens = read_count_line(line)
+                except ValueError as exc:
+                    self.failure, self.is_complete = _garbage(exc), False
+                    break
+            self.num_tokens += num_tokens
+            passed += (event, END_OF_EVENT)
+        return b"".join(passed)
 
 
 class ResumableProgress(StreamProgress):
@@ -96,11 +119,12 @@ class ResumableProgress(StreamProgress):
         self._created: int | None = None
         self._num_cached_tokens: int | None = None
         self._held: list[bytes] | None = None
+        self._num_held = 0
 
     def begin(self, node: Node) -> None:
         """Another leg: what was not passed on of the one before is forgotten."""
         self.node, self.failure, self.leaves = node, None, None
-        self._rest, self._held = b"", None
+        self._rest, self._held, self._num_held = b"", None, 0
 
     @property
     def is_leaving(self) -> bool:
@@ -120,16 +144,18 @@ class ResumableProgress(StreamProgress):
             try:
                 self._take(event, passed)
             except ValueError as exc:
-                self.failure = LegFailedError(f"the stream holds what no node writes: {exc}", reason="garbage")
+                self.failure = _garbage(exc)
             if self.is_complete or self.failure is not None:
                 break
         return b"".join(passed)
 
     def _take(self, event: bytes, passed: list[bytes]) -> None:
         """One event without its end. Raises ValueError."""
+        num_tokens = event.count(_TOKEN)
         if event.startswith(STATE_PREFIX):
             line, _, event = event.partition(b"\n")
             state = read_state_line(line)
+            num_tokens = len(state.token_ids)
             if state.is_end:
                 self._held = []
             else:
@@ -142,10 +168,17 @@ class ResumableProgress(StreamProgress):
         self.is_complete = event == DONE
         if self._held is not None:
             self._held += (event, END_OF_EVENT)
+            self._num_held += num_tokens
         if self._held is None:
             passed += (event, END_OF_EVENT)
+            self.num_tokens += num_tokens
         elif self.is_complete:
             passed += self._held
+            self.num_tokens += self._num_held
+
+
+def _garbage(error: ValueError) -> LegFailedError:
+    return LegFailedError(f"the stream holds what no node writes: {error}", reason="garbage")
 
 
 def _find_event(events: bytes, start: bytes) -> int:

@@ -35,7 +35,7 @@ class RequestRecord:
     Attributes:
         outcome: ``ABORT`` until another one is known: a request whose client leaves is cancelled wherever it is.
         num_prompt_tokens: None: no node has heard of it.
-        num_output_tokens: of what the client got: of a stream, its events with a choice; None: not known.
+        num_output_tokens: of what the client got, shown there or not; None: not known.
     """
 
     outcome: Outcome = Outcome.ABORT

@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_TOKEN = b'"finish_reason"'
-"""In each choice of each event, null or not; not in those that hold the usage, the trace or an error."""
-
 
 class TokenGaps:
     """Of one client's stream, over all nodes that it comes from. Of several choices nothing is measured: their tokens
@@ -18,14 +15,12 @@ class TokenGaps:
         self.num_choices = num_choices
         self._last_s: float | None = None
 
-    def passed(self, data: bytes) -> int:
-        """A piece of the stream went out; returns how many tokens it has, of all choices. They share the gap before
-        it, which counts once."""
-        num_tokens = data.count(_TOKEN)
+    def passed(self, num_tokens: int) -> None:
+        """A piece of the stream went out that has ``num_tokens``, of all choices. They share the gap before it, which
+        counts once."""
         if not num_tokens or self.num_choices != 1:
-            return num_tokens
+            return
         now_s = time.monotonic()
         if self._last_s is not None:
             self._observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
-        return num_tokens

@@ -29,8 +29,8 @@ from common.openai import responses
 from common.openai.protocol import ChatRequest, GenerationRequest
 from common.server.disconnect import why_gone
 from common.server.gate import request_id_of, wants_trace
-from common.wire.headers import REPORT_HEADER
-from common.wire.resume import state_line
+from common.wire.headers import PROXY_SECONDS_HEADER, REPORT_HEADER
+from common.wire.resume import count_line, state_line
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class ResponseBuilder:
         self._trace = trace
         self._scope = http.scope
         self._shows_trace = wants_trace(http)
+        self._tells_counts = PROXY_SECONDS_HEADER in http.headers
         self._is_chat = isinstance(request, ChatRequest)
         self._tells_prompt = request.output.return_token_ids or request.sampling.prompt_logprobs is not None
         # Kept as they grow: each event may tell them, of up to 2,048 answers.
@@ -167,7 +168,7 @@ class ResponseBuilder:
                     elif time.monotonic() - told_s >= self._silence_s:
                         event = responses.SSE_AT_WORK
                     if event:
-                        yield self._state_line(delta) + event if self._request.reports_state else event
+                        yield self._line_for_proxy(delta) + event
                         is_started, told_s = True, time.monotonic()
             include_usage = self._request.output.include_usage
             if include_usage or self._shows_trace:
@@ -201,9 +202,15 @@ class ResponseBuilder:
     def _job_of(self, delta: ChoiceDelta) -> PromptJob:
         return self._jobs[delta.index // self._request.output.n]
 
-    def _state_line(self, delta: ChoiceDelta) -> bytes:
-        """What the client knows once it has the event that follows, with the tokens that had no event of their own."""
+    def _line_for_proxy(self, delta: ChoiceDelta) -> bytes:
+        """What the client knows once it has the event that follows, with the tokens that had no event of their own; or
+        how many they are, where the event does not show it."""
         token_ids, self._unreported = self._unreported, []
+        if not self._request.reports_state:
+            # Reasoning that is hidden, text that is held back, several tokens at once. An event that shows nothing is
+            # a comment, which has no choice.
+            is_shown = len(token_ids) == int(delta.is_visible)
+            return count_line(len(token_ids)) if self._tells_counts and not is_shown else b""
         is_first, self._has_reported = not self._has_reported, True
         return state_line(
             token_ids,

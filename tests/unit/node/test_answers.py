@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,12 +78,13 @@ async def response_builder(
     num_known: int = 0,
     pause_s: float = 0.0,
     trace: RequestTrace | None = None,
+    headers: Sequence[tuple[bytes, bytes]] = (),
     **options: Any,
 ) -> ResponseBuilder:
     """A node's for ``body``, when the model says ``answer``. ``at_once``: tokens of one engine output, each of which
     takes ``pause_s``. ``num_known``: tokens that the client has from another node."""
     token_ids = [*codec.encode(answer, add_special_tokens=False), *([END] if ends_by == "stop" else [])]
-    http = HttpRequest({"type": "http", "headers": [], "state": {"request_id": "r", "body_bytes": 0}})
+    http = HttpRequest({"type": "http", "headers": list(headers), "state": {"request_id": "r", "body_bytes": 0}})
     resume = {"tandem_resume": {"output_token_ids": token_ids[:num_known]}} if num_known else {}
     request = parse_chat({**body, **resume}, is_from_peer=True)
     cache_config: Any = SimpleNamespace(geometry=SimpleNamespace(vocab_size=codec.vocab_size), keeps_boundaries=False)

@@ -218,6 +218,20 @@ def test_request_when_its_own_deadline_passes_before_the_first_byte_then_it_has_
     assert answer.status_code == 200, answer.text
 
 
+def test_stream_when_its_node_tells_of_tokens_that_are_not_shown_then_its_key_has_used_them(limited: Cluster) -> None:
+    [node] = limited.decode
+    event = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {}, 'finish_reason': None}]})}\n\n"
+    node.script = (event, ": tandem-tokens 40\n: at work\n\n", event, "data: [DONE]\n\n")
+    answer = limited.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.status_code == 200
+    assert "tandem" not in answer.text
+    # 20 of the prompt, 1 + 40 + 1 of the answer: 58 of 120 are left.
+    node.script = ()
+    for num_tokens, status in ((90, 429), (50, 200)):
+        answer = limited.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": num_tokens - 1})
+        assert answer.status_code == status, answer.text
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.legs.stream_progress import StreamProgress
 from proxy.metrics.token_gaps import TokenGaps
 from tests.unit.proxy.conftest import StartCluster
 from tests.unit.proxy.fake_node import NUM_CHUNKS, Fault
@@ -25,17 +26,25 @@ def test_gaps_when_pieces_hold_tokens_then_one_for_each_but_the_first(monkeypatc
     monkeypatch.setattr("proxy.metrics.token_gaps.time.monotonic", lambda: next(times))
     noted: list[float] = []
     gaps = TokenGaps(noted.append, num_choices=1)
-    for piece in (TOKEN, TOKEN, b": beat\n\n", TOKEN * 3, USAGE):
-        gaps.passed(piece)
+    for num_tokens in (1, 1, 0, 3, 0):
+        gaps.passed(num_tokens)
     assert noted == [2.0, 1.0]
 
 
 def test_gaps_when_there_are_several_choices_then_none() -> None:
     noted: list[float] = []
     gaps = TokenGaps(noted.append, num_choices=2)
-    gaps.passed(TOKEN)
-    gaps.passed(TOKEN)
+    gaps.passed(1)
+    gaps.passed(1)
     assert noted == []
+
+
+def test_progress_when_pieces_hold_tokens_then_each_is_counted_once() -> None:
+    progress, counts = StreamProgress(), []
+    for piece in (TOKEN, TOKEN[:9], TOKEN[9:], b": beat\n\n", TOKEN * 3, b": tandem-tokens 40\n" + TOKEN, USAGE):
+        progress.feed(piece)
+        counts.append(progress.num_tokens)
+    assert counts == [1, 0, 1, 0, 3, 40, 0]
 
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"n": 2}, 0), ({"prompt": ["a", "b"]}, 0)])
@@ -59,5 +68,5 @@ def test_stream_when_it_goes_on_at_another_node_then_the_pause_is_one_of_its_gap
     cluster.decode[0].fault = Fault.BREAK_LATE  # 50 ms after its first token
     body = {"prompt": "a", "stream": True}
     assert cluster.client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
-    # The other node's tokens come at once: if they do in one piece, each has a part of the pause.
-    assert cluster.metric("tandem_request_itl_seconds_sum", role="proxy") >= 0.05 / (NUM_CHUNKS - 1)
+    # The other node's tokens, two in each chunk, come at once: if they do in one piece, each has a part of the pause.
+    assert cluster.metric("tandem_request_itl_seconds_sum", role="proxy") >= 0.05 / (2 * (NUM_CHUNKS - 1))
