@@ -155,7 +155,12 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         metrics.set_source(lambda: read_gauges(pool, index, admission, grammars, replicas))
         feeds = EventFeeds(index, metrics, node_headers)
         pool.subscribe(feeds)
-        fetcher = ImageFetcher(config.allowed_media_domains, image_limits, config.image_fetch_seconds)
+        fetcher = ImageFetcher(
+            config.allowed_media_domains,
+            image_limits,
+            config.image_fetch_seconds,
+            max_body_bytes=config.max_body_bytes,
+        )
         tokenizer = PromptTokenizer(pool, metrics, node_headers, image_limits, fetcher)
         releaser = LeaseReleaser(node_headers)
         placer = Placer(config, pool, index, on_start=metrics.observe_start)

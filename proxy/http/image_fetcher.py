@@ -3,7 +3,8 @@
 A URL is text from anybody, and what it names may be a machine that only this one reaches. So: 1 its host is one of
 those allowed, by name, 2 the name is resolved once, and where any of its addresses is not a public one it is refused, 3
 the connection goes to an address that was looked at, whatever the name stands for a moment later, 4 each redirect
-begins at 1, and there are few, 5 bytes and time are bounded, and nothing is decompressed.
+begins at 1, and there are few, 5 bytes, of each image and of all of a request, and time are bounded, and nothing is
+decompressed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ class _NotAllowedError(Exception):
     """Says why, for the client."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Room:
+    """Bytes that the images of a request may still have, all together, as they come."""
+
+    num_bytes: int
+
+
 class _PublicResolver(AbstractResolver):
     """Resolves a name for one connection, which goes to what it returns."""
 
@@ -96,6 +104,7 @@ class _PublicResolver(AbstractResolver):
 
 class ImageFetcher:
     """Lives on the event loop. ``domains``: as ``parse_media_domain`` gives them; none: nothing is fetched.
+    ``max_body_bytes``: of a request's body with its images in it, in base64: nodes take no longer one.
     ``lookup`` and ``is_allowed``: instead of the system's resolver and the rule for addresses."""
 
     def __init__(
@@ -104,12 +113,14 @@ class ImageFetcher:
         limits: ImageLimits,
         timeout_s: float,
         *,
+        max_body_bytes: int,
         lookup: Lookup = look_up,
         is_allowed: Callable[[str], bool] = is_public,
     ) -> None:
         self._domains = frozenset(domains)
         self._limits = limits
         self._timeout_s = timeout_s
+        self._max_body_bytes = max_body_bytes
         self._resolver = _PublicResolver(lookup, is_allowed)
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         self._session: aiohttp.ClientSession | None = None
@@ -118,8 +129,8 @@ class ImageFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, request: ChatRequest) -> ChatRequest:
-        """The request with data in the place of URLs.
+    async def fetch(self, request: ChatRequest, *, num_bytes: int) -> ChatRequest:
+        """The request with data in the place of URLs. ``num_bytes``: its body's length.
 
         Raises:
             ImageRefusedError: a URL is not allowed, or does not give an image within the bounds.
@@ -129,19 +140,20 @@ class ImageFetcher:
             return request
         if len(sources) > self._limits.max_images:
             return request  # to be refused for that
-        tasks = [asyncio.ensure_future(self._fetched(source)) for source in sources]
+        room = _Room((self._max_body_bytes - num_bytes) * 3 // 4)
+        tasks = [asyncio.ensure_future(self._fetched(source, room)) for source in sources]
         try:
             return dataclasses.replace(request, images=tuple(await asyncio.gather(*tasks)))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _fetched(self, source: ImageSource) -> ImageSource:
+    async def _fetched(self, source: ImageSource, room: _Room) -> ImageSource:
         if not source.is_remote:
             return source
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
-                data = await self._get(source)
+                data = await self._get(source, room)
         except TimeoutError as exc:
             raise self._refused(source, f"it did not come within --image-fetch-seconds {self._timeout_s:g}") from exc
         except _NotAllowedError as exc:
@@ -157,7 +169,7 @@ class ImageFetcher:
         shown = re.sub(r"//[^/]*@", "//", source.url.partition("?")[0])[:80]
         return ImageRefusedError(f"{source.name}: {shown!r}: {why}", reason="fetch", param=source.name)
 
-    async def _get(self, source: ImageSource) -> bytes:
+    async def _get(self, source: ImageSource, room: _Room) -> bytes:
         if len(source.url) > MAX_URL_CHARS:
             raise _NotAllowedError(f"a URL must have at most {MAX_URL_CHARS} characters")
         url = URL(source.url)
@@ -169,7 +181,7 @@ class ImageFetcher:
                     continue
                 if answer.status != 200:
                     raise _NotAllowedError(f"the answer's status is {answer.status}")
-                return await self._read(answer, source)
+                return await self._read(answer, source, room)
         raise _NotAllowedError(f"it redirects more than {MAX_REDIRECTS} times")
 
     def _check(self, url: URL) -> None:
@@ -191,7 +203,7 @@ class ImageFetcher:
         if not self._resolver._is_allowed(host):
             raise _NotAllowedError(f"{host} is not a public address")
 
-    async def _read(self, answer: aiohttp.ClientResponse, source: ImageSource) -> bytes:
+    async def _read(self, answer: aiohttp.ClientResponse, source: ImageSource, room: _Room) -> bytes:
         if (answer.content_length or 0) > self._limits.max_bytes:
             raise too_long(source.name, self._limits)
         pieces: list[bytes] = []
@@ -200,8 +212,19 @@ class ImageFetcher:
             num_bytes += len(piece)
             if num_bytes > self._limits.max_bytes:
                 raise too_long(source.name, self._limits)
+            room.num_bytes -= len(piece)
+            if room.num_bytes < 0:
+                raise self._too_long_together(source)
             pieces.append(piece)
         return b"".join(pieces)
+
+    def _too_long_together(self, source: ImageSource) -> ImageRefusedError:
+        return ImageRefusedError(
+            f"{source.name}: the body with its images in base64 must have at most --max-body-bytes "
+            f"{self._max_body_bytes} bytes, whatever --max-image-bytes {self._limits.max_bytes} allows for each",
+            reason="limit",
+            param=source.name,
+        )
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:

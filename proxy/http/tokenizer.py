@@ -183,7 +183,7 @@ class PromptTokenizer:
             await self._wait()
             if self._codec is not None:
                 self._codec.check_images(request)
-            request = await self._fetcher.fetch(request)
+            request = await self._fetcher.fetch(request, num_bytes=num_bytes)
         document, codec = self._document, self._codec
         if document is not None and not self._serves(document):
             document = None

@@ -22,6 +22,8 @@ from tests.unit.images.test_security import encoded
 
 PICTURE = encoded(20, 10, "PNG")
 LIMITS = ImageLimits(max_images=4, max_bytes=100_000)
+MAX_BODY_BYTES = 1_000_000
+BODY_BYTES = 500
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,13 @@ class World:
         self.asked.append(host)
         return self.addresses[min(len(self.asked), len(self.addresses)) - 1]
 
-    def fetcher(self, timeout_s: float = 5.0) -> ImageFetcher:
+    def fetcher(self, timeout_s: float = 5.0, max_body_bytes: int = MAX_BODY_BYTES) -> ImageFetcher:
         domains = [f"images.test:{self.port}", f"other.test:{self.port}", "plain.test", f"127.0.0.1:{self.port}"]
         return ImageFetcher(
             domains,
             LIMITS,
             timeout_s,
+            max_body_bytes=max_body_bytes,
             lookup=self.look_up,
             is_allowed=lambda address: address == "127.0.0.1" or is_public(address),
         )
@@ -134,10 +137,12 @@ def request(*urls: str) -> ChatRequest:
     return parse_chat({"messages": [{"role": "user", "content": content}]})
 
 
-async def fetched(it: World, *urls: str, timeout_s: float = 5.0) -> tuple[ImageSource, ...]:
-    fetcher = it.fetcher(timeout_s)
+async def fetched(
+    it: World, *urls: str, timeout_s: float = 5.0, max_body_bytes: int = MAX_BODY_BYTES
+) -> tuple[ImageSource, ...]:
+    fetcher = it.fetcher(timeout_s, max_body_bytes)
     try:
-        return (await fetcher.fetch(request(*urls))).images
+        return (await fetcher.fetch(request(*urls), num_bytes=BODY_BYTES)).images
     finally:
         await fetcher.close()
 
@@ -212,10 +217,17 @@ async def test_url_when_it_is_refused_then_its_query_and_its_password_are_not_to
 async def test_domain_when_the_flag_takes_it_then_urls_of_that_host_match(word: str, url: str) -> None:
     argv = ["--decode", "http://d:1", "--allowed-media-domains", word]
     domains = parse_config(ProxyConfig, argv, {}, prog="tandem proxy").allowed_media_domains
-    fetcher = ImageFetcher(domains, LIMITS, 5.0, lookup=World().look_up, is_allowed=lambda _: False)
+    fetcher = ImageFetcher(
+        domains,
+        LIMITS,
+        5.0,
+        max_body_bytes=MAX_BODY_BYTES,
+        lookup=World().look_up,
+        is_allowed=lambda _: False,
+    )
     try:
         with pytest.raises(ImageRefusedError, match="public"):  # behind the look at the host
-            await fetcher.fetch(request(url))
+            await fetcher.fetch(request(url), num_bytes=BODY_BYTES)
     finally:
         await fetcher.close()
 
@@ -268,3 +280,17 @@ async def test_request_when_it_has_too_many_images_then_nothing_is_fetched() -> 
     async with world() as it:
         assert len(await fetched(it, *[it.url("/a")] * 5)) == 5
         assert it.paths == []
+
+
+@pytest.mark.asyncio
+async def test_images_when_they_would_make_the_body_too_long_together_then_refused_with_both_bounds() -> None:
+    base64_bytes = 4 * -(-len(PICTURE) // 3)
+    async with world() as it:
+        urls = [it.url("/a"), it.url("/b")]
+        most = BODY_BYTES + 2 * base64_bytes
+        assert len(await fetched(it, *urls, max_body_bytes=most)) == 2
+        with pytest.raises(ImageRefusedError) as refused:
+            await fetched(it, *urls, max_body_bytes=most - 8)
+    assert (refused.value.code, refused.value.reason) == ("invalid_image", "limit")
+    assert f"--max-body-bytes {most - 8} bytes" in str(refused.value)
+    assert f"--max-image-bytes {LIMITS.max_bytes}" in str(refused.value)

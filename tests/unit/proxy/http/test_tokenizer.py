@@ -227,7 +227,8 @@ def site(document: TokenizerDocument) -> Site:
     made = Site(answers, node, None)  # type: ignore[arg-type]
     limits = ImageLimits()
     pool: Any = SimpleNamespace(nodes=[node])
-    made.tokenizer = PromptTokenizer(pool, made, {}, limits, ImageFetcher((), limits, 1.0))  # type: ignore[arg-type]
+    fetcher = ImageFetcher((), limits, 1.0, max_body_bytes=2**24)
+    made.tokenizer = PromptTokenizer(pool, made, {}, limits, fetcher)  # type: ignore[arg-type]
     return made
 
 
