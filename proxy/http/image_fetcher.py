@@ -49,7 +49,8 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in _TRANSLATED):
+        # Site-local ones came before fc00::/7, and count as global.
+        if ip.is_site_local or any(ip in network for network in _TRANSLATED):
             return False
     return ip.is_global and not ip.is_multicast
 
