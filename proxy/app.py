@@ -26,7 +26,7 @@ from common.openai.errors import install_error_handlers
 from common.openai.openapi import ENDPOINTS, Endpoint
 from common.server import drain as draining
 from common.server.docs_routes import add_docs_routes
-from common.server.gate import OPEN_PATHS, Gate, GateMiddleware
+from common.server.gate import OPEN_PATHS, Gate, GateMiddleware, api_key_digest_of
 from common.server.json_body import read_json_object
 from common.server.loop_lag import LoopLag
 from common.server.versions import installed_versions
@@ -47,7 +47,7 @@ from common.wire.routes import (
     TOKENIZE_ROUTE,
     VERSION_ROUTE,
 )
-from proxy.admission.key_limits import KeyLimits, read_key_limits
+from proxy.admission.key_limits import Charge, KeyLimits, read_key_limits
 from proxy.admission.queue import AdmissionQueue
 from proxy.dialects.messages.answer import shape_error
 from proxy.dialects.messages.body import CountTokensBody, MessagesBody
@@ -97,6 +97,7 @@ class Service:
     pool: NodePool
     metrics: ProxyMetrics
     generate: GenerateService
+    admission: AdmissionQueue
     board: StatusBoard
     index: PrefixIndex
     drain: draining.Drain
@@ -174,7 +175,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         generate = GenerateService(
             pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars, targets
         )
-        app.state.service = Service(pool, metrics, generate, board, index, drain, node_headers)
+        app.state.service = Service(pool, metrics, generate, admission, board, index, drain, node_headers)
         lag = LoopLag(metrics.observe_lag)
         lag.start()
         pool.start()
@@ -266,12 +267,14 @@ def _add_openai_routes(app: FastAPI) -> None:
     @app.post(TOKENIZE_ROUTE)
     async def tokenize(request: Request) -> Response:
         await read_json_object(request)
-        return await _forward(request)
+        with _let_in(request):
+            return await _forward(request)
 
     @app.post(DETOKENIZE_ROUTE)
     async def detokenize(request: Request) -> Response:
         await read_json_object(request)
-        return await _forward(request)
+        with _let_in(request):
+            return await _forward(request)
 
 
 def _add_operator_routes(app: FastAPI) -> None:
@@ -320,7 +323,15 @@ async def _forward(request: Request) -> Response:
 
 async def _count_tokens(request: Request) -> Response:
     service = _service(request)
-    return await count_tokens(service.pool, request, forwarded_headers(request), service.node_headers)
+    with _let_in(request):
+        return await count_tokens(service.pool, request, forwarded_headers(request), service.node_headers)
+
+
+def _let_in(request: Request) -> Charge:
+    """As ``with``, round the work for a request that generates nothing. Raises DrainingError, RequestDroppedError."""
+    service = _service(request)
+    service.drain.check_admission()
+    return service.admission.unanswered(api_key_digest_of(request))
 
 
 def _service(request: Request) -> Service:

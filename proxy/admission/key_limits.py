@@ -8,8 +8,9 @@ is not named, for each by itself, and for all clients together when there are no
 it says nothing). Rates are token buckets that hold one minute: a key that was quiet may use a minute's worth at once.
 Keys never appear in messages.
 
-A request counts as its answers (``n`` for each prompt). Its tokens are charged twice: at admission the most that it may
-use, at its end what it did use (``Charge.settle``). What is over by then is a debt that later requests wait for.
+A request counts as its answers (``n`` for each prompt), one that has none (it tokenises) as one. Its tokens are charged
+twice: at admission the most that it may use, at its end what it did use (``Charge.settle``). What is over by then is a
+debt that later requests wait for.
 """
 
 from __future__ import annotations
@@ -124,8 +125,18 @@ class KeyLimits:
             InvalidRequestError: over a limit by itself: it can never be served.
         """
         use = self._use(request.key)
-        limits, num_answers = use.limits, request.num_answers
-        num_tokens = _check_alone(request, limits)
+        return self._charge(use, request.num_answers, _check_alone(request, use.limits))
+
+    def hold_unanswered(self, key: str | None) -> Charge:
+        """As ``hold``, for a request that generates nothing.
+
+        Raises:
+            RequestDroppedError: over a limit now.
+        """
+        return self._charge(self._use(key), 1, 0)
+
+    def _charge(self, use: _Use, num_answers: int, num_tokens: int) -> Charge:
+        limits = use.limits
         if limits.max_concurrency is not None and use.num_open + num_answers > limits.max_concurrency:
             raise _dropped(
                 f"{use.num_open} answers of this API key are in flight, this request is for {num_answers}, its "
@@ -136,7 +147,7 @@ class KeyLimits:
         now_s = time.monotonic()
         waits = ((use.requests, num_answers, "requests"), (use.tokens, num_tokens, "tokens"))
         for bucket, amount, name in waits:
-            if wait_s := bucket.wait_s(amount, now_s):
+            if amount and (wait_s := bucket.wait_s(amount, now_s)):
                 limit = limits.requests_per_minute if name == "requests" else limits.tokens_per_minute
                 text = (
                     f"this API key has used its {name}_per_minute of {limit}; {amount} will be there in {wait_s:.1f} s"

@@ -89,6 +89,18 @@ class AdmissionQueue:
         """
         return Admitted(self, request)
 
+    def unanswered(self, key: str | None) -> Charge:
+        """As ``with``, round a request of ``key`` that generates nothing: its limits hold, it needs no place.
+
+        Raises:
+            RequestDroppedError: it is turned away.
+        """
+        try:
+            return self._limits.hold_unanswered(key)
+        except RequestDroppedError as exc:
+            self._on_drop(str(exc.dropped))
+            raise
+
     async def enter(self, request: AdmissionRequest) -> Charge:
         """As ``admitted``; the charge's block is begun."""
         try:

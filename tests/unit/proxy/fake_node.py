@@ -24,6 +24,7 @@ from common.wire.headers import LEG_FAILED, LEG_HEADER, REPORT_HEADER, REQUEST_I
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
+    DETOKENIZE_ROUTE,
     HEALTH_ROUTE,
     INFO_ROUTE,
     LEASE_RELEASE_ROUTE,
@@ -163,7 +164,7 @@ class FakeNode:
             return JSONResponse({"error": {"message": "no such model", "code": "model_not_found"}}, 404)
 
         async def tokenize(request: Request) -> Response:
-            return JSONResponse({"node": self.name, "got": await request.json()})
+            return JSONResponse({"node": self.name, "got": await request.json(), "count": 3})
 
         read = {
             READY_ROUTE: ready,
@@ -179,6 +180,7 @@ class FakeNode:
             COMPLETIONS_ROUTE: self._generate,
             CHAT_ROUTE: self._generate,
             TOKENIZE_ROUTE: tokenize,
+            DETOKENIZE_ROUTE: tokenize,
         }
         return Starlette(
             routes=[

@@ -233,6 +233,29 @@ def test_stream_when_its_node_tells_of_tokens_that_are_not_shown_then_its_key_ha
 
 
 @pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/tokenize", {"prompt": "abc"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+def test_text_when_it_is_tokenised_then_is_one_of_its_keys_requests_and_none_of_its_tokens(
+    start_cluster: StartCluster, tmp_path: Path, route: str, body: dict[str, object]
+) -> None:
+    limits = tmp_path / "limits.json"
+    limits.write_text(json.dumps({"default": {"requests_per_minute": 2, "tokens_per_minute": 10}}))
+    cluster = start_cluster(0, api_key_limits_file=str(limits))
+    assert cluster.client.post("/v1/completions", json={**BODY, "max_tokens": 9}).status_code == 200
+    assert cluster.client.post(route, json=body).status_code == 200
+    refused = cluster.client.post(route, json=body)
+    assert refused.status_code == 429
+    assert refused.headers["x-tandem-dropped"] == "rejected-rate-limit"
+    assert "requests_per_minute of 2" in refused.json()["error"]["message"]
+    assert cluster.metric("tandem_requests_dropped_total", reason="rejected-rate-limit") == 1
+
+
+@pytest.mark.parametrize(
     ("text", "what"),
     [
         ("{", "not JSON"),

@@ -96,10 +96,11 @@ def test_proxy_when_draining_then_unready_and_refusing_but_streams_finish(
     ready = cluster.client.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "draining")
     assert cluster.client.get("/health").status_code == 200
-    refused = post(cluster)
-    assert refused.status_code == 503
-    assert refused.json()["error"]["code"] == "draining"
-    assert int(refused.headers["retry-after"]) >= 1
+    tokenize = cluster.client.post("/tokenize", json={"prompt": "abc"})
+    for refused in (post(cluster), tokenize):
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert int(refused.headers["retry-after"]) >= 1
     cluster.decode[0].may_answer.set()
     thread.join()
     assert answers[0].text.rstrip().endswith("data: [DONE]")

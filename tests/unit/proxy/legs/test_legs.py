@@ -165,7 +165,7 @@ def test_small_routes_are_answered_by_a_node_or_the_proxy(start_cluster: StartCl
     cluster = start_cluster()
     assert cluster.client.get("/v1/models").json()["data"] == [{"id": "fake", "max_model_len": 128}]
     got = cluster.client.post("/tokenize", json={"prompt": "abc"}).json()
-    assert got == {"node": "decode-0", "got": {"prompt": "abc"}}
+    assert got == {"node": "decode-0", "got": {"prompt": "abc"}, "count": 3}
     assert cluster.client.get("/health").status_code == 200
     assert set(cluster.client.get("/version").json()) == {"tandem", "torch", "transformers", "nixl"}
     missing = cluster.client.get("/v1/nothing")
