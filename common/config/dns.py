@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,9 @@ RESOLVE_TIMEOUT_S = 5.0
 """Seconds for an answer of DNS; a name that gives none in time is one that cannot be resolved."""
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - not bound to, but looked up
+
+LABEL = re.compile(r"[A-Za-z0-9-]{1,63}")
+"""One part of a host name."""
 
 Resolver = Callable[[str, int], Awaitable[set[str]]]
 """The addresses of a host (with the port it is asked for). Raises OSError."""
@@ -47,6 +51,13 @@ class DnsName:
         except UnicodeError as exc:
             raise OSError(f"{type(exc).__name__}: {exc}") from exc
         return {f"http://{host_in_url(address)}:{port}" for address in addresses}
+
+    def is_above(self, url: str) -> bool:
+        """Whether ``url`` is of a node with a name of its own below this one, ``http://LABEL.name:port``, as pods of a
+        Kubernetes StatefulSet have below their service. The one name is in the hands of whoever has the other."""
+        parts = urllib.parse.urlsplit(self.url.removeprefix(DNS_PREFIX))
+        label, _, place = url.removeprefix("http://").partition(".")
+        return place.lower() == f"{parts.hostname}:{parts.port or 80}" and LABEL.fullmatch(label) is not None
 
 
 def host_in_url(host: str) -> str:

@@ -224,7 +224,7 @@ class NodeConfig(ProcessConfig):
     nixl_backends: tuple[str, ...] = flag(("UCX",), "NIXL back ends", many=True)
     peers: tuple[str, ...] = urls_flag(
         "nodes that this one may pull from (default: loopback only); dns+http://name:port is a node at each address of "
-        "the name",
+        "the name, or at a name below it",
         parse_node_url,
     )
 

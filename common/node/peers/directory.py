@@ -74,11 +74,12 @@ class PeerDirectory:
     def check_allowed(self, url: str, *, is_from_peer: bool) -> None:
         """Raises InvalidRequestError: the address comes from a request, and this node calls and reads only its peers.
 
-        Without configured peers only loopback addresses are accepted, and those only from a caller that counts as a
-        process of this service (``is_from_peer``): what this node asks there carries the cluster key.
+        Without configured peers only loopback addresses are accepted. Those, and hosts below a name of several peers,
+        only from a caller that counts as a process of this service (``is_from_peer``): what this node asks there
+        carries the cluster key.
         """
         if self._allowed:
-            if url in self._allowed or url in self.names:
+            if url in self._allowed or url in self.names or (is_from_peer and self.names.have_below(url)):
                 return
             raise InvalidRequestError(
                 f"kv_transfer_params.remote_host/remote_port: {url} is not among the peers of this node (--peers)",

@@ -34,6 +34,10 @@ class PeerNames:
         """Whether a node at this base URL stands behind one of the names."""
         return any(url in urls for urls in self._known.values())
 
+    def have_below(self, url: str) -> bool:
+        """Whether this base URL is of a host below one of the names."""
+        return any(name.is_above(url) for name in self._known)
+
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._run(name), name=f"peers {name.url}") for name in self._known]
 

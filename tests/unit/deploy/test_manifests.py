@@ -25,6 +25,7 @@ from common.config.node import NodeConfig, parse_node_config
 from common.config.proxy import ProxyConfig
 from common.config.tiers import TierSpec
 from common.errors import ConfigError
+from common.node.peers.names import PeerNames
 from common.server.gate import OPEN_PATHS
 from common.wire.routes import HEALTH_ROUTE, METRICS_ROUTE, READY_ROUTE
 from proxy.app import create_app
@@ -115,8 +116,8 @@ def test_manifest_when_a_field_is_misspelt_then_is_refused(mistake: str) -> None
 # --- manifests against the code
 
 
-def environment_of(workload: Document, all_documents: list[Document]) -> dict[str, str]:
-    """What the container's process finds in its environment, references resolved."""
+def environment_of(workload: Document, all_documents: list[Document], index: int = 0) -> dict[str, str]:
+    """What the process of the workload's pod of that number finds in its environment, references resolved."""
     maps = {each["metadata"]["name"]: each["data"] for each in all_documents if each["kind"] == "ConfigMap"}
     container = container_of(workload)
     environment: dict[str, str] = {}
@@ -128,7 +129,7 @@ def environment_of(workload: Document, all_documents: list[Document]) -> dict[st
             reference = entry["valueFrom"]["configMapKeyRef"]
             value = maps[reference["name"]][reference["key"]]
         elif "valueFrom" in entry:
-            value = workload["metadata"]["name"] + "-0"
+            value = f"{workload['metadata']['name']}-{index}"
         environment[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], str(value))
     return {name: value.strip() for name, value in environment.items()}
 
@@ -139,10 +140,10 @@ def config_of(role: str, environment: Mapping[str, str]) -> NodeConfig | ProxyCo
     return parse_node_config([], environment, role=role, default_port=DEFAULT_PORTS[role])
 
 
-def places(urls: Iterable[str]) -> set[tuple[str, int | None]]:
-    """Headless service and port of nodes that are named one by one, or all at once by ``dns+``."""
+def places(urls: Iterable[str]) -> set[tuple[str | None, int | None]]:
+    """Headless service and port of nodes that are named all at once, by ``dns+``."""
     parts = [urlsplit(url.removeprefix("dns+")) for url in urls]
-    return {((part.hostname or "").rpartition(".")[2], part.port) for part in parts}
+    return {(part.hostname, part.port) for part in parts}
 
 
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
@@ -177,6 +178,23 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
     assert places(proxy.prefill) == {("tandem-prefill", DEFAULT_PORTS["prefill"])}
     assert places(prefill.peers) == places(decode.peers) == places(proxy.prefill) | places(proxy.decode)
     assert (prefill.port, decode.port) == (DEFAULT_PORTS["prefill"], DEFAULT_PORTS["decode"])
+
+
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)
+def test_nodes_when_a_statefulset_is_scaled_then_all_may_pull_from_each_other(folder: Path) -> None:
+    nodes = []
+    for workload in workloads(folder):
+        if workload["kind"] == "StatefulSet":
+            for index in (0, 11):
+                environment = environment_of(workload, documents(folder), index)
+                nodes.append(config_of(container_of(workload)["args"][0], environment))
+    assert len(nodes) == 4
+    for reader in nodes:
+        assert isinstance(reader, NodeConfig)
+        names = PeerNames(reader.peers)
+        for holder in nodes:
+            assert isinstance(holder, NodeConfig)
+            assert names.have_below(f"http://{holder.advertise_host}:{holder.port}")
 
 
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda path: path.name)

@@ -172,6 +172,25 @@ async def test_directory_when_peers_are_a_name_then_allows_its_addresses_alone(
         directory.check_allowed("http://127.0.0.1:8200", is_from_peer=True)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("directory", [("dns+http://tandem-prefill:8100", "dns+http://[::1]:80")], indirect=True)
+async def test_directory_when_peers_are_a_name_then_our_own_processes_may_name_hosts_below_it(
+    directory: PeerDirectory,
+) -> None:
+    for index in (0, 11):
+        url = f"http://tandem-prefill-{index}.tandem-prefill:8100"
+        directory.check_allowed(url, is_from_peer=True)
+        with pytest.raises(InvalidRequestError, match="--peers"):
+            directory.check_allowed(url, is_from_peer=False)
+    for url in (
+        *("http://a.tandem-prefill:8200", "http://a.b.tandem-prefill:8100", "http://.tandem-prefill:8100"),
+        *("http://tandem-prefill:8100", "http://a.tandem-prefill", "https://a.tandem-prefill:8100"),
+        *("http://a.other-tandem-prefill:8100", "http://a.tandem-prefill:8100.example.org:80", "http://a.[::1]:80"),
+    ):
+        with pytest.raises(InvalidRequestError, match="--peers"):
+            directory.check_allowed(url, is_from_peer=True)
+
+
 def test_own_host_when_a_process_listens_everywhere_then_is_its_names_address(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ["127.0.1.1", "fd00::5", "10.0.0.5"]
     monkeypatch.setattr(dns.socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in found])
