@@ -26,7 +26,7 @@ from tests.e2e.conftest import FAMILY, NODE_FLAGS, TIGHT_FLAGS
 from tests.support import foreign
 from tests.support.client import completion_body, metric
 from tests.support.faulty_node import mark
-from tests.support.hangup import wait_until
+from tests.support.hangup import stopped, wait_until
 from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import ROOT, Node, Process, Service, free_port
@@ -45,6 +45,7 @@ RACE = ("--dtype", "float32", "--max-model-len", "320", "--max-num-seqs", "4", "
 LEASE_S = 0.05
 VALUES = (
     "up",
+    "role:tandem_build_info:count",
     "role:tandem_requests_queued:avg",
     "instance:tandem_leased:ratio",
     "instance:tandem_kv_blocks:occupied_ratio",
@@ -302,12 +303,12 @@ def test_prefill_node_that_stands_still(drill: Drill) -> None:
 
 
 def test_decode_nodes_that_die(drill: Drill) -> None:
-    """TandemNodeDown and, half an hour later, TandemNodeDoesNotStart with one of two, TandemErrorRate with both; gone
-    when they are back."""
+    """TandemNodeDown, TandemNodesGone and, half an hour later, TandemNodeDoesNotStart with one of two, TandemErrorRate
+    with both; gone when they are back."""
     first, second = drill.service.decode
     with drill.load(2, lambda seed: drill.complete(40, 4, seed=seed)):
         first.process.kill()
-        drill.expect("TandemNodeDown", "TandemNodeDoesNotStart")
+        drill.expect("TandemNodeDown", "TandemNodesGone", "TandemNodeDoesNotStart")
         down = [node for node in status_of(drill)["nodes"] if node["state"] == "suspect"]
         assert [node["url"] for node in down] == [first.url]
         print("the status page says:", down[0]["reason"])
@@ -318,7 +319,16 @@ def test_decode_nodes_that_die(drill: Drill) -> None:
         assert answer.status_code == 503
         for node in (first, second):
             drill.service.start_again(node)
-        drill.expect_gone("TandemNodeDown", "TandemNodeDoesNotStart", "TandemErrorRate")
+        drill.expect_gone("TandemNodeDown", "TandemNodesGone", "TandemNodeDoesNotStart", "TandemErrorRate")
+
+
+def test_proxy_that_stands_still(drill: Drill) -> None:
+    """TandemProxyDown: Prometheus gets nothing from it, and so nothing of what clients see."""
+    with stopped(drill.service.proxy):
+        drill.expect("TandemProxyDown")
+        with pytest.raises(httpx.TimeoutException):  # look: it lives, and does not answer
+            httpx.get(drill.service.url + "/health", timeout=2)
+    drill.expect_gone("TandemProxyDown")
 
 
 def test_memory_that_is_held_by_long_answers(drill: Drill) -> None:
