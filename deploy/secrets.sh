@@ -8,9 +8,13 @@ if [ -s "$file" ]; then
     echo "$file is there already; to make another, remove it and start everything again"
     exit 0
 fi
-mkdir -p "$(dirname "$file")"
-# The images' user, 10001, reads it through a mount; from others on this machine the folder keeps it.
-chmod 700 "$(dirname "$file")"
+folder=$(dirname "$file")
+# The images' user, 10001, reads it through a mount; from others on this machine its folder keeps it. The mode is that of a
+# folder made here: one that is there already has uses of its own.
+mkdir -p -m 700 "$folder"
+if [ -n "$(find "$folder/" -maxdepth 0 -perm /077)" ]; then
+    echo "note: $folder is open to others on this machine, who can read the key there" >&2
+fi
 od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$file"
 chmod 644 "$file"
 echo "made $file"

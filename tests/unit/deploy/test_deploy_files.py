@@ -192,6 +192,19 @@ def test_secrets_when_made_then_are_a_key_and_made_once(tmp_path: Path) -> None:
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_secrets_when_made_in_a_folder_that_is_there_then_its_mode_stays_and_a_note_says_who_can_read_them(
+    tmp_path: Path,
+) -> None:
+    for mode, is_open in ((0o755, True), (0o700, False)):
+        folder = tmp_path / f"{mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        command = ["bash", str(DEPLOY / "secrets.sh"), str(folder / "key")]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        assert folder.stat().st_mode & 0o777 == mode
+        assert (f"note: {folder} is open to others" in done.stderr) is is_open
+
+
 def test_kubernetes_workloads_when_read_then_probes_ports_and_roles_are_those_of_the_processes() -> None:
     for name, port in (("proxy", 8000), ("prefill", 8100), ("decode", 8200)):
         documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / f"{name}.yaml").read_text()))
