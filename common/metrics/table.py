@@ -224,7 +224,8 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _gauge(
         "proxy_recommended_nodes",
-        "Nodes of each role that the load of the last minute asks for, not rounded: those of several proxies add up.",
+        "Nodes of each role that the load of the last minute asks for, not rounded. Of several proxies: the sum "
+        "for prefill, the maximum for decode.",
         "node_role",
         roles=PROXY,
     ),

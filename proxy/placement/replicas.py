@@ -43,7 +43,8 @@ class ReplicaAdvice:
         return {role: max(1, math.ceil(wanted - 1e-9)) for role, wanted in self.wanted().items()}
 
     def wanted(self) -> Mapping[NodeRole, float]:
-        """The same before it is rounded up: what several proxies ask for adds up."""
+        """The same before it is rounded up. Of several proxies prefill nodes add up, for each knows the prompts that it
+        placed; of decode nodes the maximum counts, for each knows all streams."""
         nodes, now = self._pool.nodes, self._clock()
         by_role = {role: [node for node in nodes if node.role is role] for role in NodeRole}
         if not by_role[NodeRole.DECODE]:

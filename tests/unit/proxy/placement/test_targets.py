@@ -248,6 +248,17 @@ def test_replicas_when_streams_run_then_as_many_as_keep_their_target() -> None:
     assert rig.settle() == (1, math.ceil(100 / (BUSY_SHARE * 35)))
 
 
+def test_replicas_when_another_proxy_places_too_then_its_streams_count_here_and_its_prompts_do_not() -> None:
+    """So over proxies prefill nodes add up, and of decode nodes the maximum counts."""
+    for num_others, num_decode in ((0, 1), (100, math.ceil(140 / (BUSY_SHARE * 64)))):
+        rig = Rig(1, 1)
+        [prefill], [decode] = rig.nodes(NodeRole.PREFILL), rig.nodes(NodeRole.DECODE)
+        prefill.load._busy_s = 2.4 * 5.0
+        decode.load.num_streams = 40
+        decode.load.update(report(num_running=40 + num_others, max_num_seqs=64), 0.0)
+        assert rig.settle() == (math.ceil(2.4 / BUSY_SHARE), num_decode)
+
+
 def test_replicas_when_the_load_jumps_then_follow_within_minutes() -> None:
     rig = Rig(1, 1)
     rig.found()
