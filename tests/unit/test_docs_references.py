@@ -53,9 +53,10 @@ def metric_names() -> set[str]:
     return {PREFIX + spec.name + suffix for spec in METRICS for suffix in ("", "_bucket", "_sum", "_count")}
 
 
-def anchors(path: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+def headings(path: Path) -> list[str]:
+    """As a link names them."""
+    found = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
@@ -69,7 +70,13 @@ def test_guide_when_it_names_a_metric_or_a_file_then_that_exists(path: Path) -> 
         name, _, anchor = target.partition("#")
         file = path.parent / name if name else path
         assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
+        assert not anchor or anchor in headings(file), target
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)
+def test_guide_when_it_has_headings_then_a_link_can_tell_them_apart(path: Path) -> None:
+    found = headings(path)
+    assert sorted(set(found)) == sorted(found)
 
 
 @pytest.mark.parametrize("path", [*GUIDES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
