@@ -356,6 +356,7 @@ def test_mooncake_compose_when_read_then_nodes_find_the_master_that_it_starts() 
         assert ports_of(services[host]["command"]) == {int(port), tier.admin_port}
         assert "mooncake" in services[name]["build"]["args"]["NODE_EXTRAS"].split(",")
         assert services[host]["image"] == usual[name]["image"]
+        assert ("build" in services[host], services[host]["pull_policy"]) == (False, "never")  # one way to build it
         assert "ports" not in services[host]
 
 
