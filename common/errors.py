@@ -234,3 +234,11 @@ class RequestDeadlineError(DeadlineExceededError):
     """The deadline that the request brought passed while it was worked on."""
 
     dropped = "evicted-deadline"
+
+
+def how_to_install(extra: str) -> str:
+    """Of packages that are missing, for an error. ``extra``: theirs in pyproject.toml."""
+    node_extras = ",".join(dict.fromkeys(("node", "images", extra)))
+    return (
+        f"in a checkout: .venv/bin/python deploy/install.py {extra}; node images: --build-arg NODE_EXTRAS={node_extras}"
+    )

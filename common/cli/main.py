@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import ConfigError, TandemError
+from common.errors import ConfigError, TandemError, how_to_install
 
 DISTRIBUTION = "tandem-serve"
 _NODE_NEEDS = ("torch", "transformers")
@@ -68,7 +68,7 @@ def _usage(commands: Mapping[str, Command]) -> str:
 def _exec(module: str, argv: Sequence[str], needs: Sequence[str] = ()) -> int:
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing and not {"-h", "--help"} & set(argv):
-        raise ConfigError(f"{', '.join(missing)} not installed: pip install '{DISTRIBUTION}[node]'")
+        raise ConfigError(f"{', '.join(missing)} not installed ({how_to_install('node')})")
     os.execv(sys.executable, [sys.executable, "-m", module, *argv])  # noqa: S606 - our own interpreter and module
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from common.errors import ConfigError
+from common.errors import ConfigError, how_to_install
 from common.telemetry.tracing import Tracer
 
 ENDPOINT_FLAG = "--otlp-traces-endpoint"
@@ -30,7 +30,7 @@ def check_tracing(endpoint: str | None) -> None:
     empty packages."""
     if endpoint is not None and not _is_installed():
         raise ConfigError(
-            f"{ENDPOINT_FLAG} {endpoint} needs OpenTelemetry: pip install 'tandem-serve[otel]'", param=ENDPOINT_FLAG
+            f"{ENDPOINT_FLAG} {endpoint} needs OpenTelemetry ({how_to_install('otel')})", param=ENDPOINT_FLAG
         )
 
 

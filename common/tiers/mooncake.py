@@ -20,7 +20,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, how_to_install
 from common.tiers.object_header import HEADER_BYTES, BadHeaderError, ObjectHeader, decode_header, object_name
 from common.tiers.store import Changes, ObjectReadError, ObjectWriteError
 
@@ -45,7 +45,7 @@ def connect(master: str, admin_port: int, lent_bytes: int, largest_object_bytes:
     try:
         from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found,unused-ignore]
     except ImportError as exc:
-        hint = "pip install 'tandem-serve[mooncake]', and the system's libibverbs1"
+        hint = f"{how_to_install('mooncake')}; and the system's libibverbs1"
         raise ConfigError(f"{OPTION} mooncake:{master}: {exc} ({hint})", param=OPTION) from exc
     host, _, port = master.rpartition(":")
     try:

@@ -18,9 +18,7 @@ from tests.support.models import checkpoint
 from tests.support.reference import random_tokens
 from tests.support.service import Service
 
-pytest.importorskip(
-    "opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'tandem-serve[otel]'"
-)
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: deploy/install.py otel")
 pytestmark = pytest.mark.full
 
 FLAGS = ("--dtype", "float32", "--max-num-batched-tokens", "256", "--kv-cache-memory", "128MiB", "--log-format", "json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def test_guide_when_it_names_a_flag_then_some_command_has_it(name: str) -> None:
     known = {each.option for config in (NodeConfig, ProxyConfig, UpConfig) for each in flags_of(config)}
     known |= {"--no-" + option[2:] for option in known} | OTHER_FLAGS | set(_parser()._option_string_actions)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
+
+
+def test_guides_and_errors_when_they_say_how_to_install_then_it_is_by_the_one_rule() -> None:
+    """pip by itself takes gigabytes of CUDA libraries on a machine without a GPU; and there is no package to name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in (*GUIDES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PRODUCT):
+        text = path.read_text()
+        assert not re.search(r"pip install|tandem-serve\[", text), path
+        named = {extra for words in re.findall(r"deploy/install\.py ([a-z,]+)", text) for extra in words.split(",")}
+        assert named <= set(extras), path
 
 
 def test_troubleshooting_when_read_then_has_every_error_that_a_client_can_get() -> None:

@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, ImageRefusedError
+from common.errors import ConfigError, ImageRefusedError, how_to_install
 from common.images.rules import ImageRules, Kind
 from common.images.source import EncodedImage
 
-EXTRA = "tandem-serve[images]"
-"""What installs Pillow."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Where a checkpoint may have its image processor's configuration; in the second it is one of several."""
 
@@ -57,7 +55,7 @@ class ImageProcessor:
         try:
             import PIL.Image  # noqa: F401
         except ImportError as exc:
-            raise ConfigError(f"images need Pillow: install {EXTRA}") from exc
+            raise ConfigError(f"images need Pillow ({how_to_install('images')})") from exc
         try:
             self._processor = _create(folder, rules)
         except (OSError, ValueError, TypeError) as exc:

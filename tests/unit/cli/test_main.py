@@ -54,6 +54,15 @@ def test_command_when_torch_is_not_installed_then_it_still_starts(argv: tuple[st
     assert "--" in done.stdout
 
 
+def test_node_when_torch_is_not_installed_then_the_error_says_how_to_install_it() -> None:
+    done = run("common.cli", "prefill", "--model", "x", without_node_packages=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "tandem prefill: error: torch, transformers not installed (in a checkout: .venv/bin/python deploy/install.py "
+        "node; node images: --build-arg NODE_EXTRAS=node,images)\n"
+    )
+
+
 def test_proxy_when_a_value_is_bad_then_one_line_and_status_1() -> None:
     done = run("proxy", "--decode", "http://127.0.0.1:1", "--port", "-1")
     assert done.returncode == 1

@@ -19,7 +19,7 @@ from common.telemetry.create import create_tracer
 from common.telemetry.tracing import NO_SPAN, Tracer, passed_on
 from tests.support.service import ROOT, child_environment
 
-pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry: pip install 'tandem-serve[otel]'")
+pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry: deploy/install.py otel")
 import itertools
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -223,9 +223,8 @@ def test_tracer_when_opentelemetry_is_missing_then_the_error_says_what_to_instal
         return real_find(name, package)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
-    with pytest.raises(
-        ConfigError, match=r"--otlp-traces-endpoint http://x:4318 .* pip install 'tandem-serve\[otel\]'"
-    ):
+    wanted = r"--otlp-traces-endpoint http://x:4318 .*deploy/install\.py otel; .*NODE_EXTRAS=node,images,otel\)$"
+    with pytest.raises(ConfigError, match=wanted):
         create_tracer("http://x:4318", role="proxy", name="proxy", version="1")
 
 

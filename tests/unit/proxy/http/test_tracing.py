@@ -10,9 +10,7 @@ from tests.support.collector import Collector, collecting
 from tests.unit.proxy.conftest import StartCluster
 from tests.unit.proxy.fake_node import Fault
 
-pytest.importorskip(
-    "opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: pip install 'tandem-serve[otel]'"
-)
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry: deploy/install.py otel")
 
 TRACE_ID, CLIENT_SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN_ID}-01", "tracestate": "other=1"}
