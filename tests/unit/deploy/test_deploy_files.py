@@ -255,6 +255,13 @@ def test_kubernetes_proxy_when_read_then_its_nodes_are_the_addresses_of_their_se
         assert parse_node_url(given[f"TANDEM_{role.upper()}"]) == url
 
 
+def test_kubernetes_proxies_when_there_are_several_then_their_service_keeps_a_client_at_one() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / "proxy.yaml").read_text()))
+    by_kind = {each["kind"]: each["spec"] for each in documents}
+    assert by_kind["Deployment"]["replicas"] > 1
+    assert by_kind["Service"]["sessionAffinity"] == "ClientIP"
+
+
 def run_tool(*command: str, cwd: Path = ROOT) -> str:
     """Output of a tool that is not ours; the test is skipped where it is not installed."""
     if shutil.which(command[0]) is None:
