@@ -94,6 +94,13 @@ def test_guide_when_it_names_a_flag_then_some_command_has_it(name: str) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
 
 
+def test_guide_when_it_starts_nodes_of_several_ranks_then_not_on_a_gpu_that_refuses_them() -> None:
+    text = (ROOT / "docs" / "tensor-parallel.md").read_text()
+    commands = re.findall(r"^    tandem (?:prefill|decode|up) .+$", text, re.MULTILINE)
+    assert len(commands) == 3
+    assert [each for each in commands if "--device cpu" not in each] == []
+
+
 def test_guides_and_errors_when_they_say_how_to_install_then_it_is_by_the_one_rule() -> None:
     """pip by itself takes gigabytes of CUDA libraries on a machine without a GPU; and there is no package to name."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
