@@ -9,7 +9,7 @@ if [ -s "$file" ]; then
     exit 0
 fi
 folder=$(dirname "$file")
-# The images' user, 10001, reads it through a mount; from others on this machine its folder keeps it. The mode is that of a
+# The images' user, 10001, reads it through a mount; from others on this machine its folder keeps it. The mode is for a
 # folder made here: one that is there already has uses of its own.
 mkdir -p -m 700 "$folder"
 if [ -n "$(find "$folder/" -maxdepth 0 -perm /077)" ]; then
