@@ -197,7 +197,13 @@ def watched(service: Service, folder: Path) -> Iterator[Drill]:
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: is_ready(url), "prometheus to be ready")
-        yield Drill(service, url)
+        drill = Drill(service, url)
+        num_nodes = len(list(service.nodes))
+        # What a node was like before a fault is part of some rules.
+        wait_until(
+            lambda: [each[1] for each in drill.values()["up"]] == ["1"] * num_nodes, "prometheus to have read all"
+        )
+        yield drill
     finally:
         process.stop()
 
