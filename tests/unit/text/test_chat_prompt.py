@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import ImageRefusedError, InvalidRequestError
+from common.images.layout import Grid
 from common.images.rules import ImageLimits, ImageRules
 from common.openai.protocol import ChatRequest, parse_chat
 from common.text.chat_prompt import ChatPrompt, make_chat_prompt
@@ -77,7 +78,7 @@ def test_images_when_a_chat_has_them_then_their_placeholders_are_as_many_as_thei
     assert whole == f"<user>one[{PAD * 12}{END}two[{PAD * 2}{END}three\n<a>"
     assert (first.start, first.rows, first.columns) == (whole.index(PAD), 3, 4)
     assert (second.start, second.rows, second.columns) == (whole.index("two") + 4, 1, 2)
-    assert (first.digest, second.digest) == (RULES.digest(A, 3, 4), RULES.digest(B, 1, 2))
+    assert (first.digest, second.digest) == (RULES.digest(A, Grid(3, 4)), RULES.digest(B, Grid(1, 2)))
     assert [each.data for each in made.encoded] == [A, B]
 
 
