@@ -159,6 +159,12 @@ class RequestAbortedError(TandemError):
     code = "aborted"
 
 
+class HandedOverError(RequestAbortedError):
+    """Another node goes on with the stream, from what this one has computed of it. Read by the proxy alone."""
+
+    code = "handed_over"
+
+
 class ClientStalledError(RequestAbortedError):
     """The caller stood still: it did not read its answer, and was disconnected."""
 

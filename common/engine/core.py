@@ -35,7 +35,14 @@ from common.engine.speculation import Speculation
 from common.engine.tokens.ahead import AheadSteps, Order
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.engine.tokens.step_tokens import StepTokens
-from common.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError, TandemError, TransferError
+from common.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    HandedOverError,
+    InvalidRequestError,
+    TandemError,
+    TransferError,
+)
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.sharing.leases import LeasedPrefix
@@ -235,6 +242,23 @@ class EngineCore:
             else:
                 self._end(sequence)
         logger.info("aborted request_id=%s", request_id)
+
+    def hand_over(self, request_id: str, lease_id: str) -> LeasedPrefix | None:
+        """Ends a stream that goes on at another node: its caller has each of its tokens by then, then HandedOverError;
+        the state right behind all but the last of them is leased. None: there is nothing to lease, or no such stream
+        any more.
+
+        Raises:
+            InvalidRequestError: the lease's id is in use.
+        """
+        self._check_collected()
+        going_on = [each for each in self._live.of_request(request_id) if not each.is_over and each.is_prompt_done]
+        if len(going_on) != 1:
+            return None
+        [sequence] = going_on
+        self.abort(request_id)
+        self._outputs.add_error(sequence, HandedOverError(f"request {request_id} goes on at another node"))
+        return self.lease_prefix(sequence.keys, lease_id, deeper_than=0)
 
     def finish(self, request_id: str, index: int) -> None:
         """Ends one continuation that is complete for its reader (a stop string); its state stays cached. It may have

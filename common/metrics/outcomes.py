@@ -10,7 +10,14 @@ import asyncio
 import enum
 from collections.abc import Iterable, Mapping
 
-from common.errors import ClientStalledError, DrainingError, QueueFullError, RequestAbortedError, TandemError
+from common.errors import (
+    ClientStalledError,
+    DrainingError,
+    HandedOverError,
+    QueueFullError,
+    RequestAbortedError,
+    TandemError,
+)
 
 
 class Outcome(enum.StrEnum):
@@ -29,6 +36,7 @@ class Outcome(enum.StrEnum):
 # Where an error's status does not say enough: by its code, and by why admission turned the request away.
 _BY_CODE: Mapping[str, Outcome] = {
     RequestAbortedError.code: Outcome.ABORT,
+    HandedOverError.code: Outcome.ABORT,
     ClientStalledError.code: Outcome.STALL,
     DrainingError.code: Outcome.CAPACITY,
 }

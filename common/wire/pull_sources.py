@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.names import WORD
 from common.wire.fields import Fields, invalid
 from common.wire.manifest_reader import PREFIX, check_u64
 
 SOURCES_KEY = "tandem_sources"
+LEASE_ID_KEY = "lease_id"
 MAX_SOURCES = 2
 """Sources of one request: each that has nothing costs a question and its deadline."""
 
@@ -24,13 +26,16 @@ _BASE_URL = re.compile(r"https?://[A-Za-z0-9._\-\[\]:%]{1,260}/?")
 
 @dataclass(frozen=True, slots=True)
 class PullSource:
-    """A node's base URL, and its life (epoch) in which it had the prefix."""
+    """A node's base URL, and its life (epoch) in which it had the prefix. ``lease_id``: it holds the prefix under this
+    name already, for whoever asks by it; the reader ends that lease, used or not."""
 
     url: str
     epoch: int
+    lease_id: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"url": self.url, "epoch": str(self.epoch)}
+        leased = {} if self.lease_id is None else {LEASE_ID_KEY: self.lease_id}
+        return {"url": self.url, "epoch": str(self.epoch), **leased}
 
 
 def read_pull_sources(body: Mapping[str, Any], params: Sequence[Mapping[str, Any]]) -> tuple[PullSource, ...]:
@@ -56,4 +61,5 @@ def _read_source(name: str, value: object) -> PullSource:
     url = fields.string("url", pattern=_BASE_URL)
     if url is None:
         invalid(name + ".url", url, "the node's base URL")
-    return PullSource(url.rstrip("/"), check_u64(name + ".epoch", fields.raw("epoch")))
+    epoch = check_u64(name + ".epoch", fields.raw("epoch"))
+    return PullSource(url.rstrip("/"), epoch, fields.string(LEASE_ID_KEY, pattern=WORD))

@@ -7,6 +7,11 @@ prefix to compute, to pull or to find in a cache, as in a next turn, and samplin
 counts go on as if the stream had never been cut. Nodes take both fields from their proxy alone (which has the cluster
 key, where one is set); what clients send under these names is ignored.
 
+A stream that is *handed over* is cut on purpose: the proxy asks its node for that (``HandOver``) under the name that
+its first line has, and reads it to its end, which is the error ``handed_over``. Its last line has all tokens that are
+known, and the node keeps what it computed of them under a lease, for whom the proxy sends there
+(``common.wire.pull_sources``).
+
 Of other streams a proxy is told how many tokens they have (``: tandem-tokens N``), where it cannot count events.
 """
 
@@ -18,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequestError
+from common.names import WORD
 from common.wire.fields import MAX_TOKEN_ID, Fields, invalid
 
 RESUME_KEY = "tandem_resume"
@@ -52,12 +58,14 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """One comment line: what an event adds to what is known. ``is_end``: nothing but usage follows."""
+    """One comment line: what an event adds to what is known. ``is_end``: nothing but usage follows. ``stream_id``: in
+    the first line, by which name the node knows the stream; None: it does not hand streams over."""
 
     token_ids: tuple[int, ...]
     created: int | None = None
     num_cached_tokens: int | None = None
     is_end: bool = False
+    stream_id: str | None = None
 
 
 def read_resume(body: Mapping[str, Any], *, num_prompts: int) -> Resume | None:
@@ -90,13 +98,41 @@ def check_resumable(body: Mapping[str, Any], *, stream: bool, n: int, has_prompt
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What a proxy asks of a node that generates ``stream_id``: to end it, and to lease what it has of it as
+    ``lease_id``."""
+
+    stream_id: str
+    lease_id: str
+
+    def to_body(self) -> dict[str, Any]:
+        return {"id": self.stream_id, "lease_id": self.lease_id}
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> HandOver:
+        """Raises InvalidRequestError naming the field."""
+        fields = Fields(body)
+        words = {name: fields.string(name, pattern=WORD) for name in ("id", "lease_id")}
+        for name, word in words.items():
+            if word is None:
+                raise InvalidRequestError(f"{name} is required", param=name)
+        return cls(str(words["id"]), str(words["lease_id"]))
+
+
 def state_line(
-    token_ids: Sequence[int], *, created: int | None = None, num_cached_tokens: int | None = None, is_end: bool = False
+    token_ids: Sequence[int],
+    *,
+    created: int | None = None,
+    num_cached_tokens: int | None = None,
+    is_end: bool = False,
+    stream_id: str | None = None,
 ) -> bytes:
-    """The comment line that goes in front of an event's ``data:`` line."""
+    """The comment line that goes in front of an event's ``data:`` line. ``created`` and ``stream_id`` are told with
+    ``num_cached_tokens``."""
     state: dict[str, Any] = {"token_ids": list(token_ids)}
     if num_cached_tokens is not None:
-        state |= {"created": created, "num_cached_tokens": num_cached_tokens}
+        state |= {"created": created, "num_cached_tokens": num_cached_tokens, "id": stream_id}
     if is_end:
         state["end"] = True
     return STATE_PREFIX + json.dumps(state, separators=(",", ":")).encode() + b"\n"
@@ -114,6 +150,7 @@ def read_state_line(line: bytes) -> StreamState:
             fields.integer("created", ge=0),
             fields.integer("num_cached_tokens", ge=0),
             fields.boolean("end"),
+            fields.string("id", pattern=WORD),
         )
     except (ValueError, InvalidRequestError) as exc:
         raise ValueError(f"not the state of a stream: {exc}") from exc

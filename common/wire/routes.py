@@ -29,6 +29,7 @@ INFO_ROUTE = "/internal/v1/info"
 LOAD_ROUTE = "/internal/v1/load"
 TOKENIZER_ROUTE = "/internal/v1/tokenizer"
 CACHE_EVENTS_ROUTE = "/internal/v1/cache/events"
+HAND_OVER_ROUTE = "/internal/v1/streams/hand-over"
 # Served by nodes, called by other nodes; the proxy releases leases too.
 TRANSFER_ROUTE = "/internal/v1/transfer"
 LIVENESS_ROUTE = "/internal/v1/liveness"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from common.errors import QueueFullError, TransferError
+from common.errors import HandedOverError, QueueFullError, TransferError
 from common.metrics.outcomes import Outcome, outcome_of_answer
 from common.wire.fields import is_int
 from common.wire.headers import LEG_FAILED, LEG_HEADER, PREFILL_NODE_HEADER, REPORT_HEADER
@@ -127,7 +127,7 @@ class DecodeLegs:
     async def _pass_stream(
         self, node: Node, job: Job, answer: NodeStream, leg: Leg, client: ClientStream, progress: StreamProgress
     ) -> None:
-        has_begun = has_passed = False
+        has_begun = has_passed = is_handed_over = False
         # The pause between two legs is a gap like any other.
         gaps = client.gaps = client.gaps or TokenGaps(self._metrics.observe_token_gap, num_choices=job.num_choices)
         chunks = answer.chunks(self._idle_s)
@@ -149,18 +149,26 @@ class DecodeLegs:
                     await client.finish(progress.outcome, data)
                 else:
                     await client.send_chunk(data)
+            if client.is_started and progress.num_tokens:
                 gaps.passed(progress.num_tokens)
                 client.record.num_output_tokens = (client.record.num_output_tokens or 0) + progress.num_tokens
             if progress.failure is not None:
+                if is_handed_over and progress.failure.code == HandedOverError.code:
+                    await _read_end(chunks)
+                    leg.succeed()
+                    raise StreamLeavesError(node)
                 judge(leg, progress.failure.status)
                 raise progress.failure
             if client.is_finished:
                 if not answer.is_read:
                     await _read_end(chunks)
                 return
-            if client.is_started and progress.is_leaving:
-                leg.succeed()
-                raise StreamLeavesError(node)
+            if client.is_started and not is_handed_over and progress.is_leaving:
+                # Read to its end: what the node then has of it is what the next one goes on from.
+                is_handed_over = await progress.ask_to_hand_over()
+                if not is_handed_over:
+                    leg.succeed()
+                    raise StreamLeavesError(node)
         end = "early" if client.is_started else "without a byte"
         raise LegFailedError(f"decode node {node.name} ended its stream {end}")
 

@@ -1,11 +1,11 @@
-"""Leases on prefill nodes between the two legs.
+"""Leases on prefill nodes between two legs.
 
 A prefill node pins a finished prompt until its lease is released or runs out. From the prefill leg's answer (or, when
 both legs are sent at once, from its start: the lease will have the rendezvous' name) until the decode node has taken
 over, the proxy owns the lease: every way out in between (client gone, decode node gone, another prompt of the request
 refused) releases it. A decode node that fails afterwards, or that is left because the client was, may have ended before
-it released what it was given: then the lease is the proxy's again. Releasing is best effort: a lease that is not
-released ends by its own deadline.
+it released what it was given: then the lease is the proxy's again. The lease of a stream that a node hands over is the
+proxy's from when the node is asked to. Releasing is best effort: a lease that is not released ends by its own deadline.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
 
 from common.telemetry.context import current_request_id
 from common.wire.headers import REQUEST_ID_HEADER
-from common.wire.routes import LEASE_RELEASE_ROUTE
+from common.wire.resume import HandOver
+from common.wire.routes import HAND_OVER_ROUTE, LEASE_RELEASE_ROUTE
 from proxy.legs.bodies import encode
 from proxy.node_http.errors import NodeClientError, describe
 from proxy.nodes.node import Node
 
 logger = logging.getLogger(__name__)
 
+HAND_OVER_TIMEOUT_S = 5.0
+"""Seconds for a node to end a stream, which it does between two steps."""
 RELEASE_TIMEOUT_S = 2.0
 """Seconds for a node's answer to a release; a lease that is not released ends by its own deadline."""
 
@@ -81,16 +85,35 @@ class LeaseReleaser:
 
     def release(self, guard: LeaseGuard) -> None:
         """``guard``: of the request that the caller works for."""
-        request_id = current_request_id()
-        headers = self._headers if request_id is None else {**self._headers, REQUEST_ID_HEADER: request_id}
+        headers = self._own_headers()
         for (node, may_come), lease_ids in guard.take().items():
             task = asyncio.create_task(self._send(node, lease_ids, headers, may_come=may_come))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def hand_over(self, node: Node, stream_id: str, leases: LeaseGuard) -> str | None:
+        """Have ``node`` end a stream that it generates, and lease what it has of it: the lease's name, held in
+        ``leases`` from now on. None: it does not say that it did."""
+        lease_id = f"stream-{secrets.token_hex(16)}"
+        leases.hold(node, lease_id)
+        content, headers = encode(HandOver(stream_id, lease_id).to_body()), self._own_headers()
+        try:
+            answer = await node.client.request(
+                "POST", HAND_OVER_ROUTE, content=content, headers=headers, timeout_s=HAND_OVER_TIMEOUT_S
+            )
+        except NodeClientError as exc:
+            logger.warning("stream not handed over node=%s: %s", node.name, describe(exc))
+            return None
+        return lease_id if answer.status == 200 else None
+
     async def close(self) -> None:
         """Wait for releases that are in progress; each has its own deadline."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _own_headers(self) -> Mapping[str, str]:
+        """With the id of the request that the caller works for."""
+        request_id = current_request_id()
+        return self._headers if request_id is None else {**self._headers, REQUEST_ID_HEADER: request_id}
 
     async def _send(self, node: Node, lease_ids: list[str], headers: Mapping[str, str], *, may_come: bool) -> None:
         try:

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from common.config.proxy import ProxyConfig
 from common.errors import DeadlineExceededError, NodeUnavailableError, RequestDroppedError
 from common.wire.headers import ITL_TARGET_HEADER, PREFILL_NODE_HEADER, PROXY_SECONDS_HEADER, TTFT_TARGET_HEADER
+from common.wire.pull_sources import LEASE_ID_KEY, MAX_SOURCES
 from common.wire.resume import RESUME_KEY
 from common.wire.routes import CHAT_ROUTE
 from proxy.admission.queue import MAX_RETRY_AFTER_S
@@ -65,17 +66,20 @@ class Run:
     """One request in progress: what was ``given``, and the ``job`` that is left of it. ``waits_s``: until it was
     admitted, and then until it was tokenised. ``resumable``: None when its stream is not to go on elsewhere.
     ``handoff``: what the decode leg is given, until its answer begins. ``left``: who generated it, and handed it
-    over; ``is_owed``: nobody has gone on with it since, and it has not gone back: the proxy chose to move it."""
+    over; ``is_owed``: nobody has gone on with it since, and it has not gone back: the proxy chose to move it;
+    ``source``: under which lease ``left`` has what it computed of it, which is one of ``leases``."""
 
     given: Job
     job: Job
     client: ClientStream
     waits_s: tuple[float, float]
     resumable: ResumableProgress | None
+    leases: LeaseGuard
     avoided: Avoided = field(default_factory=Avoided)
     handoff: Handoff = LOCAL
     left: Node | None = None
     is_owed: bool = False
+    source: Mapping[str, Any] | None = None
 
 
 class Orchestrator:
@@ -98,6 +102,7 @@ class Orchestrator:
         self._budget = RetryBudget(config.retry_budget)
         self._migration_limit = config.migration_limit
         self._sheds_late = config.shed_late
+        self._names_sources = config.prefix_sources
         self._decode_legs = DecodeLegs(
             metrics,
             first_timeout_s=max(config.prefill_timeout_seconds, config.stream_idle_timeout_seconds),
@@ -119,8 +124,13 @@ class Orchestrator:
         self._budget.add_request()
         progress = ResumableProgress() if self._migration_limit > 0 and _may_go_on(job) else None
         admitted_s = max(job.admitted_s, job.arrival_s)
-        run = Run(job, job, client, (admitted_s - job.arrival_s, time.monotonic() - admitted_s), progress)
-        num_migrations = 0
+        waits_s = (admitted_s - job.arrival_s, time.monotonic() - admitted_s)
+        with self._releaser.guard() as leases:
+            await self._run(Run(job, job, client, waits_s, progress, leases))
+
+    async def _run(self, run: Run) -> None:
+        job, client = run.given, run.client
+        may_migrate, num_migrations = run.resumable is not None, 0
         while True:
             try:
                 await self._run_legs(run)
@@ -136,7 +146,7 @@ class Orchestrator:
                     self._give_up(exc)
                 is_owed = run.is_owed
                 # What is the client's own fault any other node would say too.
-                if (progress is None and not is_owed) or exc.status < 500:
+                if (not may_migrate and not is_owed) or exc.status < 500:
                     raise
                 if (num_migrations == self._migration_limit and not is_owed) or not await self._move(run):
                     self._metrics.inc("proxy_migrations_total", outcome="gave_up")
@@ -185,7 +195,8 @@ class Orchestrator:
         self._placer.started(run.job, is_answer=status == 200)
         for job in (run.job, run.given):
             job.begin_answer(may_go_on=job is run.given and run.resumable is not None)
-        run.handoff, run.is_owed = LOCAL, False
+        run.handoff, run.is_owed, run.source = LOCAL, False, None
+        run.leases.hand_over()
 
     def _may_retry(self, error: LegFailedError) -> bool:
         """Whether the budget has a leg left; counts it."""
@@ -210,7 +221,18 @@ class Orchestrator:
             run.resumable.leaves = functools.partial(
                 self._placer.leaves, run.job, lambda other: _may_follow(run, node, other)
             )
+            run.resumable.ask = functools.partial(self._hand_over, run, node)
         return run.resumable
+
+    async def _hand_over(self, run: Run, node: Node, stream_id: str) -> bool:
+        """Whether ``node`` ends the stream and keeps what it has of it for the next one."""
+        source = node.pull_source() if self._names_sources else None
+        if source is None:
+            return False
+        lease_id = await self._releaser.hand_over(node, stream_id, run.leases)
+        if lease_id is not None:
+            run.source = {**source, LEASE_ID_KEY: lease_id}
+        return lease_id is not None
 
     async def _move(self, run: Run) -> bool:
         """Make ``run`` one of what is left of its stream. False: nobody can go on with it, or nothing is known."""
@@ -240,7 +262,8 @@ class Orchestrator:
         if run.left is None or run.left not in self._placer.generators() or run.left not in run.avoided.decode:
             return False
         run.avoided.decode = [node for node in run.avoided.decode if node is not run.left]
-        run.is_owed = False
+        run.is_owed, run.source = False, None
+        self._releaser.release(run.leases)
         return True
 
     # --- both legs at once
@@ -322,7 +345,7 @@ class Orchestrator:
                 # It generates itself: what it was to hand over is in its cache, and of another's it computes.
                 run.handoff = LOCAL
                 self._releaser.release(leases)
-            sources = placement.sources if run.handoff.params is None and placement.is_local and node.info.pull else ()
+            sources = _sources(run, placement, node)
             progress = self._progress_on(run, node)
             content = functools.partial(_decode_content, run, node, sources, reports_state=progress.may_go_on)
             headers = self._decode_headers(run, node, run.handoff.prefill_node)
@@ -371,6 +394,16 @@ class Orchestrator:
         queue_s, tokenize_s = run.waits_s
         headers |= {PROXY_SECONDS_HEADER: f"{queue_s:.6f},{elapsed_s:.6f},{tokenize_s:.6f}"}
         return headers if prefill_node is None else headers | {PREFILL_NODE_HEADER: prefill_node}
+
+
+def _sources(run: Run, placement: Placement, node: Node) -> Sequence[Mapping[str, Any]]:
+    """From whom ``node`` may pull what it lacks of the prompt: who handed the stream over has the most of it."""
+    if run.handoff.params is not None or not placement.is_local or not node.info.pull:
+        return ()
+    if run.source is None or node is run.left:
+        return placement.sources
+    others = [source for source in placement.sources if source["url"] != run.source["url"]]
+    return [run.source, *others][:MAX_SOURCES]
 
 
 def _too_late(placement: Placement, targets: Targets) -> RequestDroppedError:

@@ -13,7 +13,7 @@ the next one has to go on from.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from common.errors import TandemError
 from common.metrics.outcomes import Outcome, outcome_of_answer
@@ -48,6 +48,9 @@ class StreamProgress:
 
     @property
     def is_leaving(self) -> bool:
+        return False
+
+    async def ask_to_hand_over(self) -> bool:
         return False
 
     @property
@@ -107,7 +110,7 @@ class StreamProgress:
 
 class ResumableProgress(StreamProgress):
     """One request's, over all its legs. ``node``: who had the last one. ``leaves``: asked, with the number of tokens so
-    far, whether this leg's node is to be left."""
+    far, whether this leg's node is to be left; ``ask``: asks it to hand over the stream that it calls by this name."""
 
     may_go_on = True
 
@@ -115,6 +118,8 @@ class ResumableProgress(StreamProgress):
         super().__init__()
         self.node: Node | None = None
         self.leaves: Callable[[int], bool] | None = None
+        self.ask: Callable[[str], Awaitable[bool]] | None = None
+        self._stream_id: str | None = None
         self._token_ids: list[int] = []
         self._created: int | None = None
         self._num_cached_tokens: int | None = None
@@ -123,13 +128,21 @@ class ResumableProgress(StreamProgress):
 
     def begin(self, node: Node) -> None:
         """Another leg: what was not passed on of the one before is forgotten."""
-        self.node, self.failure, self.leaves = node, None, None
+        self.node, self.failure, self.leaves, self.ask = node, None, None, None
+        self._stream_id = None
         self._rest, self._held, self._num_held = b"", None, 0
 
     @property
     def is_leaving(self) -> bool:
         """Whether it is to go on elsewhere now; nothing of its end is held."""
         return self.leaves is not None and self._held is None and self.leaves(len(self._token_ids))
+
+    async def ask_to_hand_over(self) -> bool:
+        """Whether the node will: then the stream ends with HandedOverError, or as it would have. Nodes of earlier
+        versions do not."""
+        if self.ask is None or self._stream_id is None:
+            return False
+        return await self.ask(self._stream_id)
 
     @property
     def resume(self) -> Resume | None:
@@ -160,10 +173,12 @@ class ResumableProgress(StreamProgress):
                 self._held = []
             else:
                 self._token_ids += state.token_ids
+            self._stream_id = self._stream_id or state.stream_id
             if self._num_cached_tokens is None:
                 self._created, self._num_cached_tokens = state.created, state.num_cached_tokens
         if event.startswith(ERROR):
             self.failure = _failure(event)
+            self.num_tokens += num_tokens
             return
         self.is_complete = event == DONE
         if self._held is not None:

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from common.wire.resume import RESUME_KEY, STATE_PREFIX, STREAM_STATE_KEY, read_state_line
+from common.wire.routes import HAND_OVER_ROUTE, LEASE_RELEASE_ROUTE
 from tests.support import foreign
-from tests.support.client import metric, wait_settled
+from tests.support.client import info, metric, wait_settled
 from tests.support.reference import random_tokens
 from tests.support.service import Service
 
@@ -141,6 +142,71 @@ def test_resumed_stream_when_its_tokens_are_prefilled_elsewhere_then_they_are_pu
     assert_same(events, whole[12:])
     assert metric(decode, "prompt_tokens_total", source="computed") == before
     wait_settled(prefill, decode)
+
+
+def read_and_hand_over(url: str, body: dict[str, Any], lease_id: str) -> tuple[list[Event], dict[str, Any]]:
+    """The events of a stream whose node is asked to hand it over at its third event, as far as they go."""
+    events: list[Event] = []
+    first: dict[str, Any] = {}
+    token_ids: tuple[int, ...] = ()
+    content = {**body, STREAM_STATE_KEY: True}
+    with httpx.stream("POST", url + "/v1/completions", json=content, headers=HEADERS, timeout=60) as response:
+        for line in map(str.encode, response.iter_lines()):
+            if line.startswith(STATE_PREFIX):
+                state = read_state_line(line)
+                token_ids = state.token_ids
+                if state.num_cached_tokens is not None:
+                    first = {"created": state.created, "num_cached_tokens": state.num_cached_tokens}
+                    stream_id = state.stream_id
+            elif line:
+                events.append((token_ids, json.loads(line.removeprefix(b"data: "))))
+                if len(events) == 3:
+                    asked = httpx.post(url + HAND_OVER_ROUTE, json={"id": stream_id, "lease_id": lease_id})
+                    assert asked.status_code == 200, asked.text
+    return events, first
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["leased", "control"])
+def test_stream_when_handed_over_then_the_next_node_computes_its_last_token_alone(
+    service: Service, keeps: bool
+) -> None:
+    [prefill], [decode] = service.prefill, service.decode
+    body = {**BODY, **SEEDED, "prompt": random_tokens(150, seed=7103), "max_tokens": 400, "cache_salt": f"over {keeps}"}
+    events, first = read_and_hand_over(prefill.url, body, f"lease-{keeps}")
+    [*told, (_, error)] = events
+    assert error is not None
+    assert error["error"]["code"] == "handed_over"
+    known = [token_id for token_ids, _ in events for token_id in token_ids]
+    assert 3 <= len(known) < 400
+    state = info(prefill)
+    source = {"url": prefill.url, "epoch": state["epoch"], "lease_id": f"lease-{keeps}"}
+    resumed = {**body, RESUME_KEY: {"output_token_ids": known, **first}}
+    before = [metric(decode, "prompt_tokens_total", source=name) for name in ("computed", "transferred")]
+    rest, _ = stream(decode.url, {**resumed, "tandem_sources": [source]} if keeps else resumed)
+    after = [metric(decode, "prompt_tokens_total", source=name) for name in ("computed", "transferred")]
+    num_known = 150 + len(known)
+    expected = [1, num_known - 1] if keeps else [num_known, 0]
+    assert [new - old for new, old in zip(after, before, strict=True)] == expected
+    whole, _ = stream(decode.url, {**body, "cache_salt": f"whole {keeps}"})
+    texts = [
+        "".join(event["choices"][0]["text"] for _, event in part if event and event["choices"])
+        for part in (told + rest, whole)
+    ]
+    assert texts[0] == texts[1]
+    assert rest[-2][1]["usage"] == whole[-2][1]["usage"]  # type: ignore[index]
+    if not keeps:
+        httpx.post(prefill.url + LEASE_RELEASE_ROUTE, json={"lease_ids": [f"lease-{keeps}"]}).raise_for_status()
+    wait_settled(prefill, decode)
+
+
+def test_hand_over_when_it_is_no_stream_of_the_node_then_nothing_is_leased(service: Service) -> None:
+    [prefill] = service.prefill
+    answer = httpx.post(prefill.url + HAND_OVER_ROUTE, json={"id": "nobody-1", "lease_id": "lease-2"})
+    assert (answer.status_code, answer.json()) == (200, {"num_tokens": 0})
+    for body, param in (({"id": "a"}, "lease_id"), ({"lease_id": "b"}, "id"), ({"id": 3, "lease_id": "b"}, "id")):
+        refused = httpx.post(prefill.url + HAND_OVER_ROUTE, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    wait_settled(prefill)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from common.engine.model_runner import Forward
 from common.engine.plan import StepPlan
+from common.errors import HandedOverError, InvalidRequestError
 from common.request import FinishReason, Request
 from tests.engine.cores import collect, engine, prompt_of, request, run, tokens, used
 from tests.support.models import tiered
@@ -42,6 +43,7 @@ def test_core_when_a_step_is_in_flight_then_takes_no_command() -> None:
         lambda: core.finish("running", 0),
         lambda: core.end_quarantine("running#0"),
         lambda: core.lease_prefix(model.manager.prefix_keys(prompt_of(0), None), "lease", deeper_than=0),
+        lambda: core.hand_over("running", "lease"),
         core.launch,
     ]
     step = core.launch()
@@ -50,6 +52,52 @@ def test_core_when_a_step_is_in_flight_then_takes_no_command() -> None:
             command()
     core.collect(step)
     core.abort("running")
+    assert used(model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stream_when_handed_over_then_its_caller_knows_all_tokens_and_the_state_behind_all_but_the_last_is_leased(
+    ahead: bool,
+) -> None:
+    core, model = engine(async_scheduling=ahead)
+    core.add_request(request("other", prompt_of(1), max_tokens=60))
+    core.add_request(request("a", prompt_of(5), max_tokens=60))
+    told: list[int] = []
+    while len(told) < 20:
+        for output in core.step():
+            told += output.token_ids if output.request_id == "a" else []
+    lease = core.hand_over("a", "lease")
+    assert lease is not None
+    assert core.hand_over("a", "again") is None
+    error = None
+    while error is None:
+        for output in core.step():
+            if output.request_id == "a":
+                told, error = told + output.token_ids, output.error
+    assert isinstance(error, HandedOverError)
+    assert lease.num_tokens == len(prompt_of(5)) + len(told) - 1
+    collect(core)
+    with pytest.raises(InvalidRequestError, match="lease is in use"):
+        core.lease_prefix(model.manager.prefix_keys(prompt_of(5), None), "lease", deeper_than=0)
+    assert model.manager.release_lease("lease")
+    core.add_request(request("b", [*prompt_of(5), *told], max_tokens=60 - len(told)))
+    [first, *_] = [output for outputs in run(core) for output in outputs]
+    assert first.num_cached_tokens == lease.num_tokens
+    assert used(model) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["unknown", "waiting", "prompt", "over"])
+def test_hand_over_when_it_is_no_stream_then_nothing_happens(name: str) -> None:
+    core, model = engine()
+    core.add_request(request("over", prompt_of(1)))
+    over = collect(core)
+    assert over
+    core.add_request(request("prompt", prompt_of(5)))
+    core.step()
+    core.add_request(request("waiting", prompt_of(7)))
+    assert core.hand_over(name, "lease") is None
+    outputs = collect(core)
+    assert {key[0] for key in outputs} == {"prompt", "waiting"}
     assert used(model) == (0, 0, 0, 0)
 
 

@@ -1,6 +1,7 @@
 """What this node has of a prompt when another node queries it by content (``common.node.pull.sources``).
 
-The deepest prefix that could be resumed here goes out under a lease, whose id the reader chose.
+The deepest prefix that could be resumed here goes out under a lease, whose id the reader chose. Of a stream that is
+handed over the proxy chose it, and the lease is there before its reader asks: it need not wait for a step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from common.engine.core import EngineCore
 from common.errors import FingerprintMismatchError, InvalidRequestError
 from common.kv_cache.manager import KVCacheManager
+from common.kv_cache.sharing.leases import LeasedPrefix
 from common.node.engine_thread import EngineThread
 from common.node.lend.manifest_builder import ManifestBuilder
 from common.node.lend.rendezvous import RendezvousTable
@@ -36,6 +38,20 @@ class PrefixHolder:
         self._rendezvous = rendezvous
         self._manifests = manifests
         self._max_model_len = max_model_len
+        self._handed_over: dict[str, LeasedPrefix] = {}
+
+    async def hand_over(self, stream_id: str, lease_id: str) -> int:
+        """Ends the stream, and keeps what it has computed for the reader that will ask for ``lease_id``; tokens, 0:
+        nothing. Raises as ``EngineCore.hand_over``."""
+        lease = await self._engine.call(lambda: self._core.hand_over(stream_id, lease_id))
+        if lease is None:
+            return 0
+        self._handed_over = {name: each for name, each in self._handed_over.items() if self._is_leased(name)}
+        self._handed_over[lease_id] = lease
+        return lease.num_tokens
+
+    def _is_leased(self, lease_id: str) -> bool:
+        return self._manager.leases.renew(lease_id, 0.0)
 
     async def answer(self, query: ContentQuery) -> dict[str, Any]:
         """The body that answers ``query``.
@@ -63,7 +79,12 @@ class PrefixHolder:
                 f"prefix_key {query.prefix_key.hex()} is not the key of prompt_token_ids, images and cache_salt here",
                 param="prefix_key",
             )
-        lease = await self._engine.call(lambda: self._core.lease_prefix(keys, query.id, deeper_than=query.have))
+        lease = self._handed_over.pop(query.id, None)
+        if lease is None or not self._is_leased(query.id):
+            lease = await self._engine.call(lambda: self._core.lease_prefix(keys, query.id, deeper_than=query.have))
+        elif not query.have < lease.num_tokens <= num_tokens or lease.key != keys.key_at(lease.num_tokens):
+            self._engine.post(lambda: self._manager.release_lease(query.id))
+            lease = None
         if lease is None:
             return miss_answer()
         if self._rendezvous.is_called_off(query.id):

@@ -1,8 +1,8 @@
 """Prefixes by content: what other nodes happen to have of a prompt that this one is about to compute.
 
-1 look up what is here already, 2 query the named sources in turn, with a short deadline each, 3 the first usable answer
-is leased to us, 4 the engine pulls it and computes the rest. After every failure the prompt is computed here, as if no
-source had been named. The holder's side is ``common.node.lend.prefix_holder``.
+1 look up what is here already, 2 query the named sources in turn, each with a deadline by what it may save, 3 the first
+usable answer is leased to us, 4 the engine pulls it and computes the rest. After every failure the prompt is computed
+here, as if no source had been named. The holder's side is ``common.node.lend.prefix_holder``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ from common.wire.routes import PULL_ROUTE
 
 logger = logging.getLogger(__name__)
 
-QUERY_TIMEOUT_S = 0.2
-"""How long one source has to answer: the request waits meanwhile, and a source that takes longer saves it little."""
+MIN_QUERY_TIMEOUT_S, MAX_QUERY_TIMEOUT_S = 0.2, 2.0
+"""Bounds, in seconds, of how long one source has to answer; the request waits meanwhile."""
+WAIT_SHARE = 0.5
+"""Of the time that it takes to compute what is missing: a source may wait that long. It answers between two steps, and
+where it computes prompts these are long."""
 
 MIN_MISSING_BLOCKS = 2
 """A prompt with fewer blocks to compute than this is computed at once: that is sooner done than a query."""
@@ -84,12 +87,24 @@ class PrefixSources:
     ) -> AsyncIterator[RemotePrefix | None]:
         """The prefix that the first useful source has beyond what is here, leased while the block runs or until its
         pull has ended. None: nothing worth pulling. Raises nothing but what the block raises."""
-        found = await self._find(token_ids, cache_salt, sources, images)
+        found: RemotePrefix | None = None
+        try:
+            found = await self._find(token_ids, cache_salt, sources, images)
+        finally:
+            self._end_unused(sources, found)
         try:
             yield found
         finally:
             if found is not None:
                 found.close()
+
+    def _end_unused(self, sources: Sequence[PullSource], found: RemotePrefix | None) -> None:
+        """Of leases that sources hold for this request already."""
+        for source in sources:
+            if source.lease_id is not None and (found is None or found.lease_id != source.lease_id):
+                with contextlib.suppress(TandemError):
+                    self._peers.check_allowed(source.url, is_from_peer=True)
+                    self._leases.call_off(source.lease_id, source.url)
 
     def keys(self, token_ids: Sequence[int], cache_salt: str | None, images: Sequence[ImageSpan]) -> PrefixKeys:
         """A prompt's, as this node's cache has them."""
@@ -134,7 +149,7 @@ class PrefixSources:
             logger.warning("source not asked: %s", exc.message)
             return None, "refused"
         query = ContentQuery(
-            id=f"content-{uuid.uuid4().hex}",
+            id=source.lease_id or f"content-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(keys.token_ids(0, keys.num_tokens)),
             cache_salt=cache_salt,
             fingerprint=self._fingerprint,
@@ -142,10 +157,11 @@ class PrefixSources:
             have=num_local,
             images=keys.images,
         )
-        prefix, may_be_leased = None, True
+        prefix, may_be_leased = None, source.lease_id is None
+        timeout_s = self._timeout_s(keys.num_tokens - num_local)
         try:
-            async with asyncio.timeout(QUERY_TIMEOUT_S):
-                answer = await self._peers.query(source.url, PULL_ROUTE, query.to_body(), QUERY_TIMEOUT_S)
+            async with asyncio.timeout(timeout_s):
+                answer = await self._peers.query(source.url, PULL_ROUTE, query.to_body(), timeout_s)
             manifest = read_answer(answer, shape=self._shape)
             if manifest is None:
                 may_be_leased = False
@@ -163,6 +179,11 @@ class PrefixSources:
         finally:
             if prefix is None and may_be_leased:
                 self._leases.call_off(query.id, source.url)
+
+    def _timeout_s(self, num_missing: int) -> float:
+        line = self._core.step_model.prompt_line
+        saved_s = 0.0 if line is None else line.unit_s * num_missing
+        return min(max(WAIT_SHARE * saved_s, MIN_QUERY_TIMEOUT_S), MAX_QUERY_TIMEOUT_S)
 
     def _accept(
         self, manifest: object, source: PullSource, query: ContentQuery, keys: PrefixKeys, num_local: int

@@ -1,4 +1,5 @@
-"""The routes that nodes call on each other: handshake, liveness, pull, manifests, leases. All need the cluster key."""
+"""What concerns prefixes that travel: handshake, liveness, pull, manifests and leases, which nodes call on each other,
+and handing over streams, which the proxy calls. All need the cluster key."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from common.server.json_body import read_json_object, run_for_body
 from common.wire.fields import Fields, shown
 from common.wire.headers import LEG_FAILED, LEG_HEADER
 from common.wire.pull import ManifestCheck, RendezvousQuery, check_answer, nothing_new_answer, parse_query
+from common.wire.resume import HandOver
 from common.wire.routes import (
+    HAND_OVER_ROUTE,
     LEASE_RELEASE_ROUTE,
     LEASE_RENEW_ROUTE,
     LIVENESS_ROUTE,
@@ -72,6 +75,11 @@ def add_pull_routes(
         if isinstance(query, RendezvousQuery):
             return await run_until_disconnect(http, _follow(rendezvous, query))
         return JSONResponse(await holder.answer(query))
+
+    @app.post(HAND_OVER_ROUTE)
+    async def hand_over(http: HttpRequest) -> dict[str, Any]:
+        asked = HandOver.from_body(await read_json_object(http))
+        return {"num_tokens": await holder.hand_over(asked.stream_id, asked.lease_id)}
 
     @app.post(MANIFEST_CHECK_ROUTE)
     async def check_manifest(http: HttpRequest) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from common.engine.outputs import RequestOutput
-from common.errors import TandemError
+from common.errors import HandedOverError, TandemError
 from common.metrics.outcomes import outcome_of
 from common.node.serving.choices import Choice, ChoiceDelta
 from common.node.serving.prompt_jobs import ANSWERS_PER_TURN, PromptJob
@@ -179,11 +179,15 @@ class ResponseBuilder:
             self._record.close(outcome_of(exc))
             if not is_started:
                 raise
-            if isinstance(exc, TandemError):
-                logger.warning("stream failed id=%s: %s", self._envelope["response_id"], exc.message)
+            response_id, event = self._envelope["response_id"], responses.sse_error(exc)
+            if isinstance(exc, HandedOverError):
+                logger.info("stream is handed over id=%s", response_id)
+                event = self._state_line(is_end=False) + event
+            elif isinstance(exc, TandemError):
+                logger.warning("stream failed id=%s: %s", response_id, exc.message)
             else:
-                logger.exception("stream failed id=%s", self._envelope["response_id"])
-            yield responses.sse_error(exc)
+                logger.exception("stream failed id=%s", response_id)
+            yield event
         except BaseException:  # the client is gone
             self._record.close(outcome_of(why_gone(self._scope)))
             raise
@@ -205,18 +209,24 @@ class ResponseBuilder:
     def _line_for_proxy(self, delta: ChoiceDelta) -> bytes:
         """What the client knows once it has the event that follows, with the tokens that had no event of their own; or
         how many they are, where the event does not show it."""
+        if self._request.reports_state:
+            return self._state_line(is_end=delta.finish_reason is not None)
         token_ids, self._unreported = self._unreported, []
-        if not self._request.reports_state:
-            # Reasoning that is hidden, text that is held back, several tokens at once. An event that shows nothing is
-            # a comment, which has no choice.
-            is_shown = len(token_ids) == int(delta.is_visible)
-            return count_line(len(token_ids)) if self._tells_counts and not is_shown else b""
+        # Reasoning that is hidden, text that is held back, several tokens at once. An event that shows nothing is a
+        # comment, which has no choice.
+        is_shown = len(token_ids) == int(delta.is_visible)
+        return count_line(len(token_ids)) if self._tells_counts and not is_shown else b""
+
+    def _state_line(self, *, is_end: bool) -> bytes:
+        """Of a stream that may go on elsewhere."""
+        token_ids, self._unreported = self._unreported, []
         is_first, self._has_reported = not self._has_reported, True
         return state_line(
             token_ids,
             created=self._envelope["created"],
             num_cached_tokens=self._num_cached_tokens if is_first else None,
-            is_end=delta.finish_reason is not None,
+            is_end=is_end,
+            stream_id=self._jobs[0].request_id,
         )
 
     def _chunk_choice(self, delta: ChoiceDelta, prompt: dict[str, Any] | None = None) -> dict[str, Any]:

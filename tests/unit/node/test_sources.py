@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from common.engine.rates import Line
 from common.errors import DeadlineExceededError, FingerprintMismatchError, InvalidRequestError, TransferError
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.pools.generations import content_tag
@@ -41,6 +42,8 @@ class FakeNode:
     called_off: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     refused: Sequence[str] = ()
+    step_model: Any = field(default_factory=lambda: SimpleNamespace(prompt_line=None))
+    steps_block: bool = False
 
     def __post_init__(self) -> None:
         self.liveness = SimpleNamespace(check=self.check_allowed)
@@ -89,7 +92,12 @@ class FakeNode:
     # --- engine
 
     async def call(self, function: Callable[[], Any]) -> Any:
+        assert not self.steps_block
         return function()
+
+    def hand_over(self, stream_id: str, lease_id: str) -> Any:
+        """Of a stream that is ``PROMPT``."""
+        return self.lease_prefix(self.manager.prefix_keys(PROMPT), lease_id, deeper_than=0)
 
     def post(self, function: Callable[[], Any]) -> None:
         function()
@@ -229,6 +237,47 @@ def test_source_when_not_a_peer_then_never_called() -> None:
     assert (node.asked, node.results, node.given_up) == ([], ["refused"], [])
 
 
+@pytest.mark.parametrize(("token_s", "limit_s"), [(None, 0.2), (0.001, 0.2), (0.05, 1.0), (10.0, 2.0)])
+def test_source_when_computing_takes_longer_then_has_longer_to_answer(token_s: float | None, limit_s: float) -> None:
+    limits: list[float] = []
+
+    class Asking(FakeNode):
+        async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+            limits.append(timeout_s)
+            return miss_answer()
+
+    line = None if token_s is None else Line(0.01, token_s, 1.0)
+    find(Asking(step_model=SimpleNamespace(prompt_line=line)))
+    assert limits == [pytest.approx(limit_s)]
+
+
+LEASED = replace(FIRST, lease_id="stream-1")
+
+
+def test_source_when_it_holds_the_prefix_already_then_is_asked_for_that() -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        assert query.id == "stream-1"
+        return manifest(query)
+
+    node = FakeNode(answer)
+    assert find(node, (LEASED, SECOND)) == (30, FIRST.url)
+    assert (node.held, node.given_up) == ([], [])
+
+
+@pytest.mark.parametrize("known", [0, 40], ids=["miss", "here"])
+def test_source_when_what_it_holds_is_not_used_then_that_ends_once(known: int) -> None:
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        if url == FIRST.url:
+            raise TransferError("gone")
+        return miss_answer()
+
+    node = FakeNode(answer)
+    if known:
+        run_turn(node.manager, PROMPT[:known], donate=True)
+    assert find(node, (LEASED, SECOND)) is None
+    assert node.given_up == [FIRST.url]
+
+
 @pytest.mark.parametrize("known", [34, 40])
 def test_sources_when_less_than_two_blocks_are_missing_then_nobody_is_asked(known: int) -> None:
     node = FakeNode()
@@ -285,6 +334,43 @@ def test_holder_when_it_has_a_prefix_then_a_manifest_under_the_readers_id() -> N
     assert node.manager.generations.tag("slots", found.slot_id) == content_tag(found.prefix_key)
     assert node.manager.release_lease("content-1")
     assert answer(node, query_of(node, have=22)) == {"final": True, "remote_num_tokens": 0}
+    assert node.manager.stats().leases_active == 0
+
+
+def test_holder_when_a_stream_was_handed_over_then_its_lease_is_there_without_a_step() -> None:
+    node = FakeNode()
+    run_turn(node.manager, PROMPT[:30], donate=True)
+    holder = node.holder("off")
+
+    async def run() -> dict[str, Any]:
+        assert await holder.hand_over("stream", "content-1") == 30
+        node.steps_block = True
+        return await holder.answer(query_of(node))
+
+    found = Manifest.from_params(asyncio.run(run()), is_carried=False)
+    assert (found.num_tokens, found.lease_id) == (30, "content-1")
+    assert node.manager.release_lease("content-1")
+
+
+@pytest.mark.parametrize("change", ["other prompt", "nothing new", "expired"])
+def test_holder_when_what_was_handed_over_is_not_what_is_asked_for_then_it_ends(change: str) -> None:
+    node = FakeNode()
+    run_turn(node.manager, PROMPT[:30], donate=True)
+    holder = node.holder("off")
+    query = query_of(node, [1] * 40) if change == "other prompt" else query_of(node)
+
+    async def run() -> dict[str, Any]:
+        await holder.hand_over("stream", "content-1")
+        if change == "expired":
+            node.manager.release_lease("content-1")
+        return await holder.answer(replace(query, have=30 if change == "nothing new" else 0))
+
+    found = asyncio.run(run())
+    if change == "expired":  # as if it had never been
+        assert Manifest.from_params(found, is_carried=False).num_tokens == 30
+        assert node.manager.release_lease("content-1")
+    else:
+        assert found == miss_answer()
     assert node.manager.stats().leases_active == 0
 
 

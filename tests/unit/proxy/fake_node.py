@@ -25,6 +25,7 @@ from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
     DETOKENIZE_ROUTE,
+    HAND_OVER_ROUTE,
     HEALTH_ROUTE,
     INFO_ROUTE,
     LEASE_RELEASE_ROUTE,
@@ -77,6 +78,10 @@ class FakeNode:
     pull: bool = False
     resume: bool = False
     refuses_resume: bool = False
+    hands_over: bool = True  # streams that may go on elsewhere; nodes of earlier versions have no names for them
+    hidden_ids: Sequence[int] = ()  # of a stream that it hands over: tokens that nobody was shown
+    breaks_when_asked: bool = False  # to hand a stream over
+    handed_over: list[dict[str, str]] = field(default_factory=list)  # what it was asked
     code: str = "no"
     port: int = 0
     may_finish: bool = True
@@ -155,6 +160,10 @@ class FakeNode:
             self.releasing_ids.append(request.headers.get(REQUEST_ID_HEADER))
             return JSONResponse({})
 
+        async def hand_over(request: Request) -> Response:
+            self.handed_over.append(await request.json())
+            return JSONResponse({"num_tokens": 7})
+
         async def models(request: Request) -> Response:
             self.own_headers = {name: value for name, value in request.headers.items() if name.startswith("x-tandem")}
             return JSONResponse({"object": "list", "data": [{"id": self.model, "max_model_len": 128}]})
@@ -177,6 +186,7 @@ class FakeNode:
         }
         posted = {
             LEASE_RELEASE_ROUTE: release,
+            HAND_OVER_ROUTE: hand_over,
             COMPLETIONS_ROUTE: self._generate,
             CHAT_ROUTE: self._generate,
             TOKENIZE_ROUTE: tokenize,
@@ -261,7 +271,9 @@ class FakeNode:
         self.num_aborted += 1
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """Chunk N has the tokens 10 * N and 10 * N + 1."""
+        """Chunk N has the tokens 10 * N and 10 * N + 1. A stream that is handed over ends with the hidden ids,
+        of no chunk."""
+        stream_id = f"{self.name}-{len(self.received)}"
         known = (body.get("tandem_resume") or {}).get("output_token_ids", [])
         try:
             if self.fault is Fault.BREAK_EARLY:
@@ -277,9 +289,16 @@ class FakeNode:
             if self.script:
                 return
             for index in range(len(known) // 2, self.num_chunks):
+                if stream_id in [each["id"] for each in self.handed_over]:
+                    if self.breaks_when_asked:
+                        raise ConnectionError("on demand")
+                    yield f": tandem {json.dumps({'token_ids': self.hidden_ids})}\n"
+                    yield f"data: {json.dumps({'error': {'message': 'elsewhere', 'code': 'handed_over'}})}\n\n"
+                    return
                 if body.get("tandem_stream_state"):
                     state: dict[str, Any] = {"token_ids": [10 * index, 10 * index + 1]}
                     state |= {"created": 7, "num_cached_tokens": 3} if not index else {}
+                    state |= {"id": stream_id} if self.hands_over and not index else {}
                     state |= {"end": True} if index == self.num_chunks - 1 else {}
                     yield f": tandem {json.dumps(state)}\n"
                 data: dict[str, Any] = {"index": index, "node": self.name}

@@ -29,6 +29,9 @@ def test_sources_when_top_level_or_in_transfer_params_then_read_in_order() -> No
     chat = {"messages": [{"role": "user", "content": "hi"}], "tandem_sources": [ONE]}
     assert parse_chat(chat, is_from_peer=True).sources == (SOURCE,)
     assert PullSource.to_json(SOURCE) == {"url": "http://127.0.0.1:8200", "epoch": str(2**63 + 1)}
+    [leased] = sources(tandem_sources=[{**ONE, "lease_id": "stream-1"}])
+    assert (leased.lease_id, SOURCE.lease_id) == ("stream-1", None)
+    assert sources(tandem_sources=[leased.to_json()]) == (leased,)
 
 
 def test_sources_when_from_anybody_but_a_process_of_the_service_then_not_read() -> None:

@@ -53,11 +53,12 @@ def test_state_when_a_chat_is_echoed_with_logprobs_then_reported() -> None:
 
 
 def test_state_line_when_read_then_says_what_was_written() -> None:
-    line = state_line([1, 2], created=7, num_cached_tokens=0, is_end=True)
+    line = state_line([1, 2], created=7, num_cached_tokens=0, is_end=True, stream_id="a-1")
     assert line.startswith(b": ")  # a comment, should it ever reach a client
     assert line.endswith(b"}\n")
-    assert read_state_line(line.rstrip()) == StreamState((1, 2), 7, 0, is_end=True)
-    assert read_state_line(state_line([3]).rstrip()) == StreamState((3,))
+    assert read_state_line(line.rstrip()) == StreamState((1, 2), 7, 0, is_end=True, stream_id="a-1")
+    assert read_state_line(state_line([3], stream_id="a-1").rstrip()) == StreamState((3,))
+    assert read_state_line(b': tandem {"token_ids":[3],"created":7,"num_cached_tokens":0}').stream_id is None
 
 
 @pytest.mark.parametrize("line", [b": tandem ", b": tandem []", b": tandem {", b': tandem {"token_ids": ["x"]}'])

@@ -66,13 +66,18 @@ class Reader(threading.Thread):
 
 @contextmanager
 def guest(
-    start_cluster: StartCluster, body: dict[str, Any] = STREAM, num_decode: int = 1, **config: Any
+    start_cluster: StartCluster,
+    body: dict[str, Any] = STREAM,
+    num_decode: int = 1,
+    hands_over: bool = True,
+    **config: Any,
 ) -> Iterator[tuple[Cluster, Reader]]:
     """A stream that the prefill node generates, because there was no decode node when it came; now there is one."""
     cluster = start_cluster(1, num_decode, pull=True, resume=True, policy="cost", **config)
     nodes = [*cluster.prefill, *cluster.decode]
     for node in nodes:
         node.load, node.num_chunks, node.chunk_pause_s = FAST, NUM_CHUNKS, PAUSE_S
+        node.hands_over = hands_over
     urls = [cluster.servers[node.name].url for node in cluster.decode]
 
     def decode_nodes(*, are_ready: bool) -> None:
@@ -97,11 +102,15 @@ def handed_over(cluster: Cluster) -> float:
     return cluster.metric("tandem_proxy_migrations_total", outcome="handed_over")
 
 
-@pytest.mark.parametrize("migration_limit", [0, 1])
+@pytest.mark.parametrize(
+    ("migration_limit", "hands_over", "prefix_sources"),
+    [(0, True, True), (1, True, True), (0, False, True), (0, True, False)],
+)
 def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on_without_a_seam(
-    start_cluster: StartCluster, migration_limit: int
+    start_cluster: StartCluster, migration_limit: int, hands_over: bool, prefix_sources: bool
 ) -> None:
-    with guest(start_cluster, migration_limit=migration_limit) as (cluster, reader):
+    config = {"migration_limit": migration_limit, "prefix_sources": prefix_sources}
+    with guest(start_cluster, hands_over=hands_over, **config) as (cluster, reader):
         [prefill], [decode] = cluster.prefill, cluster.decode
         prefill.load = BUSY
         wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
@@ -114,7 +123,39 @@ def test_stream_when_prompts_wait_at_its_prefill_node_then_a_decode_node_goes_on
     assert len(body["tandem_resume"]["output_token_ids"]) == 2 * num
     assert handed_over(cluster) == 1
     assert cluster.metric("tandem_proxy_migrations_total", outcome="resumed") == 0
-    wait_for(lambda: prefill.num_aborted == 1, "the prefill node's leg to be closed")
+    if hands_over and prefix_sources:
+        [asked] = prefill.handed_over
+        [source, *_] = body["tandem_sources"]
+        assert source == {"url": f"http://127.0.0.1:{prefill.port}", "epoch": "77", "lease_id": asked["lease_id"]}
+        assert (prefill.num_aborted, prefill.released) == (0, [])  # it was read to its end; who goes on has the lease
+    else:
+        assert (prefill.handed_over, body.get("tandem_sources")) == ([], None)
+        wait_for(lambda: prefill.num_aborted == 1, "the prefill node's leg to be closed")
+
+
+def test_stream_when_its_last_tokens_were_not_shown_then_who_goes_on_is_told_them(start_cluster: StartCluster) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.hidden_ids = [5, 6]
+        prefill.load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
+    assert reader.is_done
+    shown = 10 * reader.nodes.count(prefill.name) - 9
+    assert decode.bodies[0]["tandem_resume"]["output_token_ids"][-3:] == [shown, 5, 6]
+
+
+def test_stream_when_its_prefill_node_is_asked_and_breaks_then_error_event_and_its_lease_is_released(
+    start_cluster: StartCluster,
+) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.breaks_when_asked = True
+        prefill.load = BUSY
+        wait_for(lambda: prefill.handed_over, "the prefill node to be asked")
+        [asked] = prefill.handed_over
+        wait_for(lambda: prefill.released == [asked["lease_id"]], "the lease to be released")
+    assert "error" in reader.events[-1]
+    assert decode.bodies == []
 
 
 PLACEHOLDER = "<image>"
@@ -211,6 +252,7 @@ def test_stream_when_nobody_takes_it_over_then_its_prefill_node_goes_on_without_
     assert len(prefill.bodies) == 2
     assert [node.num_refused + len(node.bodies) for node in cluster.decode] == [1] * num_decode
     assert handed_over(cluster) == 1
+    wait_for(lambda: prefill.released == [each["lease_id"] for each in prefill.handed_over], "its lease to end")
     for node in proxy_nodes(cluster):
         wait_for(
             lambda node=node: node.num_in_flight == node.load.num_charges == 0, "what was charged to be given back"
