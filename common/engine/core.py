@@ -8,7 +8,7 @@ needs it collects the one in flight first. So nobody ever reads a block or state
 that a forward names is neither free nor leased nor the destination of a pull before the device is done with it.
 
 A fault belongs to its request: whatever raises for one sequence (lookup, admission, forward, publication, sampling)
-fails that one, and the others go on. ``EngineDeadError`` says that nothing can.
+fails that one, and the others go on (``common.engine.containment``). ``EngineDeadError`` says that nothing can.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.engine.containment import Containment
 from common.engine.finished_prompts import FinishedPrompts
 from common.engine.live_sequences import LiveSequences
 from common.engine.model_runner import Forward, ModelRunner
@@ -35,14 +36,7 @@ from common.engine.speculation import Speculation
 from common.engine.tokens.ahead import AheadSteps, Order
 from common.engine.tokens.grammars import Sampled, StepGrammars
 from common.engine.tokens.step_tokens import StepTokens
-from common.errors import (
-    DeadlineExceededError,
-    EngineDeadError,
-    HandedOverError,
-    InvalidRequestError,
-    TandemError,
-    TransferError,
-)
+from common.errors import HandedOverError, InvalidRequestError
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.sharing.leases import LeasedPrefix
@@ -52,13 +46,6 @@ logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of a prompt whose logits are in memory at a time. With a vocabulary of 150,000 that is 150 MB in float32."""
-
-MAX_FAILED_FORWARDS = 16
-"""Forwards that may raise one after the other. The first one may be any of its sequences' fault, each one after it ran
-a single sequence: with so many in a row it is the device or the model that fails."""
-
-REFUSALS = (InvalidRequestError, DeadlineExceededError, TransferError)
-"""Of what is raised for a sequence: what says that its request cannot be served, and nothing of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +98,7 @@ class EngineCore:
         self._prompts = FinishedPrompts(
             scheduler, manager, runner, self._live, self._outputs, lease_seconds=lease_seconds, clock=clock
         )
+        self._containment = Containment(scheduler, manager, runner, self._live, self._remote, self._outputs)
         self._tokens = StepTokens(
             scheduler,
             manager,
@@ -120,7 +108,7 @@ class EngineCore:
             self._outputs,
             max_model_len=max_model_len,
             clock=clock,
-            fail=self._fail,
+            fail=self._containment.fail,
             end=self._end_exactly,
         )
         self.ahead_steps = AheadSteps(scheduler, max_model_len=max_model_len) if async_scheduling else None
@@ -134,7 +122,6 @@ class EngineCore:
         self._why_ordinary = Order.OTHERS
         self._is_stalled = False
         self._is_in_flight = False
-        self._num_failed_forwards = 0
 
     def pull_with(self, source: PrefixSource, tiers: LowerTiers | None = None) -> None:
         """Sets who moves prefixes here, and what is below this node's memory. Called once, before the first request."""
@@ -284,7 +271,7 @@ class EngineCore:
             if row is not None:
                 self._prompts.begin_from(sequence, row)
         except Exception as exc:  # noqa: BLE001  # whatever it is, it is this request's
-            self._fail(sequence, exc, is_read_over=result.terminal)
+            self._containment.fail(sequence, exc, is_read_over=result.terminal)
 
     def end_quarantine(self, seq_id: str) -> None:
         self._check_collected()
@@ -362,7 +349,7 @@ class EngineCore:
     def _give_up_what_is_late(self, now_s: float) -> None:
         self._manager.expire_leases()
         for sequence, refusal in self.grammars.take_failed(now_s):
-            self._fail(sequence, refusal)
+            self._containment.fail(sequence, refusal)
 
     def launch(self) -> StepInFlight:
         """Plans a step and gives it to the device; until it was collected nothing else may be called."""
@@ -372,13 +359,13 @@ class EngineCore:
         schedule = self._scheduler.schedule()
         self._is_stalled = schedule.is_empty
         for sequence, error in schedule.failed:
-            self._fail(sequence, error)
+            self._containment.fail(sequence, error)
         self._remote.give_up_optional()
         for sequence, plan in schedule.pulls:
             try:
                 self._remote.start(sequence, plan)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
-                self._fail(sequence, exc, is_read_over=True)
+                self._containment.fail(sequence, exc, is_read_over=True)
         for sequence in schedule.sequences:
             if sequence.num_reported_tokens < 0:  # later chunks' blocks are told when these are done
                 self._prompts.report_progress(sequence)
@@ -416,7 +403,7 @@ class EngineCore:
             except Exception as exc:  # noqa: BLE001  # as in launch
                 self._start_again(schedule, exc)
                 return
-            self._num_failed_forwards = 0
+            self._containment.forward_succeeded()
         to_sample: list[Sampled] = []
         for sequence, segment, hidden in zip(schedule.sequences, schedule.plan.segments, rows, strict=True):
             if step.is_ahead and sequence.is_over:
@@ -425,7 +412,7 @@ class EngineCore:
             try:
                 self._complete(sequence, segment, hidden, to_sample, is_ahead=step.is_ahead)
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
-                self._fail(sequence, exc)
+                self._containment.fail(sequence, exc)
         for sequence in schedule.row_only:
             row, sequence.pending_row = sequence.pending_row, None
             if sequence.is_prompt_done:
@@ -435,7 +422,7 @@ class EngineCore:
                 # An exact prefix hit: done without a forward.
                 to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
             except Exception as exc:  # noqa: BLE001  # as in finish_pull
-                self._fail(sequence, exc)
+                self._containment.fail(sequence, exc)
         if forward is not None and forward.token_ids is not None:
             token_ids = dict(zip(schedule.sequences, forward.token_ids.tolist(), strict=True))
             self._tokens.take([(sequence, token_ids[sequence]) for sequence, _ in to_sample])
@@ -495,61 +482,17 @@ class EngineCore:
             to_sample.extend((ready, row) for ready in self._prompts.finish(sequence, row))
 
     def _start_again(self, schedule: Schedule, cause: Exception) -> None:
-        """A forward raised. Nothing of it was published, but the states that it ran on may be half advanced: all that
-        run are taken back to what is cached of them. Those that were in it then run alone, each until it has caught up,
-        so that the one whose fault it is fails alone."""
-        self._num_failed_forwards += 1
-        if self._num_failed_forwards >= MAX_FAILED_FORWARDS:
-            raise EngineDeadError(f"{self._num_failed_forwards} forwards in a row raised: {cause}") from cause
-        try:
-            self._runner.synchronize()
-        except Exception as exc:  # noqa: BLE001  # whatever it is, nothing can be computed any more
-            raise EngineDeadError(f"the device cannot go on: {exc}") from cause
+        """A forward raised: nothing of the step is used."""
         if self._ahead is not None:
             self._take_ahead()  # it went on from what was not computed
-        running = [each for each in schedule.sequences if not each.is_over]
-        for sequence in schedule.sequences:
-            if sequence.is_over:
-                self._live.end(sequence, donate=False)
-        if len(schedule.sequences) == 1 == len(running):
-            self._fail(running[0], cause)
-        elif running:
-            logger.error("a forward of %d sequences raised", len(running), exc_info=cause)
-            self._scheduler.suspects.add(running)
-        for sequence in list(self._scheduler.running):
-            self._scheduler.preempt(sequence, donate=False)
-
-    def _fail(self, sequence: Sequence, cause: Exception, *, is_read_over: bool | None = None) -> None:
-        """Ends one request for what was raised on its behalf; the others go on, if the cache is sound without it.
-        ``is_read_over``: no read can write to its memory any more; None: if one is under way, its result is to come."""
-        request_id, seq_id = sequence.request.request_id, sequence.seq_id
-        logger.error("request failed request_id=%s", request_id, exc_info=cause)
-        try:
-            if sequence.is_ahead:
-                self._runner.synchronize()  # the step in flight names its memory
-            error = cause if isinstance(cause, TandemError) else TandemError("the engine failed on this request")
-            if self._manager.has_sequence(seq_id) and self._manager.is_pulled(seq_id):
-                if is_read_over is None:
-                    self._outputs.add_error(sequence, error)
-                    self._remote.abort(sequence)
-                    return
-                self._manager.abandon_remote(seq_id, quarantine=not is_read_over)
-            if sequence.request.is_prompt_only:
-                self._manager.release_lease(request_id)
-            self._live.fail(sequence, error)
-            # It takes 0.15 s of 200,000 blocks: not for what a caller may do again and again.
-            violations = self._manager.check() if not isinstance(cause, REFUSALS) else []
-        except Exception as exc:  # noqa: BLE001  # whatever it is, the cache is not known to be sound
-            raise EngineDeadError(f"request {request_id} failed and could not be ended: {exc}") from cause
-        if violations:
-            raise EngineDeadError(f"request {request_id} left the cache inconsistent: {violations[0]}") from cause
+        self._containment.forward_failed(schedule, cause)
 
     def _end(self, sequence: Sequence) -> None:
         """The sequence is complete, or its reader has left; its state stays cached."""
         try:
             self._live.end(sequence, donate=True)
         except Exception as exc:  # noqa: BLE001  # as in finish_pull
-            self._fail(sequence, exc)
+            self._containment.fail(sequence, exc)
 
     def _end_exactly(self, sequence: Sequence) -> None:
         """The answer is told. Where wrong drafts have left its state behind, what is right of it runs once more with

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.engine.core import MAX_FAILED_FORWARDS, EngineCore
+from common.engine.containment import MAX_FAILED_FORWARDS
+from common.engine.core import EngineCore
 from common.engine.model_runner import Forward
 from common.engine.plan import Segment, StepPlan
 from common.engine.sampling.sampler import SampleTask

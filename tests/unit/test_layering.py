@@ -119,6 +119,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "live_sequences",
         "tokens",
         "remote_prefixes",
+        "containment",
         "finished_prompts",
         "core",
     ),
