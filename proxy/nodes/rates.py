@@ -70,11 +70,12 @@ def _own(node: Node, by_role: Mapping[NodeRole, Rates]) -> Rates:
     pull_s, byte_s = _trusted(others.pull_s, others.byte_s, report.pull)
     # Not mixed by age: a node that has generated nothing for a while is as fast as it was.
     decode = report.decode or Measured(others.decode_step_s, others.decode_row_s)
-    if node.role is NodeRole.PREFILL:
-        # It has seen a row or two at a time, so what one more adds is little more than noise in its own line.
-        decode = at_one_row(decode, by_role[NodeRole.DECODE].decode_row_s)
-    kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
     row_s = report.row_s or others.row_s
+    if node.role is NodeRole.PREFILL:
+        # It has seen a row or two at a time, so what one more adds is little more than noise in its own lines.
+        decode = at_one_row(decode, by_role[NodeRole.DECODE].decode_row_s)
+        row_s = by_role[NodeRole.DECODE].row_s
+    kv_s, state_s = report.kv_bytes_per_token * byte_s, pull_s + report.state_bytes * byte_s
     tiers = {
         kind: (report.kv_bytes_per_token * s_per_byte, fixed_s + report.state_bytes * s_per_byte)
         for kind, (fixed_s, s_per_byte) in report.tiers.items()

@@ -78,7 +78,8 @@ def with_rows_alike(speeds: Mapping[NodeRole, Speeds]) -> dict[NodeRole, Speeds]
     """A prefill node has seen few rows: what one more adds is as on decode nodes, as placement has it."""
     prefill, decode = speeds[NodeRole.PREFILL], speeds[NodeRole.DECODE]
     line = at_one_row(prefill.decode, decode.decode.unit_s)
-    return {NodeRole.PREFILL: replace(prefill, decode=line), NodeRole.DECODE: decode}
+    prefill = replace(prefill, decode=line, row_s=decode.row_s or prefill.row_s)
+    return {NodeRole.PREFILL: prefill, NodeRole.DECODE: decode}
 
 
 def _speeds(where: str, body: Any) -> Speeds:

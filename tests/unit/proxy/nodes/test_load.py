@@ -90,12 +90,14 @@ def test_rates_when_a_prefill_node_has_generated_then_what_a_row_adds_is_as_on_d
 ) -> None:
     pool = make_pool(1, 1)
     prefill, decode = pool.usable(NodeRole.PREFILL)[0], pool.usable(NodeRole.DECODE)[0]
-    prefill.load.update(report(decode=Measured(*line)), 0.0)
-    decode.load.update(report(decode=Measured(0.02, 0.001)), 0.0)
+    prefill.load.update(report(decode=Measured(*line), row_s=0.04), 0.0)
+    decode.load.update(report(decode=Measured(0.02, 0.001), row_s=0.0005), 0.0)
     rates = RateTable().rates(pool.nodes, 0.0)
     assert (rates[decode.url].decode_step_s, rates[decode.url].decode_row_s) == (0.02, 0.001)
     assert rates[prefill.url].decode_s(1) == pytest.approx(0.0147)
     assert rates[prefill.url].decode_row_s == pytest.approx(0.001, rel=0.3)
+    assert rates[decode.url].row_s == 0.0005
+    assert rates[prefill.url].row_s == pytest.approx(0.0005, abs=0.0011)  # and a trace of the mean of all nodes
 
 
 def test_rates_when_a_prefill_node_is_faster_than_a_row_of_decode_nodes_then_no_step_is_below_nothing() -> None:

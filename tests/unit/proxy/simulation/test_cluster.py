@@ -297,9 +297,12 @@ def test_rates_when_given_for_all_or_by_role_then_are_read(tmp_path: Path) -> No
 def test_rates_when_prefill_nodes_saw_few_rows_then_what_one_more_adds_is_as_on_decode_nodes(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     few = {**LOAD, "decode": {"seconds_per_step": 0.007, "seconds_per_row": 0.018}}
-    file.write_text(json.dumps({"roles": {"prefill": few, "decode": LOAD}}))
+    few |= {"seconds_per_row_beside_prompts": 0.04}
+    many = {**LOAD, "seconds_per_row_beside_prompts": 0.0005}
+    file.write_text(json.dumps({"roles": {"prefill": few, "decode": many}}))
     speeds = read_speeds(file)
-    assert speeds[NodeRole.DECODE] == SPEEDS
+    assert speeds[NodeRole.DECODE] == replace(SPEEDS, row_s=0.0005)
+    assert speeds[NodeRole.PREFILL].row_s == 0.0005
     assert speeds[NodeRole.PREFILL].decode.fixed_s == pytest.approx(0.024)
     assert speeds[NodeRole.PREFILL].decode.unit_s == SPEEDS.decode.unit_s == 0.001
 
