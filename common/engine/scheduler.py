@@ -295,13 +295,19 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
-        """Stops at the first sequence that does not fit: nobody overtakes it, so nobody starves. Only those that wait
-        for what a running prompt is computing let others pass."""
+        """Stops at the first sequence for which there is no memory: nobody overtakes it, so nobody starves. Those that
+        wait for what a running prompt is computing let others pass; those for which this step has no tokens left let
+        pulls pass that are as urgent, which need none: a transfer does not wait for another's prompt."""
         num_passed = 0  # sequences at the front of the queue that stay there
+        least_urgent: int | None = None
         while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
             sequence = self.waiting[num_passed]
-            if sequence.remote is None and budget <= 0:
+            if least_urgent is not None and sequence.request.priority > least_urgent:
                 return
+            if sequence.remote is None and budget <= 0:
+                least_urgent = sequence.request.priority
+                num_passed += 1
+                continue
             num_tokens = self._try_to_admit(schedule, sequence, budget)
             if num_tokens is None:
                 return

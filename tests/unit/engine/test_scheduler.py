@@ -562,6 +562,36 @@ def test_remote_prefix_when_memory_is_there_then_its_pull_starts_and_takes_a_pla
     assert rig.step().pulls == []  # once
 
 
+def test_remote_prefix_when_prompts_before_it_wait_for_tokens_then_its_pull_starts() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    running = rig.add("running", words(1, 24))
+    rig.step()
+    rig.add("next", words(2, 24))
+    rig.add("after", words(3, 24))
+    pulled = rig.add("pulled", words(4, 24), remote=Remote(24))
+    less_urgent = rig.add("less urgent", words(5, 24), remote=Remote(24), priority=1)
+    schedule = rig.step()
+    assert planned(schedule) == [("running", 8, 8)]
+    assert [sequence for sequence, _ in schedule.pulls] == [pulled]
+    assert names(rig.scheduler.waiting) == ["next", "after", "less urgent"]
+    rig.end(running)
+    assert planned(rig.step()) == [("next", 0, 8)]
+    assert less_urgent.status is SequenceStatus.WAITING
+
+
+def test_remote_prefix_when_prompts_before_it_wait_for_memory_then_it_waits_behind_them() -> None:
+    rig = Rig(num_blocks=10, caching=False)
+    first = rig.add("first", words(1, 24), max_tokens=4)
+    rig.step()
+    rig.add("large", words(2, 30))
+    pulled = rig.add("pulled", words(3, 4), remote=Remote(4))
+    for _ in range(2):
+        assert rig.step().pulls == []
+    rig.end(first)
+    schedule = rig.step()
+    assert (names(schedule.sequences), [each for each, _ in schedule.pulls]) == (["large"], [pulled])
+
+
 def test_remote_prefix_when_memory_is_short_then_waits_at_the_head_and_nobody_overtakes_it() -> None:
     rig = Rig(num_blocks=8, caching=False)
     first = rig.add("first", words(1, 16))
