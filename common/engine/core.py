@@ -232,8 +232,8 @@ class EngineCore:
 
     def hand_over(self, request_id: str, lease_id: str) -> LeasedPrefix | None:
         """Ends a stream that goes on at another node: its caller has each of its tokens by then, then HandedOverError;
-        the state right behind all but the last of them is leased. None: there is nothing to lease, or no such stream
-        any more.
+        the state behind all but the last of them is leased (behind fewer where drafts were wrong just then). None:
+        there is nothing to lease, or no such stream any more.
 
         Raises:
             InvalidRequestError: the lease's id is in use.
