@@ -149,7 +149,7 @@ def test_streams_when_prompts_come_to_their_prefill_node_then_a_decode_node_ends
     num_handed_over = metric(service.proxy, "proxy_migrations_total", outcome="handed_over") - before
     assert num_handed_over > 0
     # It was started meanwhile, and asks for nothing else: what came beside them was new.
-    assert metric(decode, "source_queries_total", result="hit") == num_handed_over
+    assert 0 < metric(decode, "source_queries_total", result="hit") <= num_handed_over
     for stream, like in zip(moving, expected, strict=True):
         stream.assert_like(like)
     wait_settled(*service.prefill, *service.decode)

@@ -158,7 +158,7 @@ class PrefixSources:
             images=keys.images,
         )
         prefix, may_be_leased = None, source.lease_id is None
-        timeout_s = self._timeout_s(keys.num_tokens - num_local)
+        timeout_s = self._timeout_s(source, keys.num_tokens - num_local)
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._peers.query(source.url, PULL_ROUTE, query.to_body(), timeout_s)
@@ -180,7 +180,9 @@ class PrefixSources:
             if prefix is None and may_be_leased:
                 self._leases.call_off(query.id, source.url)
 
-    def _timeout_s(self, num_missing: int) -> float:
+    def _timeout_s(self, source: PullSource, num_missing: int) -> float:
+        if source.lease_id is not None:  # it has it, and waits for no step
+            return MAX_QUERY_TIMEOUT_S
         line = self._core.step_model.prompt_line
         saved_s = 0.0 if line is None else line.unit_s * num_missing
         return min(max(WAIT_SHARE * saved_s, MIN_QUERY_TIMEOUT_S), MAX_QUERY_TIMEOUT_S)

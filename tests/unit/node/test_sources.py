@@ -247,8 +247,8 @@ def test_source_when_computing_takes_longer_then_has_longer_to_answer(token_s: f
             return miss_answer()
 
     line = None if token_s is None else Line(0.01, token_s, 1.0)
-    find(Asking(step_model=SimpleNamespace(prompt_line=line)))
-    assert limits == [pytest.approx(limit_s)]
+    find(Asking(step_model=SimpleNamespace(prompt_line=line)), (FIRST, replace(SECOND, lease_id="stream-1")))
+    assert limits == [pytest.approx(limit_s), 2.0]
 
 
 LEASED = replace(FIRST, lease_id="stream-1")
