@@ -47,6 +47,7 @@ class PollLoop:
         self._pulls: list[Pull] = []
         self._unterminated: list[Unterminated] = []
         self._is_draining = False
+        self._agent = 0  # grows with each recreation
 
     def run(self) -> None:
         """Returns when the puller is closed. On an error of ours the puller closes itself."""
@@ -203,13 +204,14 @@ class PollLoop:
 
     def _end(self, pull: Pull, status: PullStatus, reason: str = "", message: str = "") -> None:
         """Gives back the pull's scratch, keeps polling what is in flight, reports."""
-        if pull.handle is not None:
-            reading = pull.phase is Phase.READING
+        reading = pull.phase is Phase.READING
+        if pull.handle is not None or reading:
             self._unterminated.append(
                 Unterminated(
                     pull.job.pull_id,
                     pull.handle,
                     time.monotonic(),
+                    self._agent,
                     on_terminal=pull.on_terminal if reading else None,
                     segment=pull.segment,
                     holds_destination=reading,
@@ -243,13 +245,14 @@ class PollLoop:
         still: list[Unterminated] = []
         ended: list[Unterminated] = []
         for entry in self._unterminated:
-            (ended if self._poll(entry.handle).is_terminal else still).append(entry)
+            (ended if self._is_terminal(entry) else still).append(entry)
         self._unterminated = still
         if not ended:
             return False
         self._count_unterminated()
         for entry in ended:
-            self._release(entry.handle)
+            if entry.handle is not None:
+                self._release(entry.handle)
             if entry.segment is not None:
                 self._scratch.put_back(entry.segment)
             if entry.on_terminal is not None:
@@ -268,6 +271,7 @@ class PollLoop:
         error: TransferError | None = None
         try:
             self._backend.recreate()
+            self._agent += 1
         except TransferError as exc:
             error = exc
         # The old agent's reads are terminal now (unless it lives on): this finds them, their pulls end, on_terminal is
@@ -278,6 +282,9 @@ class PollLoop:
             recreation.error = error
             recreation.done.set()
         return True
+
+    def _is_terminal(self, entry: Unterminated) -> bool:
+        return entry.agent < self._agent if entry.handle is None else self._poll(entry.handle).is_terminal
 
     def _poll(self, handle: Handle) -> ReadStatus:
         try:

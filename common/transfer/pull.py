@@ -45,11 +45,14 @@ class Pull:
 
 @dataclass(slots=True, eq=False)
 class Unterminated:
-    """A read in flight whose pull has its outcome. ``segment``: scratch memory that it may still write."""
+    """A read in flight whose pull has its outcome. ``segment``: scratch memory that it may still write. ``handle``:
+    None when posting it raised what nobody expects: whether something is on its way is not known, until the agent that
+    was to post it, the ``agent``-th, is gone."""
 
     pull_id: str
-    handle: Handle
+    handle: Handle | None
     since_s: float
+    agent: int
     on_terminal: TerminalCallback | None = None
     segment: int | None = None
     holds_destination: bool = True

@@ -283,7 +283,7 @@ def test_pull_in_flight_when_the_transport_no_longer_knows_then_waited_for_and_n
     assert rig.terminals.get(timeout=PATIENCE_S) == "pull"
 
 
-def test_pull_when_its_post_breaks_down_then_its_destination_is_kept(
+def test_pull_when_its_post_breaks_down_then_its_destination_is_kept_until_the_agent_is_another_one(
     holder: Holder, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by an error of the contract, which would say that nothing moves."""
@@ -298,6 +298,10 @@ def test_pull_when_its_post_breaks_down_then_its_destination_is_kept(
     outcome = rig.pull(peer)  # generations alone: there is no destination
     monkeypatch.undo()
     assert rig.pull(peer, [(2, 2)]).status is PullStatus.OK
+    assert (rig.puller.num_unterminated, rig.terminals.empty()) == (1, True)
+    rig.puller.recreate_backend(0.0)
+    assert rig.terminals.get(timeout=PATIENCE_S) == "pull"
+    assert rig.puller.num_unterminated == 0
 
 
 def test_pull_when_its_data_has_arrived_then_a_fence_before_its_generations_are_read(
