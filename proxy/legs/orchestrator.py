@@ -145,6 +145,8 @@ class Orchestrator:
                 if not client.is_started:
                     self._give_up(exc)
                 is_owed = run.is_owed
+                if not is_owed:  # if its node was asked to hand it over, it broke meanwhile
+                    self._forget_source(run)
                 # What is the client's own fault any other node would say too.
                 if (not may_migrate and not is_owed) or exc.status < 500:
                     raise
@@ -262,9 +264,14 @@ class Orchestrator:
         if run.left is None or run.left not in self._placer.generators() or run.left not in run.avoided.decode:
             return False
         run.avoided.decode = [node for node in run.avoided.decode if node is not run.left]
-        run.is_owed, run.source = False, None
-        self._releaser.release(run.leases)
+        run.is_owed = False
+        self._forget_source(run)
         return True
+
+    def _forget_source(self, run: Run) -> None:
+        """Nobody will read what the stream has left behind."""
+        run.source = None
+        self._releaser.release(run.leases)
 
     # --- both legs at once
 

@@ -144,18 +144,21 @@ def test_stream_when_its_last_tokens_were_not_shown_then_who_goes_on_is_told_the
     assert decode.bodies[0]["tandem_resume"]["output_token_ids"][-3:] == [shown, 5, 6]
 
 
-def test_stream_when_its_prefill_node_is_asked_and_breaks_then_error_event_and_its_lease_is_released(
-    start_cluster: StartCluster,
+@pytest.mark.parametrize("migration_limit", [0, 1])
+def test_stream_when_its_prefill_node_is_asked_and_breaks_then_as_any_that_breaks_and_its_lease_is_released(
+    start_cluster: StartCluster, migration_limit: int
 ) -> None:
-    with guest(start_cluster) as (cluster, reader):
+    with guest(start_cluster, migration_limit=migration_limit) as (cluster, reader):
         [prefill], [decode] = cluster.prefill, cluster.decode
         prefill.breaks_when_asked = True
         prefill.load = BUSY
         wait_for(lambda: prefill.handed_over, "the prefill node to be asked")
         [asked] = prefill.handed_over
+        decode.chunk_pause_s = 0.001
         wait_for(lambda: prefill.released == [asked["lease_id"]], "the lease to be released")
-    assert "error" in reader.events[-1]
-    assert decode.bodies == []
+    assert reader.is_done == bool(migration_limit)
+    assert ("error" in reader.events[-1]) == (not migration_limit)
+    assert [body.get("tandem_sources") for body in decode.bodies] == [None] * migration_limit
 
 
 PLACEHOLDER = "<image>"
