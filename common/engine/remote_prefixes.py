@@ -126,6 +126,7 @@ class RemotePrefixes:
 
         Returns the prompt's last row [hidden] when the whole prompt came, and the sequence runs now.
         """
+        sequence.pull_plan = None
         if not sequence.is_prompt_done:
             sequence.transfer_end_s = self._clock()
         if result.final_s is not None:

@@ -26,7 +26,13 @@ from common.engine.scheduling.image_chunks import ImageChunks
 from common.engine.scheduling.prompt_share import PromptShare
 from common.engine.scheduling.schedule import Schedule
 from common.engine.scheduling.segments import Segments
-from common.engine.scheduling.shared_prefixes import MAX_COMPARED, has_to_wait, is_computing, junctions_with
+from common.engine.scheduling.shared_prefixes import (
+    MAX_COMPARED,
+    has_to_wait,
+    is_being_pulled,
+    is_computing,
+    junctions_with,
+)
 from common.engine.scheduling.suspects import Suspects
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
@@ -296,8 +302,9 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, budget: int) -> None:
         """Stops at the first sequence for which there is no memory: nobody overtakes it, so nobody starves. Those that
-        wait for what a running prompt is computing let others pass; those for which this step has no tokens left let
-        pulls pass that are as urgent, which need none: a transfer does not wait for another's prompt."""
+        wait for what a running prompt is computing, or another's pull brings, let others pass; those for which this
+        step has no tokens left let pulls pass that are as urgent, which need none: a transfer does not wait for
+        another's prompt."""
         num_passed = 0  # sequences at the front of the queue that stay there
         least_urgent: int | None = None
         while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
@@ -323,12 +330,15 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> int | None:
         """Gives a waiting sequence its memory and plans its first chunk, or its pull; it goes on waiting when a running
-        prompt computes the same. Returns the tokens that it computes in this step; None: it does not fit now.
+        prompt computes the same, or another's pull brings it. Returns the tokens that it computes in this step; None:
+        it does not fit now.
 
         A sequence gets the blocks of all its tokens at once. With blocks for a part of them it could be preempted for
         want of the rest, start again and be preempted again, for as long as somebody's lease holds that memory.
         """
         if sequence.remote is not None:
+            if is_being_pulled(sequence, self.transferring.values()):
+                return 0
             return 0 if self._start_pull(schedule, sequence, sequence.remote) else None
         hit = PrefixHit()
         if sequence.is_prompt_done or not sequence.request.skip_prefix_lookup:
@@ -423,6 +433,7 @@ class Scheduler:
             sequence.num_local_hit = plan.num_local_tokens
             sequence.scheduled_s = sequence.transfer_start_s = self._clock()
         sequence.status = SequenceStatus.TRANSFERRING
+        sequence.pull_plan = plan
         self.transferring[sequence.seq_id] = sequence
         schedule.pulls.append((sequence, plan))
         return True

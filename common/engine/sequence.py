@@ -16,6 +16,7 @@ from common.engine.drafting.pay import Acceptance
 from common.engine.sampling.grammar import SequenceGrammar
 from common.engine.sampling.token_counts import TokenCounts
 from common.kv_cache.keys import PrefixKeys
+from common.kv_cache.sharing.remote_prefix import PullPlan
 from common.request import FinishReason, Request, SamplingParams, TokenLogprob
 
 
@@ -34,6 +35,7 @@ class Sequence:
         given_token_ids: the prompt without what of it was generated on another node (``Request.num_resumed_tokens``);
             what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
+        pull_plan: where the prefix that is pulled now goes.
         tier_prefix: what is read now of a tier below this node's memory; ``num_tier_reads``: how many were begun since
             the sequence came, or lost its memory.
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
@@ -70,6 +72,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.pending_row: Any = None
         self.remote = request.remote
+        self.pull_plan: PullPlan | None = None
         self.tier_prefix: Any = None
         self.num_tier_reads = 0
         self.num_reported_tokens = -1

@@ -65,6 +65,14 @@ class HeldPrefix:
     is_ready: bool = True
     on_ready: Callable[[], None] = lambda: None
 
+    @property
+    def url(self) -> str:
+        return self.holder.node.url
+
+    @property
+    def is_final(self) -> bool:
+        return self.is_ready
+
     def become_ready(self) -> None:
         self.is_ready = True
         self.on_ready()

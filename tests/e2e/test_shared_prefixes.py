@@ -10,13 +10,25 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 
+import httpx
 import pytest
 
+from common.wire.headers import PLACEMENT_HEADER
+from common.wire.routes import COMPLETIONS_ROUTE
 from tests.e2e.conftest import FAMILY, NODE_FLAGS
-from tests.support.client import Answer, complete, computed_prompt_tokens, post, together
+from tests.support.client import (
+    REQUEST_TIMEOUT_S,
+    TRACE_HEADERS,
+    Answer,
+    complete,
+    completion_body,
+    computed_prompt_tokens,
+    post,
+    together,
+)
 from tests.support.hangup import wait_until
 from tests.support.models import checkpoint
-from tests.support.reference import random_tokens
+from tests.support.reference import Reference, random_tokens
 from tests.support.service import Service
 
 NUM_REQUESTS = 6
@@ -99,3 +111,26 @@ def test_requests_when_they_begin_alike_and_come_together_then_no_node_computes_
         return later.cached_tokens >= SHARED - BLOCK_SIZE
 
     wait_until(is_known, "the index to know what was computed")
+
+
+def test_requests_when_they_begin_alike_and_come_together_then_the_beginning_is_moved_once(
+    service: Service, reference: Reference
+) -> None:
+    shared = random_tokens(SHARED, seed=9460)
+    prompts = [shared + random_tokens(OWN, seed=9470 + number) for number in range(NUM_REQUESTS)]
+    headers = {**TRACE_HEADERS, PLACEMENT_HEADER: "remote"}
+
+    def ask(prompt: list[int]) -> Answer:
+        body = completion_body(prompt, 4)
+        response = httpx.post(service.url + COMPLETIONS_ROUTE, json=body, headers=headers, timeout=REQUEST_TIMEOUT_S)
+        assert response.status_code == 200, response.text
+        return Answer(response.json())
+
+    answers = together([partial(ask, prompt) for prompt in prompts])
+    moved = [answer.trace["transferred_blocks"] for answer in answers]
+    assert [answer.trace["placement"] for answer in answers] == ["remote"] * NUM_REQUESTS
+    assert SHARED // BLOCK_SIZE <= sum(moved) <= (SHARED + NUM_REQUESTS * SMALL) // BLOCK_SIZE, moved
+    reference.generate(prompts, 4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        greedy = reference.greedy(prompt, 4)
+        assert greedy.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None

@@ -1,15 +1,18 @@
-"""Prompts with the same beginning that come together: it is computed once, and the others go on from it.
+"""Prompts with the same beginning that come together: it is computed and moved once, and the others go on from it.
 
 While a prompt is computed, others that begin like it wait until it has passed the junction, the position at which they
 part from it, and a state is kept there. A prompt waits for a running one only, so never for long, and no longer once
-that one has ended, failed or lost its memory.
+that one has ended, failed or lost its memory. While a prefix is pulled, others that begin like it and come from the
+same node wait until its blocks are here, and pull what is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from common.engine.sequence import Sequence
+from common.kv_cache.keys import PrefixKeys
 
 MIN_SHARED_BLOCKS = 4
 """Blocks that two prompts must share before one waits for the other: computing fewer takes less time than waiting."""
@@ -18,6 +21,22 @@ MAX_COMPARED = 16
 the engine's thread, so it is bounded."""
 MAX_JUNCTIONS = 4
 """States kept of one prompt for those that wait at one time: each takes a slot of the cache."""
+
+
+class RemotePrefix(Protocol):
+    """A prefix that the node at ``url`` has, or is computing. ``is_final``: it is known to have all of it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def prefix_key(self) -> bytes: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def is_final(self) -> bool: ...
 
 
 def junction(computing: Sequence, other: Sequence) -> int:
@@ -72,3 +91,36 @@ def junctions_with(computing: Sequence, waiting: Iterable[Sequence]) -> list[int
             if len(positions) == MAX_JUNCTIONS:
                 break
     return positions
+
+
+def is_being_pulled(sequence: Sequence, transferring: Iterable[Sequence]) -> bool:
+    """Whether another sequence's pull brings blocks of the remote prefix of ``sequence`` from the same node. That node
+    computes in the order in which prompts came, so waiting costs nothing. Where it does not (it has finished the prefix
+    of ``sequence`` and not the other one) nobody waits: the other may want memory there that this one's lease keeps."""
+    remote: RemotePrefix = sequence.remote
+    return any(
+        other.remote is not None
+        and other.request.priority <= sequence.request.priority
+        and not other.aborted
+        and _brings_part(other, sequence.keys, remote)
+        and other.remote.url == remote.url
+        and (other.remote.is_final or not remote.is_final)
+        for other in transferring
+    )
+
+
+def _brings_part(other: Sequence, keys: PrefixKeys, remote: RemotePrefix) -> bool:
+    """Whether what ``other`` pulls are as many blocks of ``remote`` as are worth waiting for, or all of that."""
+    plan = other.pull_plan
+    assert plan is not None
+    if plan.is_empty:
+        return False
+    if other.remote.num_tokens == remote.num_tokens and other.remote.prefix_key == remote.prefix_key:
+        return True
+    for pairs in plan.pairs:
+        if len(pairs) >= MIN_SHARED_BLOCKS:
+            num_blocks = pairs[MIN_SHARED_BLOCKS - 1][0] + 1
+            num_tokens = min(remote.num_tokens, other.remote.num_tokens)
+            if num_blocks * keys.block_size <= num_tokens:
+                return other.keys.boundary_key(num_blocks) == keys.boundary_key(num_blocks)
+    return False

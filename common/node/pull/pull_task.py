@@ -51,6 +51,11 @@ class RemotePrefix:
     keys: PrefixKeys
     manifests: ManifestStream
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the peer is known to have all of it. Readable from any thread."""
+        return self.manifests.final is not None
+
     def close(self) -> None:
         """Its holder is told that nobody reads it any more."""
         self.manifests.close()

@@ -1,0 +1,122 @@
+"""Prefixes that begin alike and are pulled from one node at the same time: their blocks come once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from common.engine.scheduling.shared_prefixes import MIN_SHARED_BLOCKS
+from common.engine.sequence import Sequence
+from tests.unit.engine.scheduling import BLOCK, Rig, words
+
+NUM_SHARED = 2 * MIN_SHARED_BLOCKS
+SHARED = words(1, NUM_SHARED * BLOCK)
+URL = "http://127.0.0.1:1"
+
+
+@dataclass
+class Remote:
+    num_tokens: int
+    prefix_key: bytes
+    url: str = URL
+    is_final: bool = True
+
+
+def add(rig: Rig, name: str, prompt: list[int], *, priority: int = 0, **remote: Any) -> Sequence:
+    key = rig.manager.prefix_keys(prompt).key_at(len(prompt))
+    return rig.add(name, prompt, priority=priority, remote=Remote(len(prompt), key, **remote))
+
+
+def pulls(rig: Rig) -> dict[str, list[int]]:
+    """By request, the indices of the blocks that the next step begins to pull."""
+    return {
+        sequence.request.request_id: [index for index, _ in plan.pairs[0]] for sequence, plan in rig.schedule().pulls
+    }
+
+
+def arrive(rig: Rig, sequence: Sequence) -> None:
+    rig.manager.commit_remote(sequence.seq_id, f"row of {sequence.seq_id}", seal=True)
+    rig.manager.free(sequence.seq_id, donate=True)
+    rig.scheduler.remove(sequence)
+
+
+def test_pulls_when_prompts_begin_alike_then_the_shared_blocks_come_once() -> None:
+    rig = Rig()
+    first = add(rig, "first", SHARED + words(2, 2 * BLOCK))
+    add(rig, "second", SHARED + words(3, BLOCK))
+    add(rig, "other", words(4, 2 * BLOCK))
+    assert pulls(rig) == {"first": list(range(NUM_SHARED + 2)), "other": [0, 1]}
+    assert pulls(rig) == {}
+    arrive(rig, first)
+    assert pulls(rig) == {"second": [NUM_SHARED]}
+
+
+def test_pulls_when_prompts_are_the_same_then_nothing_comes_twice() -> None:
+    rig = Rig()
+    short = words(1, BLOCK + 1)
+    first = add(rig, "first", short)
+    add(rig, "second", short)
+    assert pulls(rig) == {"first": [0, 1]}
+    assert pulls(rig) == {}
+    arrive(rig, first)
+    [(second, plan)] = rig.schedule().pulls
+    assert (second.request.request_id, plan.is_empty) == ("second", True)
+
+
+def test_pulls_when_what_is_shared_is_here_then_nobody_waits() -> None:
+    rig = Rig()
+    before = add(rig, "before", SHARED)
+    assert list(pulls(rig)) == ["before"]
+    arrive(rig, before)
+    add(rig, "first", SHARED + words(2, 5 * BLOCK))
+    add(rig, "second", SHARED + words(3, BLOCK))
+    assert pulls(rig) == {"first": list(range(NUM_SHARED, NUM_SHARED + 5)), "second": [NUM_SHARED]}
+
+
+def test_pulls_when_the_first_one_is_lost_then_the_next_brings_the_blocks() -> None:
+    rig = Rig()
+    first = add(rig, "first", SHARED)
+    add(rig, "second", SHARED + words(3, BLOCK))
+    pulls(rig)
+    rig.manager.abandon_remote(first.seq_id, quarantine=False)
+    rig.scheduler.remove(first)
+    assert pulls(rig) == {"second": list(range(NUM_SHARED + 1))}
+
+
+def test_pulls_when_the_first_ones_reader_has_left_then_the_next_does_not_wait_for_it() -> None:
+    rig = Rig()
+    add(rig, "first", SHARED)
+    [(first, _)] = rig.schedule().pulls
+    first.aborted = True
+    add(rig, "second", SHARED + words(3, BLOCK))
+    assert list(pulls(rig)) == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param({"url": "http://127.0.0.1:2"}, {}, id="from another node"),
+        pytest.param({"priority": 1}, {"priority": 0}, id="more urgent"),
+        pytest.param({"is_final": False}, {"is_final": True}, id="finished before the first one"),
+    ],
+)
+def test_pulls_when_the_first_one_may_come_later_then_nobody_waits_for_it(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    rig = Rig()
+    add(rig, "first", SHARED, **first)
+    assert list(pulls(rig)) == ["first"]
+    add(rig, "second", SHARED + words(3, BLOCK), **second)
+    assert pulls(rig) == {"second": list(range(NUM_SHARED + 1))}
+
+
+def test_pulls_when_both_are_being_computed_then_the_second_waits_until_it_is_finished_first() -> None:
+    rig = Rig()
+    add(rig, "first", SHARED, is_final=False)
+    second = add(rig, "second", SHARED + words(3, BLOCK), is_final=False)
+    assert list(pulls(rig)) == ["first"]
+    assert pulls(rig) == {}
+    second.remote.is_final = True
+    assert list(pulls(rig)) == ["second"]
