@@ -184,6 +184,13 @@ class Fields:
             invalid(self.name(key), value, f"a string that matches {pattern.pattern}")
         return value
 
+    def required_string(self, key: str, *, pattern: re.Pattern[str]) -> str:
+        """Raises where it is absent or null, too."""
+        value = self.string(key, pattern=pattern)
+        if value is None:
+            raise InvalidRequestError(f"{self.name(key)} is required", param=self.name(key))
+        return value
+
     def mapping(self, key: str) -> Mapping[str, object] | None:
         value = self._body.get(key)
         if value is None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import InvalidRequestError
 from common.images.span import ImageSpan
 from common.names import WORD
 from common.wire.fields import Fields, invalid
@@ -75,7 +74,7 @@ def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery 
         InvalidRequestError: a field is missing, malformed or out of bounds; ``param`` names it.
     """
     fields = Fields(body)
-    query_id = _required(fields, "id", fields.string("id", pattern=WORD))
+    query_id = fields.required_string("id", pattern=WORD)
     if body.get("prompt_token_ids") is None:
         wait_seconds = fields.number("wait_seconds", ge=0, le=MAX_WAIT_SECONDS)
         return RendezvousQuery(
@@ -92,8 +91,8 @@ def parse_query(body: Mapping[str, Any], *, vocab_size: int) -> RendezvousQuery 
         prompt_token_ids=token_ids,
         images=read_spans(fields, "images", len(token_ids)),
         cache_salt=fields.string("cache_salt", max_chars=MAX_SALT_CHARS),
-        fingerprint=_required(fields, "fingerprint", fields.string("fingerprint", pattern=HEX)),
-        prefix_key=bytes.fromhex(_required(fields, "prefix_key", fields.string("prefix_key", pattern=HEX))),
+        fingerprint=fields.required_string("fingerprint", pattern=HEX),
+        prefix_key=bytes.fromhex(fields.required_string("prefix_key", pattern=HEX)),
         have=fields.integer("have", ge=0, le=MAX_PROMPT_TOKENS) or 0,
     )
 
@@ -112,8 +111,7 @@ class ManifestCheck:
     def from_body(cls, body: Mapping[str, Any]) -> ManifestCheck:
         """Raises InvalidRequestError naming the field."""
         fields = Fields(body)
-        digest, proof = (_required(fields, key, fields.string(key, pattern=DIGEST)) for key in ("digest", "proof"))
-        return cls(digest, proof)
+        return cls(*(fields.required_string(key, pattern=DIGEST) for key in ("digest", "proof")))
 
 
 def check_answer(is_mine: bool) -> dict[str, Any]:
@@ -150,9 +148,3 @@ def read_answer(
     if num_tokens == 0:
         return None
     return Manifest.from_params(params, shape, is_carried=False)
-
-
-def _required(fields: Fields, key: str, value: str | None) -> str:
-    if value is None:
-        raise InvalidRequestError(f"{fields.name(key)} is required", param=fields.name(key))
-    return value

@@ -113,11 +113,7 @@ class HandOver:
     def from_body(cls, body: Mapping[str, Any]) -> HandOver:
         """Raises InvalidRequestError naming the field."""
         fields = Fields(body)
-        words = {name: fields.string(name, pattern=WORD) for name in ("id", "lease_id")}
-        for name, word in words.items():
-            if word is None:
-                raise InvalidRequestError(f"{name} is required", param=name)
-        return cls(str(words["id"]), str(words["lease_id"]))
+        return cls(*(fields.required_string(key, pattern=WORD) for key in ("id", "lease_id")))
 
 
 def state_line(
