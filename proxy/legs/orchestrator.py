@@ -137,6 +137,8 @@ class Orchestrator:
                 return
             except StreamLeavesError as exc:
                 run.left, run.is_owed = exc.node, True
+                if run.source is None:
+                    self._forget_source(run)  # a node that has not said in time that it leases may do so yet
                 if not await self._move(run):
                     raise LegFailedError(f"{exc}, and nobody is left to go on with it") from exc
                 logger.info("stream is handed over request_id=%s: %s", job.request_id, exc)

@@ -82,6 +82,7 @@ class FakeNode:
     hidden_ids: Sequence[int] = ()  # of a stream that it hands over: tokens that nobody was shown
     breaks_when_asked: bool = False  # to hand a stream over
     handed_over: list[dict[str, str]] = field(default_factory=list)  # what it was asked
+    hand_over_status: int = 200
     code: str = "no"
     port: int = 0
     may_finish: bool = True
@@ -162,7 +163,7 @@ class FakeNode:
 
         async def hand_over(request: Request) -> Response:
             self.handed_over.append(await request.json())
-            return JSONResponse({"num_tokens": 7})
+            return JSONResponse({"num_tokens": 7}, self.hand_over_status)
 
         async def models(request: Request) -> Response:
             self.own_headers = {name: value for name, value in request.headers.items() if name.startswith("x-tandem")}

@@ -161,6 +161,21 @@ def test_stream_when_its_prefill_node_is_asked_and_breaks_then_as_any_that_break
     assert [body.get("tandem_sources") for body in decode.bodies] == [None] * migration_limit
 
 
+def test_stream_when_its_prefill_node_does_not_say_that_it_leases_then_leaves_and_what_may_be_leased_is_released(
+    start_cluster: StartCluster,
+) -> None:
+    with guest(start_cluster) as (cluster, reader):
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.hand_over_status = 504
+        prefill.load = BUSY
+        wait_for(lambda: handed_over(cluster) == 1, "the stream to be handed over")
+        [asked] = prefill.handed_over
+        wait_for(lambda: prefill.released == [asked["lease_id"]], "the lease to be released")
+    assert reader.is_done
+    assert [event["index"] for event in reader.events] == list(range(NUM_CHUNKS))
+    assert [body.get("tandem_sources") for body in decode.bodies] == [None]
+
+
 PLACEHOLDER = "<image>"
 IMAGE_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
