@@ -43,10 +43,13 @@ class PromptShare:
         limit = self._limit
         share = max(1, limit // PROMPT_SHARE)
         targets = [each.request.itl_target_s for each in schedule.sequences]
-        known = [target for target in targets if target is not None]
+        model = self._step_model
+        # What a stream alone would miss is as if there were none: nobody could keep it, and all would wait for it.
+        least_s = model.predict(StepShape(1, 0)) or 0.0
+        known = [target for target in targets if target is not None and target >= least_s]
         if not known or not queue:
             return share
-        model, start = self._step_model, queue[0].num_computed_tokens
+        start = queue[0].num_computed_tokens
         rows = shape_of(schedule)
         assert rows is not None, "those that generate compute no images"
         fits = model.max_prompt_tokens(rows, start, limit, min(known))

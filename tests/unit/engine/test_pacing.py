@@ -92,6 +92,18 @@ def test_budget_when_few_tokens_would_cost_as_much_as_many_then_a_prompt_waits_i
     assert sum(found) == pytest.approx(num_tokens, abs=1 if num_tokens else 0)
 
 
+@pytest.mark.parametrize(("target_s", "num_tokens"), [(0.004, 16), (0.006, 3)])
+def test_budget_when_a_stream_alone_would_miss_its_target_then_prompts_get_what_they_do_without(
+    target_s: float, num_tokens: int
+) -> None:
+    rig = Rig()
+    _learn_roofline(rig)
+    rig.add("stream", words(1, 4), itl_target_s=target_s)
+    rig.step()
+    rig.add("prompt", words(2, 200), max_tokens=1)
+    assert planned(rig.step())[1][2] == pytest.approx(num_tokens, abs=1)
+
+
 def test_budget_when_a_pull_waits_behind_a_prompt_that_could_wait_then_the_prompt_begins() -> None:
     rig = Rig()
     _learn_roofline(rig)
