@@ -6,6 +6,22 @@ Errors carry numbers and names: the field or flag, the value, the bound.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOverflow:
+    """The numbers of a request that the model's context does not hold.
+
+    Attributes:
+        num_prompt_tokens: at least so many, where the prompt was not tokenised to its end.
+        max_tokens: of the answer; None: the prompt is too long by itself.
+    """
+
+    max_model_len: int
+    num_prompt_tokens: int
+    max_tokens: int | None = None
+
 
 class TandemError(Exception):
     """Base of everything that this project raises on purpose.
@@ -17,12 +33,14 @@ class TandemError(Exception):
         param: the request field or flag at fault, when there is one.
         dropped: why admission turned a request away, when it did (header ``X-Tandem-Dropped``): ``rejected-...``:
             nothing was spent on it, ``evicted-...``: it had waited, or work was spent.
+        overflow: of a request that the context does not hold, for APIs that have words of their own for it.
     """
 
     status: int = 500
     type: str = "server_error"
     code: str = "internal_error"
     dropped: str | None = None
+    overflow: ContextOverflow | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -48,6 +66,17 @@ class InvalidRequestError(TandemError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    """``what`` does not fit into the model's context. The text begins as OpenAI's and vLLM's: clients look for that."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, what: str, overflow: ContextOverflow, *, param: str) -> None:
+        bound = f"This model's maximum context length is {overflow.max_model_len} tokens."
+        super().__init__(f"{bound} However, {what}.", param=param)
+        self.overflow = overflow
 
 
 class ImageRefusedError(InvalidRequestError):

@@ -1,4 +1,5 @@
-"""Every failure of an app as one shape: ``{"error": {"message", "type", "param", "code"}}``.
+"""Every failure of an app as one shape: ``{"error": {"message", "type", "param", "code"}}``; of a request that
+the model's context does not hold also ``overflow``, its numbers.
 
 ``install_error_handlers`` is called once per app. Errors of our own tree carry their status and text; third parties'
 (an unknown route, a validation error of the framework) are translated here; anything else is a 500 that tells the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import (
     AuthenticationError,
+    ContextOverflow,
     DrainingError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -33,6 +36,7 @@ from common.wire.headers import DROPPED_HEADER, LEG_FAILED, LEG_HEADER, REQUEST_
 logger = logging.getLogger(__name__)
 
 INTERNAL_MESSAGE = "internal error"
+OVERFLOW_KEY = "overflow"
 
 # Status -> (type, code) of errors that frameworks raise.
 _HTTP_KINDS: Mapping[int, tuple[str, str]] = {
@@ -58,7 +62,10 @@ MAX_FOREIGN_CHARS = 2000
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON body of ``error``; one that is not ours says nothing about itself."""
     if isinstance(error, TandemError):
-        return _body(error.message, error.type, error.param, error.code)
+        body = _body(error.message, error.type, error.param, error.code)
+        if error.overflow is not None:
+            body["error"][OVERFLOW_KEY] = asdict(error.overflow)
+        return body
     return _body(INTERNAL_MESSAGE, TandemError.type, None, TandemError.code)
 
 
@@ -76,6 +83,9 @@ def read_error(body: object, status: int | None = None) -> TandemError:
     for name in ("type", "code", "param"):
         if isinstance(value.get(name), str):
             setattr(error, name, value[name])
+    match value.get(OVERFLOW_KEY):
+        case {"max_model_len": int(most), "num_prompt_tokens": int(prompt), "max_tokens": int() | None as answer}:
+            error.overflow = ContextOverflow(most, prompt, answer)
     error.status = _STATUSES.get(error.type, TandemError.status) if status is None else status
     return error
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.errors import InvalidRequestError, ModelNotFoundError
+from common.errors import ContextLengthError, ContextOverflow, InvalidRequestError, ModelNotFoundError
 from common.images.source import ImageSource
 from common.openai.bodies.base import read_body
 from common.openai.bodies.models import (
@@ -431,7 +431,8 @@ def to_sampling_params(
     chat; ``defaults`` bound it. A prefill leg generates nothing: only the prompt itself has to fit.
 
     Raises:
-        InvalidRequestError: prompt and ``max_tokens`` exceed ``max_model_len``.
+        ContextLengthError: prompt and ``max_tokens`` exceed ``max_model_len``.
+        InvalidRequestError: the prompt is empty, or ``min_tokens`` exceeds ``max_tokens``.
     """
     is_chat = isinstance(request, ChatRequest)
     prompt_field = "messages" if is_chat else "prompt"
@@ -439,10 +440,10 @@ def to_sampling_params(
         raise InvalidRequestError(f"{prompt_field} must not be empty, got 0 tokens", param=prompt_field)
     room = max_model_len - num_prompt_tokens
     if room < 0:
-        raise InvalidRequestError(
-            f"{prompt_field} has {num_prompt_tokens} tokens, more than the model's context of {max_model_len} tokens",
+        raise ContextLengthError(
+            f"{prompt_field} has {num_prompt_tokens} tokens",
+            ContextOverflow(max_model_len, num_prompt_tokens),
             param=prompt_field,
-            code="context_length_exceeded",
         )
     if request.transfer_mode is TransferMode.REMOTE_DECODE:
         return replace(common, max_tokens=1)
@@ -450,19 +451,18 @@ def to_sampling_params(
     max_tokens = sampling.max_tokens
     if max_tokens is None:
         if room == 0:
-            raise InvalidRequestError(
-                f"{prompt_field} has {num_prompt_tokens} tokens, which leaves no room to generate in the model's "
-                f"context of {max_model_len} tokens",
+            raise ContextLengthError(
+                f"{prompt_field} has {num_prompt_tokens} tokens, which leaves no room to generate",
+                ContextOverflow(max_model_len, num_prompt_tokens, max_tokens=1),
                 param=prompt_field,
-                code="context_length_exceeded",
             )
         max_tokens = room if is_chat else min(DEFAULT_COMPLETION_TOKENS, room)
     elif max_tokens > room:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"{num_prompt_tokens} prompt tokens and {sampling.max_tokens_field} {max_tokens} make "
-            f"{num_prompt_tokens + max_tokens}, more than the model's context of {max_model_len} tokens",
+            f"{num_prompt_tokens + max_tokens}",
+            ContextOverflow(max_model_len, num_prompt_tokens, max_tokens),
             param=sampling.max_tokens_field,
-            code="context_length_exceeded",
         )
     if defaults.max_tokens is not None:
         max_tokens = min(max_tokens, defaults.max_tokens)

@@ -9,14 +9,15 @@ orders of turns.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import ImageRefusedError, InvalidRequestError
+from common.errors import ContextLengthError, ContextOverflow, ImageRefusedError, InvalidRequestError
 from common.images.rules import ImageRules
 from common.openai.bodies.values import Prompt, check_tokens_together
 from common.openai.logprobs import TokenPiece
@@ -308,15 +309,16 @@ class TextCodec:
         return token_ids if self._max_model_len is None else request.truncated(token_ids, self._max_model_len)
 
     def check_length(self, name: str, text: str, *, is_cut: bool = False) -> None:
-        """Raises InvalidRequestError for a text that is far too long to be tokenised. ``is_cut``: only so much of its
+        """Raises ContextLengthError for a text that is far too long to be tokenised. ``is_cut``: only so much of its
         tokens is used as the context holds."""
         if self._max_model_len is None:
             return
         if len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
-            self._refuse_length(
-                f"{name} must have at most {MAX_CHARS_PER_TOKEN} characters for each token of the model's context of "
-                f"{self._max_model_len} tokens, got {len(text)} characters",
-                name,
+            num_tokens = math.ceil(len(text) / MAX_CHARS_PER_TOKEN)
+            raise ContextLengthError(
+                f"{name} has {len(text)} characters, more than {MAX_CHARS_PER_TOKEN} for each of these tokens",
+                ContextOverflow(self._max_model_len, num_tokens),
+                param=name,
             )
         if is_cut or len(text) <= max(PIECE_CHARS, self._max_model_len * USUAL_CHARS_PER_TOKEN):
             return
@@ -324,15 +326,11 @@ class TextCodec:
         for start in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)) - CUT_TOKENS
             if num_tokens > self._max_model_len:
-                self._refuse_length(
-                    f"{name} has more than {num_tokens} tokens, more than the model's context of "
-                    f"{self._max_model_len} tokens",
-                    name,
+                raise ContextLengthError(
+                    f"{name} has more than {num_tokens} tokens",
+                    ContextOverflow(self._max_model_len, num_tokens),
+                    param=name,
                 )
-
-    @staticmethod
-    def _refuse_length(message: str, name: str) -> NoReturn:
-        raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
     def _dialogue(self, request: ChatRequest) -> Dialogue:
         """The request's, in roles that the template knows."""

@@ -119,7 +119,7 @@ def test_bad_response_field_when_sent_then_client_raises_bad_request_with_its_na
     with pytest.raises(openai.BadRequestError) as caught:  # found by the node, which knows of messages only
         client.responses.create(model=model, input="word " * 9000, stream=stream)
     assert caught.value.param == "input"
-    assert "more than the model's context" in caught.value.message
+    assert "This model's maximum context length is" in caught.value.message
     with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(model="no-such-model", input="a", stream=stream)
     assert missing.value.code == "model_not_found"
@@ -232,6 +232,12 @@ def test_bad_message_field_when_sent_then_client_raises_bad_request_with_its_wor
         assert body["error"]["type"] == "invalid_request_error"
         assert "messages[0].content[0].image_url.url: this model takes no images" in body["error"]["message"]
         assert body["request_id"] == caught.value.request_id
+    for text, max_tokens, words in (
+        ("word " * 9000, 9, r"prompt is too long: \d+ tokens > \d+ maximum"),
+        ("a", 100_000, r"input length and `max_tokens` exceed context limit: \d+ \+ 100000 > \d+"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=words):
+            claude.messages.create(model=model, max_tokens=max_tokens, messages=[{"role": "user", "content": text}])
     for call in (
         lambda: claude.messages.create(model="x", max_tokens=9, messages=[{"role": "user", "content": "a"}]),
         lambda: claude.messages.count_tokens(model="x", messages=[{"role": "user", "content": "a"}]),

@@ -147,7 +147,22 @@ def _arguments(text: str) -> Mapping[str, Any]:
 def error_of(error: TandemError) -> dict[str, Any]:
     """``error`` as the API has it."""
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": _message_of(error)}}
+
+
+def _message_of(error: TandemError) -> str:
+    """Of a request that does not fit into the context, Anthropic's own words: they are all that clients have to tell it
+    by (there is no ``code``), and some read the numbers in them to ask again for less."""
+    overflow = error.overflow
+    if overflow is None:
+        return error.message
+    prompt, most = overflow.num_prompt_tokens, overflow.max_model_len
+    if overflow.max_tokens is None:
+        return f"prompt is too long: {prompt} tokens > {most} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {overflow.max_tokens} > {most}, "
+        "decrease input length or `max_tokens` and try again"
+    )
 
 
 def shape_error(response: Response, request_id: str) -> Response:

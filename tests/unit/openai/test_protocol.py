@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.errors import InvalidRequestError, ModelNotFoundError
+from common.errors import ContextOverflow, InvalidRequestError, ModelNotFoundError
 from common.openai.messages import CacheMark
 from common.openai.protocol import (
     check_model,
@@ -267,16 +267,28 @@ def test_max_tokens_absent_is_16_for_completions_and_the_remaining_context_for_c
     assert params(chat(), num_prompt_tokens=30).max_tokens == 70
 
 
-def test_prompt_and_max_tokens_over_the_context_names_both_numbers() -> None:
+@pytest.mark.parametrize(
+    ("ask", "num_prompt_tokens", "param", "what", "max_tokens"),
+    [
+        (completion, 10, "max_tokens", "10 prompt tokens and max_tokens 91 make 101", 91),
+        (chat, 101, "messages", "messages has 101 tokens", None),
+        (completion, 101, "prompt", "prompt has 101 tokens", None),
+        (lambda **_: chat(), 100, "messages", "messages has 100 tokens, which leaves no room to generate", 1),
+    ],
+)
+def test_request_when_over_the_context_then_is_told_in_openais_words_with_field_value_and_bound(
+    ask: Callable[..., Any], num_prompt_tokens: int, param: str, what: str, max_tokens: int | None
+) -> None:
     assert params(completion(max_tokens=90)).max_tokens == 90
     with pytest.raises(InvalidRequestError) as caught:
-        params(completion(max_tokens=91))
-    assert "10 prompt tokens" in caught.value.message
-    assert "max_tokens 91" in caught.value.message
-    assert "100" in caught.value.message
-    for count in (100, 101):
-        with pytest.raises(InvalidRequestError, match=str(count)):
-            params(chat(), num_prompt_tokens=count)
+        params(ask(max_tokens=91), num_prompt_tokens=num_prompt_tokens)
+    error = caught.value
+    assert error.message == f"This model's maximum context length is 100 tokens. However, {what}."
+    assert (error.param, error.code) == (param, "context_length_exceeded")
+    assert error.overflow == ContextOverflow(100, num_prompt_tokens, max_tokens)
+
+
+def test_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         params(chat(), num_prompt_tokens=0)
 

@@ -24,15 +24,19 @@ def test_text_when_it_has_too_many_characters_for_the_context_then_refused_untok
     most = "a" * (10 * MAX_CHARS_PER_TOKEN)
     assert codec.encode_prompt(most)
     chat = parse_chat({"messages": [{"role": "user", "content": most}]})
-    for ask, param in (
-        (lambda: codec.encode_prompt(most + "a"), "prompt"),
-        (lambda: codec.encode_chat(chat), "messages"),
+    for ask, param, num_chars in (
+        (lambda: codec.encode_prompt(most + "a"), "prompt", r"321"),
+        (lambda: codec.encode_chat(chat), "messages", r"\d+"),
     ):
-        with pytest.raises(
-            InvalidRequestError, match=r"at most 32 characters for each token .* of 10 tokens"
-        ) as refused:
+        words = (
+            r"This model's maximum context length is 10 tokens\. However, "
+            rf"{param} has {num_chars} characters, more than 32 for each of these tokens\."
+        )
+        with pytest.raises(InvalidRequestError, match=words) as refused:
             ask()
         assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
+        assert refused.value.overflow is not None
+        assert refused.value.overflow.num_prompt_tokens > 10
 
 
 def test_text_when_its_tokens_pass_the_context_then_no_more_of_it_is_tokenised_than_shows_it(
@@ -47,9 +51,12 @@ def test_text_when_its_tokens_pass_the_context_then_no_more_of_it_is_tokenised_t
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(TextCodec, "encode", watched)
-    with pytest.raises(InvalidRequestError, match="more than the model's context of 50000 tokens") as refused:
+    words = r"This model's maximum context length is 50000 tokens\. However, prompt has more than (\d+) tokens\."
+    with pytest.raises(InvalidRequestError, match=words) as refused:
         codec.encode_prompt("zq" * (8 * PIECE_CHARS))
     assert refused.value.code == "context_length_exceeded"
+    assert refused.value.overflow is not None
+    assert refused.value.overflow.num_prompt_tokens > refused.value.overflow.max_model_len == 50_000
     assert seen == [PIECE_CHARS]
 
 

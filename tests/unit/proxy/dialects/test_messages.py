@@ -12,13 +12,13 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.errors import ContextLengthError, ContextOverflow, InvalidRequestError, QueueFullError, TandemError
 from common.models.synthetic import build_tokenizer
-from common.openai.errors import error_body
+from common.openai.errors import error_body, error_response
 from common.openai.protocol import parse_chat
 from common.text.tokenizer import TextCodec
 from proxy.dialects.dialect import convert_messages
-from proxy.dialects.messages.answer import MessagesConversion
+from proxy.dialects.messages.answer import MessagesConversion, shape_error
 from proxy.dialects.messages.body import read_count_tokens_body
 from proxy.dialects.messages.request import to_prompt
 from proxy.dialects.messages.schema import MessageAnswer
@@ -496,6 +496,38 @@ def test_stream_when_it_fails_then_ends_with_an_error_event() -> None:
         "error": {"type": "api_error", "message": "the node is lost"},
         "request_id": "7",
     }
+
+
+@pytest.mark.parametrize(
+    ("overflow", "message"),
+    [
+        (ContextOverflow(800, 900), "prompt is too long: 900 tokens > 800 maximum"),
+        (
+            ContextOverflow(800, 700, max_tokens=200),
+            "input length and `max_tokens` exceed context limit: 700 + 200 > 800, decrease input length or "
+            "`max_tokens` and try again",
+        ),
+    ],
+)
+def test_request_over_the_context_when_refused_by_proxy_or_node_then_is_told_in_anthropics_words(
+    overflow: ContextOverflow, message: str
+) -> None:
+    error = ContextLengthError("messages has more than 900 tokens", overflow, param="messages")
+    node_body = json.dumps(error_body(error)).encode()
+    told = [
+        json.loads(conversion().whole(400, node_body)),
+        conversion().error(error),
+        json.loads(bytes(shape_error(error_response(error), "7").body)),
+    ]
+    assert told == [
+        {"type": "error", "error": {"type": "invalid_request_error", "message": message}, "request_id": "7"}
+    ] * len(told)
+
+
+@pytest.mark.parametrize("overflow", [None, 5, {}, {"max_model_len": "8", "num_prompt_tokens": 9, "max_tokens": None}])
+def test_error_when_another_server_has_its_own_overflow_then_its_words_are_told(overflow: object) -> None:
+    body = {"error": {"message": "too long", "overflow": overflow}}
+    assert json.loads(conversion().whole(400, json.dumps(body).encode()))["error"]["message"] == "too long"
 
 
 def test_error_when_whole_then_has_the_shape_of_the_api() -> None:

@@ -13,7 +13,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from common.errors import InvalidRequestError, QueueFullError, TandemError
+from common.errors import ContextLengthError, ContextOverflow, InvalidRequestError, QueueFullError, TandemError
 from common.openai.errors import error_body
 from common.openai.protocol import parse_chat
 from common.openai.responses import SSE_AT_WORK
@@ -251,9 +251,10 @@ def test_bad_field_when_sent_then_is_refused_by_the_name_that_the_client_gave(
 
 
 def test_nodes_error_about_messages_when_told_then_names_the_input() -> None:
-    error = InvalidRequestError("messages has 900 tokens, more than the model's context", param="messages")
+    error = ContextLengthError("messages has 900 tokens", ContextOverflow(800, 900), param="messages")
     told = json.loads(conversion().whole(400, json.dumps(error_body(error)).encode()))["error"]
-    assert (told["param"], told["message"]) == ("input", "input has 900 tokens, more than the model's context")
+    words = "This model's maximum context length is 800 tokens. However, input has 900 tokens."
+    assert (told["param"], told["code"], told["message"]) == ("input", "context_length_exceeded", words)
 
 
 # --- answers

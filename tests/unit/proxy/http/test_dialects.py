@@ -19,7 +19,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from common.errors import InvalidRequestError
+from common.errors import ContextLengthError, ContextOverflow, InvalidRequestError
 from common.wire.routes import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from tests.support.http_server import AppServer, wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
@@ -123,6 +123,24 @@ def test_nodes_refusal_when_passed_on_then_names_the_fields_of_the_api(
     with pytest.raises(openai.BadRequestError, match="max_output_tokens must be less") as caught:
         client.responses.create(model=MODEL, input="a")
     assert caught.value.param == "max_output_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nodes_refusal_of_what_the_context_does_not_hold_when_passed_on_then_each_client_finds_its_words(
+    claude: anthropic.Anthropic, client: openai.OpenAI, node: ScriptedNode, stream: bool
+) -> None:
+    what = "700 prompt tokens and max_completion_tokens 200 make 900"
+    node.error = ContextLengthError(what, ContextOverflow(800, 700, 200), param="max_completion_tokens")
+    words = r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)"  # as Claude Code looks for
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        claude.messages.create(model=MODEL, max_tokens=200, messages=HELLO, stream=stream)
+    for ask in (
+        lambda: client.responses.create(model=MODEL, input="a", stream=stream),
+        lambda: client.chat.completions.create(model=MODEL, messages=HELLO, stream=stream),
+    ):
+        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 800 tokens") as caught:
+            ask()
+        assert caught.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
