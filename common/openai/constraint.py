@@ -143,7 +143,9 @@ def _response_format(body: Mapping[str, Any]) -> Constraint | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return _json_object(RESPONSE_FORMAT)
+        # With a schema as llama.cpp, Fireworks and Together spell json_schema.
+        schema = value.get("schema")
+        return _json(f"{RESPONSE_FORMAT}.schema", schema) if schema not in (None, {}) else _json_object(RESPONSE_FORMAT)
     if kind == "json_schema":
         return _response_schema(value.get("json_schema"))
     if kind != "structural_tag":

@@ -325,6 +325,7 @@ class JsonSchema(_Shape):
 class ResponseFormat(_Shape):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 class StructuredOutputs(_Shape):

@@ -187,7 +187,7 @@ def _tool_choice(value: object) -> object:
 
 def _format(value: TextFormat) -> Message:
     if value.type != "json_schema":
-        return {"type": value.type}
+        return given(type=value.type, schema=value.schema_)
     if value.schema_ is None:
         raise InvalidRequestError("text.format.schema is required for json_schema", param="text.format.schema")
     schema = given(

@@ -26,6 +26,8 @@ TAGS = {
     ("body", "kind"),
     [
         ({"response_format": {"type": "json_object"}}, ConstraintKind.JSON_OBJECT),
+        ({"response_format": {"type": "json_object", "schema": {}}}, ConstraintKind.JSON_OBJECT),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ConstraintKind.JSON_SCHEMA),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "json_schema"),
         ({"response_format": {"type": "structural_tag", **TAGS}}, ConstraintKind.STRUCTURAL_TAG),
         ({"structured_outputs": {"json": SCHEMA}}, ConstraintKind.JSON_SCHEMA),
@@ -87,6 +89,15 @@ def test_grammar_when_it_is_lark_then_that_is_known_at_once(text: str) -> None:
     assert bool(asked) != is_lark_syntax(text[-100:])
 
 
+def test_json_object_when_it_brings_a_schema_then_is_held_to_it_as_json_schema_is() -> None:
+    spelled = [{"type": "json_object", "schema": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}]
+    held, usual = (read_constraint({"response_format": each}) for each in spelled)
+    assert held is not None
+    assert usual is not None
+    assert held.grammar() == usual.grammar()
+    assert list(held.schema()["properties"]) == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -122,6 +133,7 @@ def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, A
             {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
             "response_format.json_schema.schema",
         ),
+        ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
         ({"response_format": {"type": "structural_tag", "format": {"type": "tag"}}}, "response_format.format"),
         ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.triggers"),
         ({"structured_outputs": 1}, "structured_outputs"),

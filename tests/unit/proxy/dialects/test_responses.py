@@ -183,6 +183,8 @@ def test_schema_when_converted_then_is_the_chats_response_format() -> None:
         "type": "json_schema",
         "json_schema": {"name": "n", "schema": schema, "strict": True},
     }
+    body = {"input": "a", "text": {"format": {"type": "json_object", "schema": schema}}}
+    assert convert_responses(body, "r").body["response_format"] == {"type": "json_object", "schema": schema}
 
 
 def test_sealed_reasoning_when_sent_back_then_is_the_reasoning() -> None:

@@ -173,6 +173,7 @@ FORMAT = {"type": "json_schema", "schema": BROKEN}
     ("route", "fields", "name"),
     [
         (RESPONSES_ROUTE, {"text": {"format": {**FORMAT, "name": "n"}}}, "text.format.schema"),
+        (RESPONSES_ROUTE, {"text": {"format": {"type": "json_object", "schema": BROKEN}}}, "text.format.schema"),
         (RESPONSES_ROUTE, {"guided_grammar": "root ::= ("}, "guided_grammar"),
         (
             RESPONSES_ROUTE,
