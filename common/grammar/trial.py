@@ -32,8 +32,11 @@ WALK_TOKENS = 16
 MAX_TOKEN_ID = 1 << 19
 """Ids that a grammar may name (``<[123]>``); the largest vocabularies have half of it."""
 NOTHING = "no text satisfies it"
+ONE_OF = "oneOf is supported only where no value can fit two of its branches; use anyOf, which allows that"
 _SPECIAL = re.compile(r"<[^<>\s\[\]\"/]{1,100}>")
 _NUMBERS = re.compile(r"<\[[\d,\s-]{1,1000}\]>")
+_ONE_OF = re.compile(r"oneOf constraints are not supported\b.*")
+"""llguidance's words, which go on about an option that no client has."""
 LENGTH = struct.Struct(">I")
 GBNF = "GBNF:"
 LARK = "%llguidance"
@@ -98,7 +101,7 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def _shortened(message: str) -> str:
-    return message.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip()[:500]
+    return _ONE_OF.sub(ONE_OF, message.replace("<non-verbose/>", "").partition("<backtrace>")[0].strip())[:500]
 
 
 def _serve(stdin: BinaryIO, stdout: BinaryIO, cpu_seconds: float) -> None:

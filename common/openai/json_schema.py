@@ -29,16 +29,37 @@ PATTERN_CHARS = 16
 _JSON_TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 _DATA = frozenset({"const", "enum", "default", "examples"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+
+
+def _allows_all(schema: object, kind: str = "") -> bool:
+    """All values, or all of the type ``kind``."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    held = {key: value for key, value in schema.items() if key not in _NOTES}
+    return not held or held == {"type": kind}
+
+
+_SAYS_NOTHING: Mapping[str, Callable[[Any], bool]] = {
+    # Draft 2020-12 calls one that no grammar knows an annotation, which forbids no text.
+    "format": lambda value: isinstance(value, str) and value not in GRAMMAR_FORMATS,
+    "uniqueItems": lambda value: value is False,
+    "propertyNames": lambda value: _allows_all(value, "string"),  # of every z.record, in zod 4
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), _allows_all),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), lambda value: value == {}),
+}
+"""By keyword that llguidance refuses, or refuses at times: whether a value forbids nothing."""
+_OF_CONTAINS = frozenset({"minContains", "maxContains"})
 
 
 def without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """``schema`` without each ``format`` that no grammar knows: draft 2020-12 calls it an annotation, which forbids no
-    text."""
-    return {key: _part(key, value) for key, value in schema.items() if not _is_annotation(key, value)}
-
-
-def _is_annotation(key: str, value: object) -> bool:
-    return key == "format" and isinstance(value, str) and value not in GRAMMAR_FORMATS
+    """``schema`` without keywords that forbid nothing, for which llguidance would refuse it."""
+    ignored = _OF_CONTAINS if "contains" not in schema else frozenset()
+    return {
+        key: _part(key, value)
+        for key, value in schema.items()
+        if key not in ignored and not (key in _SAYS_NOTHING and _SAYS_NOTHING[key](value))
+    }
 
 
 def _part(key: str, value: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
-from common.grammar.trial import try_grammar
-from common.openai.constraint import MAX_GRAMMAR_CHARS, ConstraintKind, read_constraint
+from common.grammar.trial import ONE_OF, try_grammar
+from common.openai.constraint import MAX_GRAMMAR_CHARS, Constraint, ConstraintKind, read_constraint
 from common.openai.json_schema import GRAMMAR_FORMATS
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b", "a"]}
@@ -213,6 +213,46 @@ def test_schema_when_a_format_is_an_annotation_then_it_says_nothing_of_the_text(
     }
     assert schema["$defs"] == {"link": {"type": "string"}}
     assert try_grammar(constraint.grammar()) == ""
+
+
+@pytest.mark.parametrize(
+    ("silent", "telling"),
+    [
+        ({"uniqueItems": False}, {"uniqueItems": True}),
+        ({"propertyNames": {"type": "string"}}, {"propertyNames": {"type": "string", "maxLength": 2}}),
+        ({"propertyNames": {"type": "string", "description": "A city."}}, {"propertyNames": {"pattern": "^a"}}),
+        ({"propertyNames": True}, {"propertyNames": False}),
+        ({"propertyNames": {}}, {"propertyNames": {"enum": ["a"]}}),
+        ({"minContains": 1, "maxContains": 2}, {"minContains": 1, "contains": {"type": "string"}}),
+        ({"unevaluatedProperties": True}, {"unevaluatedProperties": False}),
+        ({"unevaluatedItems": {}}, {"unevaluatedItems": {"type": "string"}}),
+        ({"dependentRequired": {}}, {"dependentRequired": {"a": ["b"]}}),
+        ({"dependentSchemas": {}}, {"dependentSchemas": {"a": {"required": ["b"]}}}),
+        ({"dependencies": {}}, {"dependencies": {"a": ["b"]}}),
+    ],
+)
+def test_schema_when_a_keyword_forbids_nothing_then_it_is_as_without_and_else_refused_by_name(
+    silent: dict[str, Any], telling: dict[str, Any]
+) -> None:
+    def held(keywords: dict[str, Any]) -> Constraint:
+        # A property may be called as the keyword is.
+        schema = {"properties": {"a": {"type": ["object", "array"], **keywords}, **dict.fromkeys(keywords, True)}}
+        constraint = read_constraint({"structured_outputs": {"json": {"type": "object", **schema}}})
+        assert constraint is not None
+        return constraint
+
+    constraint = held(silent)
+    assert try_grammar(constraint.grammar()) == ""
+    properties = constraint.schema()["properties"]
+    assert properties == {"a": {"type": ["object", "array"]}, **dict.fromkeys(silent, True)}
+    assert next(iter(telling)) in try_grammar(held(telling).grammar())
+
+
+def test_schema_when_branches_of_one_of_may_both_fit_then_the_refusal_names_what_a_client_can_do() -> None:
+    branches = [{"type": "string"}, {"type": "string", "maxLength": 3}]
+    constraint = read_constraint({"structured_outputs": {"json": {"oneOf": branches}}})
+    assert constraint is not None
+    assert try_grammar(constraint.grammar()) == ONE_OF
 
 
 @pytest.mark.parametrize("name", sorted(GRAMMAR_FORMATS))
