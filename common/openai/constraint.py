@@ -19,7 +19,7 @@ from llguidance import StructTag, regex_to_lark
 
 from common.errors import InvalidRequestError
 from common.openai.json_schema import without_annotations
-from common.wire.fields import Fields, invalid, shown
+from common.wire.fields import Fields, invalid, is_empty, shown
 from common.wire.json_text import JsonBounds, parse_json
 
 __all__ = ["MAX_GRAMMAR_CHARS", "Constraint", "ConstraintKind", "read_constraint"]
@@ -175,7 +175,7 @@ def _structured_outputs(body: Mapping[str, Any]) -> Constraint | None:
         return None
     if not isinstance(value, Mapping):
         invalid(STRUCTURED_OUTPUTS, value, "an object")
-    unknown = sorted(key for key in value if key not in (*_KINDS, *_OPTIONS) and value[key] is not None)
+    unknown = sorted(key for key in value if key not in (*_KINDS, *_OPTIONS) and not is_empty(value[key]))
     if unknown:
         name = f"{STRUCTURED_OUTPUTS}.{unknown[0]}"
         raise InvalidRequestError(
@@ -199,7 +199,7 @@ def _guided(body: Mapping[str, Any]) -> Constraint | None:
     }
     if not given:
         return None
-    unknown = sorted(key for key in given if key not in (*_KINDS, *_OPTIONS))
+    unknown = sorted(key for key in given if key not in (*_KINDS, *_OPTIONS) and not is_empty(given[key]))
     if unknown:
         name = f"guided_{unknown[0]}"
         raise InvalidRequestError(

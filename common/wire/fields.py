@@ -70,6 +70,11 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_empty(value: object) -> bool:
+    """Asks for nothing, whatever the field is."""
+    return value is None or value is False or value in ("", [], {})
+
+
 def invalid(name: str, value: object, expected: str) -> NoReturn:
     """Raise the error for field ``name``; ``expected`` reads on from "must be"."""
     raise InvalidRequestError(f"{name} must be {expected}, got {shown(value)}", param=name)

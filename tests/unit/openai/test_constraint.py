@@ -33,6 +33,17 @@ TAGS = {
         ({"structured_outputs": {"json": SCHEMA}}, ConstraintKind.JSON_SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_fallback": True}}, ConstraintKind.JSON_SCHEMA),
         ({"structured_outputs": {"json": True}}, ConstraintKind.JSON_SCHEMA),
+        (
+            {
+                "structured_outputs": {
+                    "json": SCHEMA,
+                    "disable_additional_properties": False,
+                    "_backend_was_auto": False,
+                }
+            },
+            ConstraintKind.JSON_SCHEMA,
+        ),
+        ({"guided_regex": "x+", "guided_wat": ""}, ConstraintKind.REGEX),
         ({"structured_outputs": {"json_object": True}}, ConstraintKind.JSON_OBJECT),
         ({"structured_outputs": {"regex": "a/b|\\d+"}}, ConstraintKind.REGEX),
         ({"structured_outputs": {"choice": ['yes "or"', "no\n\\", "日本"]}}, ConstraintKind.CHOICE),
@@ -109,6 +120,7 @@ def test_json_object_when_it_brings_a_schema_then_is_held_to_it_as_json_schema_i
         {"guided_json": None},
         {"guided_decoding_backend": "auto"},
         {"guided_json_object": False},
+        {"structured_outputs": {"json": None, "_backend_was_auto": False}},
     ],
 )
 def test_constraint_when_nothing_constrains_then_there_is_none(body: dict[str, Any]) -> None:
