@@ -366,12 +366,12 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
 
 
 def check_model(requested: str | None, served: Collection[str]) -> None:
-    """Absent and null mean the served model; any other name must be one of ``served``.
+    """Absent, null and empty mean the served model, as in vLLM; any other name must be one of ``served``.
 
     Raises:
         ModelNotFoundError: naming both.
     """
-    if requested is not None and requested not in served:
+    if requested and requested not in served:
         raise ModelNotFoundError(
             f"model {shown(requested)} is not served here, only {', '.join(sorted(served))}", param="model"
         )

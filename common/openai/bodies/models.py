@@ -62,7 +62,7 @@ class StreamOptions(Body):
 class PromptBody(Body):
     """What both routes read of a prompt."""
 
-    model: str | None = declare("OpenAI", "The served model's name, or an alias of it.")
+    model: str | None = declare("OpenAI", "The served model's name, or an alias of it. Empty: the served model.")
     cache_salt: str | None = declare(
         "vLLM", "Prefixes are shared only between requests of the same salt.", min_length=1, max_length=1024
     )

@@ -186,7 +186,7 @@ class Metadata(Body):
 class CountTokensBody(Body):
     """What makes the prompt."""
 
-    model: str | None = declare("Anthropic", "Absent: the served model.")
+    model: str | None = declare("Anthropic", "Absent or empty: the served model.")
     messages: Annotated[Any, PlainValidator(read_messages, json_schema_input_type=list[Message])] = declare(
         "Anthropic", "The conversation; an assistant's message at its end is gone on with.", default=...
     )

@@ -203,7 +203,7 @@ class StreamOptions(Body):
 
 
 class ResponsesBody(Body):
-    model: str | None = declare("OpenAI", "Absent: the served model.")
+    model: str | None = declare("OpenAI", "Absent or empty: the served model.")
     input: Annotated[Any, PlainValidator(read_input, json_schema_input_type=str | list[Item])] = declare(
         "OpenAI", "A text, or items: message, function_call, function_call_output, reasoning.", default=...
     )

@@ -504,9 +504,9 @@ def test_tools_when_shaped_as_clients_send_them_then_are_taken_as_they_are() -> 
     assert chat(tools=tools).tools == tuple(tools)
 
 
-def test_model_absent_is_the_served_one_and_another_is_404() -> None:
-    check_model(None, ["m"])
-    check_model("m", ["m"])
+def test_model_absent_or_empty_is_the_served_one_and_another_is_404() -> None:
+    for name in (None, "", "m"):
+        check_model(name, ["m"])
     with pytest.raises(ModelNotFoundError, match="'x'") as caught:
         check_model("x", ["m"])
     assert caught.value.status == 404
