@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from common.config.dns import Resolver
 from common.config.key_file import read_key_file
@@ -25,14 +26,13 @@ from common.images.rules import ImageLimits
 from common.openai.errors import install_error_handlers
 from common.openai.openapi import ENDPOINTS, Endpoint
 from common.server import drain as draining
-from common.server.docs_routes import add_docs_routes
+from common.server.app import ServerApp, add_docs_routes
 from common.server.gate import OPEN_PATHS, Gate, GateMiddleware, api_key_digest_of
 from common.server.json_body import read_json_object
 from common.server.loop_lag import LoopLag
 from common.server.versions import installed_versions
 from common.telemetry.create import create_tracer
-from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
-from common.wire.headers import CLUSTER_KEY_HEADER, PROXY_HEADER
+from common.wire.headers import CLUSTER_KEY_HEADER, DROPPED_HEADER, PROXY_HEADER, REQUEST_ID_HEADER
 from common.wire.routes import (
     CHAT_ROUTE,
     COMPLETIONS_ROUTE,
@@ -49,7 +49,7 @@ from common.wire.routes import (
 )
 from proxy.admission.key_limits import Charge, KeyLimits, read_key_limits
 from proxy.admission.queue import AdmissionQueue
-from proxy.dialects.messages.answer import shape_error
+from proxy.dialects.messages.answer import REQUEST_ID_NAME, shape_error
 from proxy.dialects.messages.body import CountTokensBody, MessagesBody
 from proxy.dialects.messages.schema import MessageAnswer, TokenCount
 from proxy.dialects.responses.body import ResponsesBody
@@ -57,7 +57,7 @@ from proxy.dialects.responses.schema import ResponseAnswer
 from proxy.http.admin import add_node_routes
 from proxy.http.count_tokens import count_tokens
 from proxy.http.forward import forward
-from proxy.http.front import Front, ProxyApp
+from proxy.http.front import Front
 from proxy.http.generate import GenerateService, forwarded_headers
 from proxy.http.image_fetcher import ImageFetcher
 from proxy.http.targets import TargetRules
@@ -86,6 +86,8 @@ DIALECT_ENDPOINTS = (
     Endpoint(MESSAGES_ROUTE, "createMessage", "Anthropic's Messages.", MessagesBody, MessageAnswer, streams=True),
     Endpoint(COUNT_TOKENS_ROUTE, "countTokens", "Tokens of a message's prompt.", CountTokensBody, TokenCount),
 )
+PAGE_HEADERS = (REQUEST_ID_HEADER, REQUEST_ID_NAME, DROPPED_HEADER, "Retry-After")
+"""Of answers, which pages of allowed origins may read."""
 PATH_CHARS = "/:@!$&'()*+,;=-._~"
 """What stands for itself in a path."""
 
@@ -195,14 +197,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             await asyncio.to_thread(grammars.close)
             await asyncio.to_thread(tracer.close)
 
-    app = ProxyApp(
-        title="Tandem proxy",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        telemetry=NO_FRAMEWORK_TELEMETRY,
-    )
+    app = ServerApp(title="Tandem proxy", lifespan=lifespan)
     install_error_handlers(app)
     gate = Gate(
         max_body_bytes=config.max_body_bytes,
@@ -212,7 +207,8 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         open_paths=OPEN_PATHS | PAGE_PATHS,
     )
     app.add_middleware(GateMiddleware, gate=gate)
-    app.front = Front(
+    app.entry = Front(
+        app.entry,
         gate,
         drain,
         {
@@ -224,6 +220,15 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         },
         error_shapes={MESSAGES_ROUTE: shape_error, COUNT_TOKENS_ROUTE: shape_error},
     )
+    if config.allowed_origins:
+        # Before the gate: a browser sends no key when it asks whether it may send one.
+        app.entry = CORSMiddleware(
+            app.entry,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=PAGE_HEADERS,
+        )
     draining.add_drain(app, drain, has_cluster_key=bool(cluster_keys))
     add_node_routes(app, has_cluster_key=bool(cluster_keys))
     add_docs_routes(app, (*ENDPOINTS, *DIALECT_ENDPOINTS))

@@ -21,6 +21,7 @@ from common.config.values import (
     PriorityTargets,
     parse_media_domain,
     parse_node_url,
+    parse_origin,
     parse_priority_targets,
 )
 from common.errors import ConfigError
@@ -102,6 +103,14 @@ class ProxyConfig(ProcessConfig):
         parse=parse_media_domain,
         many=True,
         metavar="HOST",
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "origins, SCHEME://HOST[:PORT], whose web pages may call the service from a browser, or * for all "
+        "(default: none)",
+        parse=parse_origin,
+        many=True,
+        metavar="ORIGIN",
     )
     image_fetch_seconds: float = seconds_flag(10.0, "longest time to fetch an image, redirects included", 0.05, 300.0)
     body_timeout_seconds: float = seconds_flag(30.0, "longest wait for a request's body", 0.05)

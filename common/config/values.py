@@ -21,6 +21,7 @@ _SIZE_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _MEDIA_DOMAIN = re.compile(
     r"(?:(?P<name>[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?|\[(?P<ipv6>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?"
 )
+_OWN_PORTS = {"http": ":80", "https": ":443"}
 _TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 _FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
@@ -130,6 +131,24 @@ def parse_media_domain(text: str) -> str:
         )
     host = f"[{ipaddress.IPv6Address(match['ipv6'])}]" if match["ipv6"] else match["name"]
     return host if port is None else f"{host}:{port}"
+
+
+def parse_origin(text: str) -> str:
+    """``*``, or ``SCHEME://HOST[:PORT]`` as browsers write it: in lower case, http and https without their own port.
+    Raises ValueError."""
+    word = text.strip().lower()
+    if word == "*":
+        return word
+    scheme, _, domain = word.partition("://")
+    try:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+            raise ValueError
+        origin = f"{scheme}://{parse_media_domain(domain)}"
+    except ValueError:
+        raise ValueError(
+            "not * or SCHEME://HOST[:PORT] in ASCII, without a path: https://app.example.org or http://localhost:3000"
+        ) from None
+    return origin.removesuffix(_OWN_PORTS[scheme]) if scheme in _OWN_PORTS else origin
 
 
 def parse_url(text: str) -> str:

@@ -34,9 +34,8 @@ from common.node.serving.prompt_jobs import PromptReader
 from common.node.serving.serving import Serving
 from common.openai.errors import install_error_handlers
 from common.server import drain
-from common.server.docs_routes import add_docs_routes
+from common.server.app import ServerApp, add_docs_routes
 from common.server.gate import install_middleware
-from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.text.answers.detection import Overrides
 from common.text.tokenizer import TextCodec
 from common.text.tokenizer_document import plain_backend
@@ -65,14 +64,7 @@ def create_node_app(config: NodeConfig, model: NodeModel, role: Role) -> FastAPI
             await node.close()
             images.close()
 
-    app = FastAPI(
-        title=f"Tandem {role.value} node",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        telemetry=NO_FRAMEWORK_TELEMETRY,
-    )
+    app = ServerApp(title=f"Tandem {role.value} node", lifespan=lifespan)
     install_error_handlers(app)
     install_middleware(app, max_body_bytes=config.max_body_bytes, api_keys=api_keys, cluster_key=cluster_key)
     drain.add_drain(app, node.drain, has_cluster_key=cluster_key is not None)

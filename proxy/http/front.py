@@ -1,4 +1,4 @@
-"""The proxy's app: a FastAPI app whose generation routes are plain ASGI.
+"""What is in front of the proxy's app: its generation routes, in plain ASGI.
 
 Nearly all requests are for those routes. They go through one check of the head (``Gate``), one read of the body and one
 call. Through FastAPI they would pass eight layers that each wrap ``send`` once more, and so would every chunk of a
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import BodyTimeoutError, BodyTooLargeError
 from common.openai.errors import answer_error
@@ -30,24 +29,34 @@ ShapeError = Callable[[Response, str], Response]
 
 
 class Front:
-    """The generation routes. A handler gets a request whose body has been read (``read_json_object`` finds it)."""
+    """The generation routes, before ``app``, which has all others. A handler gets a request whose body has been read
+    (``read_json_object`` finds it)."""
 
     def __init__(
-        self, gate: Gate, drain: Drain, handlers: Mapping[str, Handler], error_shapes: Mapping[str, ShapeError]
+        self,
+        app: ASGIApp,
+        gate: Gate,
+        drain: Drain,
+        handlers: Mapping[str, Handler],
+        error_shapes: Mapping[str, ShapeError],
     ) -> None:
+        self._app = app
         self._gate = gate
         self._drain = drain
         self._handlers = dict(handlers)
         self._error_shapes = dict(error_shapes)
         self._pacer = Pacer()
 
-    def serves(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._handlers
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._serves(scope):
+            await self._app(scope, receive, send)
+            return
         with self._drain.open():
             response = await self._respond(scope, receive, send)
             await response(scope, receive, send)
+
+    def _serves(self, scope: Scope) -> bool:
+        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._handlers
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
         error = self._gate.check(scope)
@@ -88,16 +97,3 @@ class _Request(Request):
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         self._headers = _Headers(scope["headers"])
-
-
-class ProxyApp(FastAPI):
-    """FastAPI, with a ``front`` that answers the requests it serves by itself."""
-
-    front: Front | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.front is not None and self.front.serves(scope):
-            scope["app"] = self
-            await self.front(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)

@@ -114,7 +114,7 @@ def prepare() -> None:
         importlib.import_module(name)
 
     from common.openai.openapi import ENDPOINTS
-    from common.server.docs_routes import make_docs
+    from common.server.app import make_docs
     from proxy.app import DIALECT_ENDPOINTS
 
     make_docs("Tandem prefill node", ENDPOINTS)

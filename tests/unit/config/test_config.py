@@ -302,6 +302,7 @@ CHANGED_NODE = NodeConfig(
             decode=("http://d:1",),
             policy="least_loaded",
             allowed_media_domains=("example.org", "example.org:8443", "[2606:4700::1111]:443"),
+            allowed_origins=("*", "http://localhost:3000"),
             priority_targets=(PriorityTargets(-1, 500, 40), PriorityTargets(5, None, 100)),
         ),
     ],
@@ -406,6 +407,30 @@ def test_media_domain_when_it_is_no_host_then_error_names_flag_value_and_form(wo
         parse_config(ProxyConfig, argv, {}, prog="tandem proxy")
     assert caught.value.message.startswith(f"--allowed-media-domains {word!r} is not HOST or HOST:PORT in ASCII, ")
     assert caught.value.param == "--allowed-media-domains"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("app.example.org", "https://app.example.org/", "https://app.example.org/chat", "https://*.example.org"),
+        *("https://a@example.org", "https://", "://example.org", "null", '["*"]', "http://x:0", "http://mühle.org"),
+    ],
+)
+def test_origin_when_it_is_none_then_error_names_flag_value_and_form(word: str) -> None:
+    argv = ["--decode", "http://d:1", "--allowed-origins", "https://example.org", word]
+    with pytest.raises(ConfigError) as caught:
+        parse_config(ProxyConfig, argv, {}, prog="tandem proxy")
+    assert caught.value.message.startswith(f"--allowed-origins {word!r} is not * or SCHEME://HOST[:PORT] in ASCII, ")
+    assert caught.value.param == "--allowed-origins"
+
+
+def test_origin_when_it_can_be_written_otherwise_then_is_as_browsers_write_it() -> None:
+    words = "HTTPS://App.example.org:443 http://x:80 http://x:443 http://[2606:4700:0::1111]:80 tauri://localhost *"
+    config = parse_config(
+        ProxyConfig, ["--decode", "http://d:1"], {"TANDEM_ALLOWED_ORIGINS": words}, prog="tandem proxy"
+    )
+    written = ("https://app.example.org", "http://x", "http://x:443", "http://[2606:4700::1111]", "tauri://localhost")
+    assert config.allowed_origins == (*written, "*")
 
 
 @pytest.mark.parametrize("url", ["http://a:8100", "dns+http://nodes:8100"])

@@ -1,18 +1,37 @@
-"""``/openapi.json`` and ``/docs``, which are made once: they hold nothing but what the code says."""
+"""The app of every process: FastAPI, with ``/openapi.json`` and ``/docs`` of our own.
+
+Those two are made once: they hold nothing but what the code says.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.openai.openapi import ENDPOINTS, Endpoint, docs_page, openapi_document
 from common.server.versions import installed_versions
+from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
 from common.wire.routes import DOCS_ROUTE, OPENAPI_ROUTE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class ServerApp(FastAPI):
+    """FastAPI without its own pages and telemetry. ``entry`` gets each request first: what is put round it sees every
+    answer, also those of routing and of the gate."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_FRAMEWORK_TELEMETRY, **settings)
+        self.entry: ASGIApp = super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self.entry(scope, receive, send)
 
 
 def add_docs_routes(app: FastAPI, endpoints: tuple[Endpoint, ...] = ENDPOINTS) -> None:
