@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.openai.openapi import ENDPOINTS, Endpoint, docs_page, openapi_document
 from common.server.versions import installed_versions
 from common.telemetry.tracing import NO_FRAMEWORK_TELEMETRY
-from common.wire.routes import DOCS_ROUTE, OPENAPI_ROUTE
+from common.wire.routes import DOCS_ROUTE, INTERNAL_PREFIX, OPENAPI_ROUTE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -31,7 +31,15 @@ class ServerApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
-        await self.entry(scope, receive, send)
+        await self.entry(_as_routed(scope), receive, send)
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """HEAD as the GET that it asks for: uvicorn, whose own scope still says HEAD, sends no body. Internal routes stay
+    without it: some of their answers have no end."""
+    if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(INTERNAL_PREFIX):
+        return {**scope, "method": "GET"}
+    return scope
 
 
 def add_docs_routes(app: FastAPI, endpoints: tuple[Endpoint, ...] = ENDPOINTS) -> None:

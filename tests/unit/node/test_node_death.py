@@ -50,8 +50,8 @@ class Running:
         self.drain: Drain = app.state.drain
         self._client = client
 
-    async def status(self, path: str) -> tuple[int, str]:
-        answer = await self._client.get(path)
+    async def status(self, path: str, method: str = "GET") -> tuple[int, str]:
+        answer = await self._client.request(method, path)
         return answer.status_code, answer.text
 
     async def complete(self) -> httpx.Response:
@@ -105,7 +105,8 @@ async def test_node_when_a_part_of_it_dies_then_probes_say_so_metrics_stay_and_r
 ) -> None:
     async with asyncio.timeout(DEADLINE_S):
         for path in ("/health", "/ready", "/metrics"):
-            assert (await running.status(path))[0] == 200
+            for method in ("GET", "HEAD"):
+                assert (await running.status(path, method))[0] == 200
         waiting = asyncio.create_task(running.complete())
         while not running.node.core.num_running:
             await asyncio.sleep(0.01)
