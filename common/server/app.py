@@ -26,7 +26,14 @@ class ServerApp(FastAPI):
     answer, also those of routing and of the gate."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(docs_url=None, redoc_url=None, openapi_url=None, telemetry=NO_FRAMEWORK_TELEMETRY, **settings)
+        super().__init__(
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            redirect_slashes=False,  # they lead to http, also behind TLS, and clients drop their key on the way
+            telemetry=NO_FRAMEWORK_TELEMETRY,
+            **settings,
+        )
         self.entry: ASGIApp = super().__call__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,11 +42,16 @@ class ServerApp(FastAPI):
 
 
 def _as_routed(scope: Scope) -> Scope:
-    """HEAD as the GET that it asks for: uvicorn, whose own scope still says HEAD, sends no body. Internal routes stay
-    without it: some of their answers have no end."""
-    if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(INTERNAL_PREFIX):
-        return {**scope, "method": "GET"}
-    return scope
+    """As the routes know it: a path without a slash at its end, and HEAD as the GET that it asks for (uvicorn, whose
+    own scope still says HEAD, sends no body). Internal routes stay without HEAD: some of their answers have no end."""
+    if scope["type"] != "http":
+        return scope
+    path, changes = scope["path"], {}
+    if path.endswith("/") and path != "/":
+        changes["path"] = path[:-1]
+    if scope["method"] == "HEAD" and not path.startswith(INTERNAL_PREFIX):
+        changes["method"] = "GET"
+    return {**scope, **changes} if changes else scope
 
 
 def add_docs_routes(app: FastAPI, endpoints: tuple[Endpoint, ...] = ENDPOINTS) -> None:

@@ -87,5 +87,17 @@ def test_head_when_asked_then_is_what_get_says_without_a_body(connection: HTTPCo
 
 
 def test_head_when_the_answer_has_no_end_then_is_405_at_once(connection: HTTPConnection) -> None:
-    assert ask(connection, "HEAD", LIVENESS_ROUTE)[0] == 405
+    for path in (LIVENESS_ROUTE, LIVENESS_ROUTE + "/"):
+        assert ask(connection, "HEAD", path)[0] == 405
     assert ask(connection, "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_path_when_it_ends_in_a_slash_then_is_the_one_without(connection: HTTPConnection, method: str) -> None:
+    for path in ("/health", "/parts", DOCS_ROUTE):
+        assert ask(connection, method, path + "/") == ask(connection, method, path)
+    assert ask(connection, method, "/health/?a=b")[0] == 200
+    for path in ("/nowhere/", "/health//", "/v1/"):
+        assert ask(connection, method, path)[0] == 404
+    assert ask(connection, "POST", "/v1/echo/", b"whole")[::2] == (200, b"whole")
+    assert ask(connection, method, "/v1/echo/")[0] == 405
