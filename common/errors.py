@@ -134,6 +134,14 @@ class BodyTooLargeError(TandemError):
     code = "body_too_large"
 
 
+class BodyEncodingError(TandemError):
+    """The body is compressed, which nobody here undoes."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+
 class HeadTooLargeError(TandemError):
     status = 431
     type = "invalid_request_error"

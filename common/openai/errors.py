@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import (
     AuthenticationError,
+    BodyEncodingError,
     ContextOverflow,
     DrainingError,
     InvalidRequestError,
@@ -114,6 +115,8 @@ def error_response(error: Exception) -> Response:
         isinstance(error, QueueFullError | PrefillLegRejectedError) and error.status == QueueFullError.status
     ):
         headers["Retry-After"] = str(max(1, error.retry_after_s))
+    if isinstance(error, BodyEncodingError):
+        headers["Accept-Encoding"] = "identity"
     if isinstance(error, PrefillLegRejectedError):
         headers[LEG_HEADER] = LEG_FAILED
     if isinstance(error, TandemError) and error.dropped is not None:

@@ -1,8 +1,8 @@
 """Who may come in, and how much: request ids, keys, and the body's limits, round every app.
 
 ``install_middleware`` puts a ``Gate`` round an app, as one pure ASGI middleware. The gate checks each request's head
-once: its id (so that each refusal carries one), its key and its declared length. Streaming responses pass through
-untouched. The functions after it say what it found out about a request.
+once: its id (so that each refusal carries one), its key, its declared length and encoding. Streaming responses pass
+through untouched. The functions after it say what it found out about a request.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import (
     AuthenticationError,
+    BodyEncodingError,
     BodyTimeoutError,
     BodyTooLargeError,
     ConfigError,
@@ -32,6 +33,7 @@ from common.errors import (
 )
 from common.openai.errors import error_response
 from common.telemetry.context import enter_request
+from common.wire.fields import shown
 from common.wire.headers import API_KEY_HEADER, CLUSTER_KEY_HEADER, PROXY_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from common.wire.routes import (
     DOCS_ROUTE,
@@ -89,8 +91,8 @@ class Gate:
     (``Authorization: Bearer`` or ``X-Api-Key``) when any is set, or the cluster key, with which the proxy calls its
     nodes.
     ``X-Request-Id`` is taken (1-128 of ``A-Za-z0-9._:-``; anything else is replaced) or made, and named in the log
-    lines of all that the request's task does. Bodies that say of themselves that they are too large are refused here,
-    others while they come (``read_body``).
+    lines of all that the request's task does. Bodies that say of themselves that they are too large or compressed are
+    refused here, others while they come (``read_body``).
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Gate:
         is_leg = state["is_peer"] and _PROXY_NAME in headers
         state["max_body_bytes"] = self.max_body_bytes + (LEG_ROOM_BYTES if is_leg else 0)
         error = self._check_key(str(scope["path"]), headers, state, has_key=has_key)
-        return error or self._check_length(headers, state["max_body_bytes"])
+        return error or self._check_length(headers, state["max_body_bytes"]) or _check_encoding(headers)
 
     def _check_key(
         self, path: str, headers: Mapping[bytes, bytes], state: dict[str, Any], *, has_key: bool
@@ -172,6 +174,14 @@ class Gate:
             # No early end: the time must not tell which key came near.
             is_known |= hmac.compare_digest(digest, known)
         return is_known
+
+
+def _check_encoding(headers: Mapping[bytes, bytes]) -> BodyEncodingError | None:
+    # Not undone: a body's bound is of bytes as they come, and a few of them can become any number.
+    given = headers.get(b"content-encoding", b"identity").strip().decode("latin-1")
+    if given.lower() in ("identity", ""):
+        return None
+    return BodyEncodingError(f"header Content-Encoding must be absent or identity, got {shown(given)}")
 
 
 def _given_keys(headers: Mapping[bytes, bytes]) -> list[bytes]:

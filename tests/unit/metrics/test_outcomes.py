@@ -26,6 +26,7 @@ OUTCOMES: dict[Outcome, list[BaseException]] = {
         errors.ModelNotFoundError("no model"),
         errors.BodyTooLargeError("large"),
         errors.BodyTimeoutError("slow"),
+        errors.BodyEncodingError("gzip"),
         rejected_leg(413, "body_too_large"),
         RequestDroppedError("busy", dropped="rejected-concurrency", code="rate_limit_exceeded"),
         RequestDroppedError("busy", dropped="rejected-rate-limit", code="rate_limit_exceeded"),

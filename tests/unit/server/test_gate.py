@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -150,6 +151,19 @@ async def test_body_over_the_limit_is_413_by_header_and_by_count() -> None:
         assert_error(
             await http.post("/v1/echo", content=b"", headers={"Content-Length": "9" * 5000}), 413, "body_too_large"
         )
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP", "identity, gzip", "x" * 5000])
+async def test_body_when_it_is_compressed_then_415_names_header_value_and_bound(encoding: str) -> None:
+    headers: Any = {"Content-Encoding": encoding.encode()}
+    async with client(create_app()) as http:
+        refused = await http.post("/v1/echo", content=gzip.compress(b'{"a": 1}'), headers=headers)
+        message = assert_error(refused, 415, "unsupported_encoding")["message"]
+        assert message.startswith(f"header Content-Encoding must be absent or identity, got {encoding[:20]!r}"[:-1])
+        assert len(message) < 500
+        assert refused.headers["Accept-Encoding"] == "identity"
+        for plain in ("identity", "Identity", ""):
+            assert (await http.post("/v1/echo", json={"a": 1}, headers={"Content-Encoding": plain})).json() == {"a": 1}
 
 
 async def test_body_when_a_proxy_has_added_to_it_then_has_room_above_the_limit() -> None:

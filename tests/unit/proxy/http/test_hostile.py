@@ -6,6 +6,7 @@ Whatever comes, the answer is typed, nothing reaches a node that should not, and
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import logging
 import socket
@@ -143,6 +144,7 @@ def completion(**fields: Any) -> bytes:
 CHAT = b"/v1/chat/completions"
 FILLER = b"X-Filler: " + b"y" * 1000
 BAD_JSON, BAD_VALUE, TOO_MANY = (400, "invalid_json"), (400, "invalid_value"), (400, "too_many_values")
+COMPRESSED = (415, "unsupported_encoding")
 NO_HTTP, HEAD_TOO_LARGE = (400, "invalid_http"), (431, "head_too_large")
 
 HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
@@ -179,6 +181,11 @@ HOSTILE: dict[str, tuple[list[bytes | float], tuple[int, str | None]]] = {
     # the body
     "body-declared-too-large": ([post(b"", length=MAX_BODY_BYTES + 1)], (413, "body_too_large")),
     "body-in-chunks-too-large": ([chunked(b"880000", b"y" * 0x880000, b"0\r\n\r\n")], (413, "body_too_large")),
+    "body-compressed": ([post(gzip.compress(b'{"prompt":"a"}'), b"Content-Encoding: gzip")], COMPRESSED),
+    "body-compressed-of-another-route": (
+        [post(gzip.compress(b'{"prompt":"a"}'), b"Content-Encoding: gzip", path=b"/tokenize")],
+        COMPRESSED,
+    ),
     "slow-body": ([post(b'{"prompt"', length=100), 0.2, b":"], (408, "body_timeout")),
     "body-never-comes": ([post(b"", length=10)], (408, "body_timeout")),
     "slow-chunks": ([chunked(b"1", b"{", b"")], (408, "body_timeout")),
