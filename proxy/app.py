@@ -218,7 +218,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
             MESSAGES_ROUTE: lambda request: _service(request).generate.messages(request),
             COUNT_TOKENS_ROUTE: _count_tokens,
         },
-        error_shapes={MESSAGES_ROUTE: shape_error, COUNT_TOKENS_ROUTE: shape_error},
+        error_shapes={MESSAGES_ROUTE: shape_error},
     )
     if config.allowed_origins:
         # Before the gate: a browser sends no key when it asks whether it may send one.

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import BodyTimeoutError, BodyTooLargeError
 from common.openai.errors import answer_error
@@ -30,7 +30,8 @@ ShapeError = Callable[[Response, str], Response]
 
 class Front:
     """The generation routes, before ``app``, which has all others. A handler gets a request whose body has been read
-    (``read_json_object`` finds it)."""
+    (``read_json_object`` finds it). ``error_shapes`` are of a path and all below it, whether there is a route or not.
+    """
 
     def __init__(
         self,
@@ -48,15 +49,15 @@ class Front:
         self._pacer = Pacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._serves(scope):
-            await self._app(scope, receive, send)
-            return
-        with self._drain.open():
-            response = await self._respond(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._handlers:
+            with self._drain.open():
+                response = await self._respond(scope, receive, send)
+                await response(scope, receive, send)
+        elif scope["type"] == "http" and self._shape_of(scope["path"]) is not None:
+            response = self._shaped(await self._refused(scope, receive), scope)
             await response(scope, receive, send)
-
-    def _serves(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._handlers
+        else:
+            await self._app(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
         error = self._gate.check(scope)
@@ -74,8 +75,25 @@ class Front:
             response.headers[REQUEST_ID_HEADER] = request_id
             return self._shaped(response, scope)
 
+    async def _refused(self, scope: Scope, receive: Receive) -> Response:
+        """The app's answer where it has no route: an error."""
+        messages: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            messages.append(message)
+
+        await self._app(scope, receive, keep)
+        start, *parts = messages
+        response = Response(b"".join(part.get("body", b"") for part in parts), start["status"])
+        response.raw_headers = list(start["headers"])
+        return response
+
+    def _shape_of(self, path: str) -> ShapeError | None:
+        shapes = self._error_shapes.items()
+        return next((shape for begin, shape in shapes if path == begin or path.startswith(begin + "/")), None)
+
     def _shaped(self, response: Response, scope: Scope) -> Response:
-        shape = self._error_shapes.get(scope["path"])
+        shape = self._shape_of(scope["path"])
         if shape is None or not response.body:
             return response
         return shape(response, scope["state"]["request_id"])

@@ -114,6 +114,12 @@ def test_message_stream_when_its_node_fails_then_the_client_raises_its_words(
         list(claude.messages.create(model=MODEL, max_tokens=20, messages=HELLO, stream=True))
 
 
+def test_batches_when_asked_for_then_the_client_knows_what_failed(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="no route for POST /v1/messages/batches") as caught:
+        claude.messages.batches.create(requests=[])
+    assert caught.value.request_id
+
+
 def test_nodes_refusal_when_passed_on_then_names_the_fields_of_the_api(
     claude: anthropic.Anthropic, client: openai.OpenAI, node: ScriptedNode
 ) -> None:
@@ -241,6 +247,35 @@ def test_api_key_when_sent_as_either_client_does_then_lets_in_and_goes_to_the_no
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["error"]["type"] == "authentication_error"
     assert caught.value.request_id == caught.value.body["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status", "kind"),
+    [
+        ("GET", "", "key-a", 405, "invalid_request_error"),
+        ("DELETE", "/count_tokens", "key-a", 405, "invalid_request_error"),
+        ("POST", "/batches", "key-a", 404, "not_found_error"),
+        ("GET", "/batches/msgbatch_1/results", "key-a", 404, "not_found_error"),
+        ("POST", "/batches", "wrong", 401, "authentication_error"),
+        ("POST", "/count_tokens", "wrong", 401, "authentication_error"),
+    ],
+)
+def test_messages_path_when_it_is_not_served_then_the_error_has_the_shape_of_the_api(
+    start_cluster: StartCluster, tmp_path: Path, method: str, path: str, key: str, status: int, kind: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-a\n")
+    http = start_cluster(api_key_file=str(keys)).client
+    given = {"X-Api-Key": key, "X-Request-Id": "mine"}
+    answer = http.request(method, MESSAGES_ROUTE + path, headers=given)
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert set(body) == {"type", "error", "request_id"}
+    assert set(body["error"]) == {"type", "message"}
+    assert answer.headers["request-id"] == answer.headers["X-Request-Id"] == body["request_id"] == "mine"
+    assert (answer.headers.get("Allow") == "POST") == (status == 405)
+    other = http.request(method, "/v1/messagesother", headers=given)
+    assert "request-id" not in other.headers
 
 
 @pytest.mark.parametrize("route", [RESPONSES_ROUTE, MESSAGES_ROUTE])
