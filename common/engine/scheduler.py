@@ -17,7 +17,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from common.engine.pacing.step_model import StepModel
@@ -28,14 +28,17 @@ from common.engine.scheduling.schedule import Schedule
 from common.engine.scheduling.segments import Segments
 from common.engine.scheduling.shared_prefixes import (
     MAX_COMPARED,
+    MovedPrefix,
     has_to_wait,
     is_being_pulled,
+    is_being_read,
     is_computing,
     junctions_with,
 )
 from common.engine.scheduling.suspects import Suspects
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
+from common.kv_cache.checkpoints.save_policy import want_junction
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -54,11 +57,8 @@ MAX_TIER_READS = 2
 """Prefixes that are read from tiers for one sequence: when one is bad, the next shallower one; then it is computed."""
 
 
-class TierPrefix(Protocol):
+class TierPrefix(MovedPrefix, Protocol):
     """A prefix in a tier. ``is_being_read``: another sequence has begun to; ``begin``: this one has."""
-
-    @property
-    def num_tokens(self) -> int: ...
 
     @property
     def is_being_read(self) -> bool: ...
@@ -368,6 +368,7 @@ class Scheduler:
             if not self._begins_later(schedule, sequence):
                 schedule.row_only.append(sequence)
         else:
+            num_tokens = self._cut(sequence, hit.num_tokens, num_tokens)  # it is known now where others part from it
             self._add_segment(schedule, sequence, num_tokens)
         return num_tokens
 
@@ -387,24 +388,29 @@ class Scheduler:
         self._keep_for_waiting(sequence)
 
     def _keep_for_waiting(self, sequence: Sequence) -> None:
-        """Lets this prompt's states be kept where prompts that wait will go on from them."""
+        """Lets this prompt's states be kept where prompts that wait, or of which a prefix comes, will go on from
+        them."""
         config = self._manager.config
-        if not (self.waiting and config.has_state and config.caches_states and is_computing(sequence)):
+        if not (config.has_state and config.caches_states and is_computing(sequence)):
             return
-        for position in junctions_with(sequence, self.waiting[:MAX_COMPARED]):
-            sequence.save_positions.setdefault(position, "junction")
+        others = chain(islice(self.transferring.values(), MAX_COMPARED), self.waiting[:MAX_COMPARED])
+        for position in junctions_with(sequence, others):
+            want_junction(sequence.save_positions, position)
 
     def _chunk_size(self, schedule: Schedule, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next, of a prompt that ends soon after ``budget`` all; the cache manager may want a chunk
-        to end at a block's boundary, and an image that is not processed yet ends it. Of an answer that is told the last
+        """Tokens to compute next, of a prompt that ends soon after ``budget`` all. Of an answer that is told the last
         token is not run."""
         num_left = sequence.num_tokens - (sequence.finish_reason is not None) - start
         if budget < num_left <= budget + budget // REST_SHARE:
             num_planned = sum(segment.num_tokens for segment in schedule.plan.segments)
             budget = min(num_left, self._config.max_num_batched_tokens - num_planned)
-        num_tokens = max(0, min(num_left, budget))
+        return self._cut(sequence, start, max(0, min(num_left, budget)))
+
+    def _cut(self, sequence: Sequence, start: int, num_tokens: int) -> int:
+        """Of the ``num_tokens`` from ``start`` on, those of one chunk: the cache manager may want it to end before, and
+        an image that is not processed yet ends it."""
         if num_tokens > 1:
-            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
+            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens, sequence.save_positions)
         return self._images.end(sequence.request, start, start + num_tokens) - start
 
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:
@@ -414,7 +420,7 @@ class Scheduler:
 
     def _read_below(self, schedule: Schedule, sequence: Sequence, below: TierPrefix) -> int | None:
         """As ``_admit``."""
-        if below.is_being_read:
+        if below.is_being_read or is_being_read(sequence, below, self.transferring.values()):
             return 0
         if not self._start_pull(schedule, sequence, below):
             return None

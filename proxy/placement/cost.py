@@ -134,7 +134,7 @@ class CostChooser:
         if not way.bids:
             compute_s = scale * sum(fill.compute_s for fill in way.fills)
             charge = Charge(way.num_computed, compute_s, is_stream=True)
-            sources = _sources([way.decode], weighed, way.fills)
+            sources = _sources([way.decode], weighed, way.fills, estimator)
             known = _known(weighed, way.fills)
             charges = [(way.decode, charge)]
             return Choice(way.decode, (), sources, way.ttft_s, charges, known, way.crosses, way.wait_s)
@@ -144,7 +144,7 @@ class CostChooser:
         charges = [(bid.node, Charge(bid.fill.num_computed, bid.fill.compute_s)) for bid in chosen]
         charges.append((way.decode, Charge(0, 0.0, is_stream=True)))
         prefill, fills = [bid.node for bid in chosen], [bid.fill for bid in chosen]
-        sources, known = _sources(prefill, weighed, fills), _known(weighed, fills)
+        sources, known = _sources(prefill, weighed, fills, estimator), _known(weighed, fills)
         return Choice(way.decode, prefill, sources, way.ttft_s, charges, known, wait_s=way.wait_s)
 
     @staticmethod
@@ -283,10 +283,18 @@ def _known(prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[int]:
     return [prompt.num_tokens - fill.num_computed for prompt, fill in zip(prompts, fills, strict=False)]
 
 
-def _sources(readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence[Fill]) -> list[Node]:
-    """Of the first prompt that would be pulled in part: its source, and the next best one. One reader reads all."""
+def _sources(
+    readers: Sequence[Node], prompts: Sequence[Prompt], fills: Sequence[Fill], estimator: Estimator
+) -> list[Node]:
+    """Of the first prompt that would be pulled in part: its source, and the next best one. One reader reads all. What
+    a reader is only expected to have may be on its way there: then it is told from where, as it was of the request that
+    brings it, and waits for that one's pull."""
     for index, (prompt, fill) in enumerate(zip(prompts, fills, strict=False)):
+        reader = readers[min(index, len(readers) - 1)]
+        told = prompt.told
+        if told is not None and told.on(reader) != prompt.on(reader):
+            prompt, fill = told, estimator.fill(reader, told)
         if fill.source is not None:
-            others = prompt.sources(readers[min(index, len(readers) - 1)])
+            others = prompt.sources(reader)
             return [fill.source, *(node for node, _ in others if node is not fill.source)][:MAX_SOURCES]
     return []

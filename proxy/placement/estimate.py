@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from common.engine.pacing.shares import (
@@ -64,13 +64,15 @@ class Prompt:
     """One prompt, as placement sees it. ``coverage`` by node URL, with what will be there when a node has done what it
     is doing; ``holders``: nodes from which a part of it can be pulled now, and how many tokens that is, the deepest
     state first. ``deepest``: tokens before the deepest state that any node has, in memory or in a tier, or will have.
-    ``images_end``: tokens up to the last image, which only a prefill node computes."""
+    ``images_end``: tokens up to the last image, which only a prefill node computes. ``told``: the prompt without what
+    is only expected to be there; None: nothing is."""
 
     num_tokens: int
     coverage: Mapping[str, Coverage]
     holders: Sequence[tuple[Node, int]] = ()
     deepest: int = 0
     images_end: int = 0
+    told: Prompt | None = None
 
     @classmethod
     def of(
@@ -88,11 +90,12 @@ class Prompt:
             if (have := coverage.get(node.url)) is not None and have.state_tokens >= MIN_GAIN_TOKENS and node.info.pull
         ]
         known.sort(key=_depth, reverse=True)
-        if expected:
-            coverage = _with_expected(coverage, expected, num_tokens)
         # One more than a reader is told of: it may be among them itself.
-        deepest = max((max(have.state_tokens, have.tier_tokens) for have in coverage.values()), default=0)
-        return cls(num_tokens, coverage, known[: MAX_SOURCES + 1], deepest, images_end)
+        told = cls(num_tokens, coverage, known[: MAX_SOURCES + 1], _deepest(coverage), images_end)
+        if not expected:
+            return told
+        coverage = _with_expected(coverage, expected, num_tokens)
+        return replace(told, coverage=coverage, deepest=_deepest(coverage), told=told)
 
     def on(self, node: Node) -> Coverage:
         return self.coverage.get(node.url, NO_COVERAGE)
@@ -101,6 +104,10 @@ class Prompt:
         """From whom ``reader`` would pull, best first: who has more than it has, and how much."""
         least = self.on(reader).state_tokens + MIN_GAIN_TOKENS
         return [held for held in self.holders if held[1] >= least and held[0] is not reader][:MAX_SOURCES]
+
+
+def _deepest(coverage: Mapping[str, Coverage]) -> int:
+    return max((max(have.state_tokens, have.tier_tokens) for have in coverage.values()), default=0)
 
 
 def _with_expected(

@@ -92,6 +92,31 @@ def test_conversation_when_its_node_starts_again_then_it_goes_on_from_the_tier(t
     run(main())
 
 
+def test_conversations_when_they_begin_alike_and_come_together_then_the_beginning_is_read_once(tmp_path: Path) -> None:
+    prompts = [tokens(1, 512) + tokens(10 + number, 90) for number in range(4)]
+
+    async def read(*, together: bool) -> int:
+        async with TierNode(disk(tmp_path)) as node:
+            await node.flush()
+            coming = [node.generate(prompt) for prompt in prompts]
+            if together:
+                await asyncio.gather(*coming)
+            else:
+                for each in coming:
+                    await each
+            return sum(result.num_bytes for result in node.pulls)
+
+    async def main() -> None:
+        async with TierNode(disk(tmp_path)) as node:
+            for prompt in prompts:
+                await node.generate(prompt)
+            await node.flush()
+        in_turn = await read(together=False)
+        assert 0 < await read(together=True) <= in_turn
+
+    run(main())
+
+
 def tier_coverage(node: TierNode, prompt: Sequence[int]) -> int:
     """What a proxy knows of it: from a snapshot, and from the events since the start."""
     manager, config = node.manager, node.model.cache_config

@@ -2,8 +2,8 @@
 
 While a prompt is computed, others that begin like it wait until it has passed the junction, the position at which they
 part from it, and a state is kept there. A prompt waits for a running one only, so never for long, and no longer once
-that one has ended, failed or lost its memory. While a prefix is pulled, others that begin like it and come from the
-same node wait until its blocks are here, and pull what is left.
+that one has ended, failed or lost its memory. While a prefix is pulled, or read from a tier, others that begin like it
+and come from there too wait until its blocks are here, and bring what is left.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ MAX_JUNCTIONS = 4
 """States kept of one prompt for those that wait at one time: each takes a slot of the cache."""
 
 
-class RemotePrefix(Protocol):
-    """A prefix that the node at ``url`` has, or is computing. ``is_final``: it is known to have all of it."""
+class MovedPrefix(Protocol):
+    """A prefix that another node has, or a tier."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def prefix_key(self) -> bytes: ...
+
+
+class RemotePrefix(MovedPrefix, Protocol):
+    """A prefix that the node at ``url`` has, or is computing. ``is_final``: it is known to have all of it."""
 
     @property
     def url(self) -> str: ...
@@ -79,13 +83,17 @@ def has_to_wait(sequence: Sequence, num_found: int, running: Iterable[Sequence])
 
 
 def junctions_with(computing: Sequence, waiting: Iterable[Sequence]) -> list[int]:
-    """Where ``computing`` should keep states for those of ``waiting`` that begin like it."""
+    """Where ``computing`` should keep states for those of ``waiting`` that begin like it, for longer than what is moved
+    for them."""
     least = computing.num_computed_tokens + MIN_SHARED_BLOCKS * computing.keys.block_size
     positions: list[int] = []
     for other in waiting:
-        if other.remote is not None or other.request.skip_prefix_lookup:
+        if other is computing or other.is_prompt_done or other.request.skip_prefix_lookup:
             continue
         position = junction(computing, other)
+        moved = other.tier_prefix or other.remote
+        if moved is not None and moved.num_tokens >= position:
+            continue
         if least <= position < computing.num_prompt_tokens and position not in positions:
             positions.append(position)
             if len(positions) == MAX_JUNCTIONS:
@@ -101,26 +109,35 @@ def is_being_pulled(sequence: Sequence, transferring: Iterable[Sequence]) -> boo
     return any(
         other.remote is not None
         and other.request.priority <= sequence.request.priority
-        and not other.aborted
-        and _brings_part(other, sequence.keys, remote)
+        and _brings_part(other, other.remote, sequence.keys, remote)
         and other.remote.url == remote.url
         and (other.remote.is_final or not remote.is_final)
         for other in transferring
     )
 
 
-def _brings_part(other: Sequence, keys: PrefixKeys, remote: RemotePrefix) -> bool:
-    """Whether what ``other`` pulls are as many blocks of ``remote`` as are worth waiting for, or all of that."""
+def is_being_read(sequence: Sequence, prefix: MovedPrefix, transferring: Iterable[Sequence]) -> bool:
+    """Whether what another sequence reads from a tier brings blocks of ``prefix``, which ``sequence`` would read
+    there."""
+    return any(
+        other.tier_prefix is not None and _brings_part(other, other.tier_prefix, sequence.keys, prefix)
+        for other in transferring
+    )
+
+
+def _brings_part(other: Sequence, moved: MovedPrefix, keys: PrefixKeys, prefix: MovedPrefix) -> bool:
+    """Whether what comes for ``other`` of ``moved`` are as many blocks of ``prefix`` as are worth waiting for, or it is
+    the same prefix."""
     plan = other.pull_plan
     assert plan is not None
-    if plan.is_empty:
+    if other.aborted or plan.is_empty:
         return False
-    if other.remote.num_tokens == remote.num_tokens and other.remote.prefix_key == remote.prefix_key:
+    num_tokens = min(moved.num_tokens, prefix.num_tokens)
+    if moved.num_tokens == prefix.num_tokens and moved.prefix_key == prefix.prefix_key:
         return True
     for pairs in plan.pairs:
         if len(pairs) >= MIN_SHARED_BLOCKS:
             num_blocks = pairs[MIN_SHARED_BLOCKS - 1][0] + 1
-            num_tokens = min(remote.num_tokens, other.remote.num_tokens)
             if num_blocks * keys.block_size <= num_tokens:
                 return other.keys.boundary_key(num_blocks) == keys.boundary_key(num_blocks)
     return False

@@ -9,7 +9,7 @@ import pytest
 
 from common.engine.scheduling.shared_prefixes import MIN_SHARED_BLOCKS
 from common.engine.sequence import Sequence
-from tests.unit.engine.scheduling import BLOCK, Rig, words
+from tests.unit.engine.scheduling import BLOCK, Rig, planned, words
 
 NUM_SHARED = 2 * MIN_SHARED_BLOCKS
 SHARED = words(1, NUM_SHARED * BLOCK)
@@ -120,3 +120,70 @@ def test_pulls_when_both_are_being_computed_then_the_second_waits_until_it_is_fi
     assert pulls(rig) == {}
     second.remote.is_final = True
     assert list(pulls(rig)) == ["second"]
+
+
+def test_new_part_behind_pulls_when_prompts_share_it_then_is_computed_once() -> None:
+    """Each brings its own history, and more of it is new to this node and the same for all."""
+    rig = Rig(num_blocks=256, num_slots=32)
+    new = words(5, 5 * BLOCK)
+    first, second = (
+        rig.add(
+            name,
+            SHARED + new + words(seed, 2),
+            remote=Remote(len(SHARED), rig.manager.prefix_keys(SHARED).key_at(len(SHARED))),
+        )
+        for name, seed in (("first", 6), ("second", 7))
+    )
+    assert list(pulls(rig)) == ["first"]
+    for sequence in (first, second):
+        rig.manager.commit_remote(sequence.seq_id, None, seal=True)
+        rig.manager.free(sequence.seq_id, donate=True)
+        sequence.remote = None
+        del rig.scheduler.transferring[sequence.seq_id]
+        rig.scheduler.add(sequence)
+        if sequence is first:
+            step = rig.schedule()  # the second's pull begins, of nothing, beside the first one's prompt
+            assert planned(step) == [("first", len(SHARED), len(new) + 2)]
+            assert [each.request.request_id for each, _ in step.pulls] == ["second"]
+            assert len(new) in step.plan.segments[0].save_offsets
+            first.num_computed_tokens = first.num_prompt_tokens
+            rig.manager.complete_step(first.seq_id, first.num_computed_tokens)
+    assert planned(rig.schedule())[-1] == ("second", len(SHARED) + len(new), 2)
+
+
+@dataclass
+class TierPrefix:
+    num_tokens: int
+    prefix_key: bytes
+    is_being_read: bool = False
+
+    def begin(self) -> None:
+        self.is_being_read = True
+
+
+class Tiers:
+    """Has every prompt."""
+
+    def find(self, keys: Any, num_tokens: int, hit: Any) -> TierPrefix | None:
+        return TierPrefix(num_tokens, keys.key_at(num_tokens)) if hit.num_tokens < num_tokens else None
+
+
+def test_tier_reads_when_prompts_begin_alike_then_the_shared_blocks_are_read_once() -> None:
+    rig = Rig()
+    rig.scheduler.tiers = Tiers()
+    first = rig.add("first", SHARED + words(2, 2 * BLOCK))
+    rig.add("second", SHARED + words(3, BLOCK))
+    rig.add("other", words(4, 2 * BLOCK))
+    assert pulls(rig) == {"first": list(range(NUM_SHARED + 2)), "other": [0, 1]}
+    assert pulls(rig) == {}
+    arrive(rig, first)
+    assert pulls(rig) == {"second": [NUM_SHARED]}
+
+
+@pytest.mark.parametrize("mode", ["auto", "align"])
+def test_prompts_when_they_begin_alike_then_are_computed_once_from_there_on(mode: str) -> None:
+    rig = Rig(mode=mode, num_blocks=128, num_slots=64)
+    for number in range(4):
+        rig.add(f"r{number}", SHARED + words(10 + number, 2 * BLOCK + 1), max_tokens=1)
+    computed = sum(count for step in rig.run() for _, _, count in planned(step))
+    assert computed == len(SHARED) + 4 * (2 * BLOCK + 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.placement.in_progress import GRACE_S, LIFETIME_S, STRIDE, PromptsInProgress
-from proxy.placement.request import Avoided, Placement
+from proxy.placement.request import Avoided, Placement, PlacementHeader
 from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.node_cache import NodeCache
 from tests.unit.proxy.placement.test_placer import Rig, tokens
@@ -54,6 +54,22 @@ def test_place_when_the_same_beginning_was_placed_then_the_others_are_charged_fo
         rig.place(prompt(number))
     placed = first.prefill[0].load.placed_tokens
     assert 1640 + 3 * 40 <= placed <= 1640 + 3 * (40 + BLOCK_SIZE * STRIDE), placed
+
+
+def test_place_when_the_first_one_brings_a_prefix_from_another_node_then_the_others_are_told_of_that_node_too() -> None:
+    rig = telling()
+    rig.has(rig.decode[0], SHARED)
+    turn = SHARED + tokens(400, seed=7)
+    requests = [make_request(turn + tokens(20, seed=50 + n), placement_header=PlacementHeader.REMOTE) for n in range(3)]
+    placements = [rig.placer.place(request, Avoided()) for request in requests]
+    assert len(prefill_urls(placements)) == 1
+    assert [each.sources for each in placements] == [[rig.decode[0].pull_source()]] * 3
+
+
+def test_place_when_the_first_one_computes_all_of_it_then_no_source_is_named() -> None:
+    rig = telling()
+    for number in range(2):
+        assert rig.place(prompt(number)).sources == []
 
 
 def test_place_when_the_node_that_computes_it_has_too_much_to_do_then_another_one_computes_it_too() -> None:
