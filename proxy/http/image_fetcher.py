@@ -14,14 +14,14 @@ import dataclasses
 import ipaddress
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from common.config.dns import host_in_url
+from common.config.dns import Resolver, SystemResolver, host_in_url
 from common.errors import ImageRefusedError
 from common.images.rules import ImageLimits
 from common.images.source import ImageSource, too_long
@@ -35,9 +35,6 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PIECE_BYTES = 64 * 1024
 # Networks whose addresses stand for IPv4 addresses that lie elsewhere, maybe here.
 _TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")))
-
-Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a host, given its name and port."""
 
 
 def is_public(address: str) -> bool:
@@ -55,13 +52,6 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-async def look_up(host: str, port: int) -> Sequence[str]:
-    """By the system's resolver. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in found]
-
-
 class _NotAllowedError(Exception):
     """Says why, for the client."""
 
@@ -76,7 +66,7 @@ class _Room:
 class _PublicResolver(AbstractResolver):
     """Resolves a name for one connection, which goes to what it returns."""
 
-    def __init__(self, lookup: Lookup, is_allowed: Callable[[str], bool]) -> None:
+    def __init__(self, lookup: Resolver, is_allowed: Callable[[str], bool]) -> None:
         self._lookup = lookup
         self._is_allowed = is_allowed
 
@@ -115,14 +105,14 @@ class ImageFetcher:
         timeout_s: float,
         *,
         max_body_bytes: int,
-        lookup: Lookup = look_up,
+        lookup: Resolver | None = None,
         is_allowed: Callable[[str], bool] = is_public,
     ) -> None:
         self._domains = frozenset(domains)
         self._limits = limits
         self._timeout_s = timeout_s
         self._max_body_bytes = max_body_bytes
-        self._resolver = _PublicResolver(lookup, is_allowed)
+        self._resolver = _PublicResolver(lookup or SystemResolver(), is_allowed)
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         self._session: aiohttp.ClientSession | None = None
 

@@ -7,13 +7,13 @@ waits for another one's connection.
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import urllib.parse
 from typing import Any
 
 import aiohappyeyeballs
 
+from common.config.dns import SystemResolver
 from proxy.node_http.connection import NodeConnection
 from proxy.node_http.deadlines import ConnectDeadline, Deadlines
 from proxy.node_http.errors import NodeBrokenError, NodeRefusedError
@@ -22,6 +22,8 @@ KEEP_ALIVE_S = 4.0
 """Seconds that an idle connection may be taken again: less than the 5 s after which a plain uvicorn closes it."""
 DNS_CACHE_S = 5.0
 """Seconds that a resolved name is used again."""
+LATE_SHARE = 0.25
+"""Of the connect timeout: a lookup that takes longer leaves the addresses that are known, as one that fails does."""
 NEXT_ADDRESS_S = 0.25
 """Seconds after which the name's next address is tried beside one that does not answer (RFC 8305)."""
 
@@ -36,6 +38,7 @@ class NodeConnections:
         self._port = parts.port or (80 if self._ssl is None else 443)
         self._deadlines = deadlines
         self._connect_timeout_s = connect_timeout_s
+        self._resolver = SystemResolver()
         self._addresses: list[Any] = []
         self._resolved_s = float("-inf")
         self._open: set[NodeConnection] = set()
@@ -94,7 +97,7 @@ class NodeConnections:
     async def _connect(self) -> NodeConnection:
         loop = asyncio.get_running_loop()
         if loop.time() - self._resolved_s > DNS_CACHE_S:
-            self._addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            await self._resolve()
             self._resolved_s = loop.time()
         sock = await aiohappyeyeballs.start_connection(self._addresses, happy_eyeballs_delay=NEXT_ADDRESS_S)
         try:
@@ -108,6 +111,15 @@ class NodeConnections:
             sock.close()
             raise
         return connection
+
+    async def _resolve(self) -> None:
+        """Raises OSError only where no address is known: DNS that is down must not part us from a node that works."""
+        try:
+            async with asyncio.timeout(LATE_SHARE * self._connect_timeout_s if self._addresses else None):
+                self._addresses = await self._resolver.look_up(self._host, self._port)
+        except OSError:  # TimeoutError is one
+            if not self._addresses:
+                raise
 
     async def close(self) -> None:
         """End all connections, and what waits for them. None can be made again."""

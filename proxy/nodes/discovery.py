@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.config.dns import DnsName, Resolver, resolve_host
+from common.config.dns import DnsName, Resolver, SystemResolver
 from common.config.values import DNS_PREFIX
 from common.errors import InvalidRequestError
 from proxy.nodes.node import NodeRole
@@ -54,7 +54,7 @@ class Discovery:
         self._pool = pool
         self._targets = list(targets)
         self._interval_s = interval_s
-        self._resolve = resolve or resolve_host
+        self._resolve = resolve or SystemResolver()
         self._tasks: list[asyncio.Task[None]] = []
         for target in self._targets:
             pool.missing[target.url] = (target.role, f"{target.url}: not resolved yet")

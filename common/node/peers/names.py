@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from common.config.dns import DnsName, Resolver, resolve_host
+from common.config.dns import DnsName, Resolver, SystemResolver
 from common.config.values import DNS_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -22,12 +22,13 @@ INTERVAL_S = 1.0
 class PeerNames:
     """Lives on the event loop between ``start`` and ``close``; one task per name."""
 
-    def __init__(self, urls: Sequence[str], *, interval_s: float = INTERVAL_S, resolve: Resolver = resolve_host):
+    def __init__(self, urls: Sequence[str], *, interval_s: float = INTERVAL_S, resolve: Resolver | None = None) -> None:
+        """``resolve``: instead of the system's resolver."""
         self._known: dict[DnsName, frozenset[str]] = {
             DnsName(url): frozenset() for url in urls if url.startswith(DNS_PREFIX)
         }
         self._interval_s = interval_s
-        self._resolve = resolve
+        self._resolve = resolve or SystemResolver()
         self._tasks: list[asyncio.Task[None]] = []
 
     def __contains__(self, url: str) -> bool:

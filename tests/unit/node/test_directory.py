@@ -14,6 +14,7 @@ from common.node.peers import directory as directory_module
 from common.node.peers.directory import PeerDirectory
 from common.node.peers.names import PeerNames
 from common.transfer.testing.inprocess import InProcessBackend, InProcessHub
+from tests.support.fake_dns import FakeDns, refuse_loop_threads
 from tests.support.service import free_port
 
 ANYBODY: tuple[str, ...] = ()
@@ -148,6 +149,28 @@ async def test_peers_when_they_are_a_name_then_are_the_nodes_at_its_addresses_as
         answers[0] = {"10.0.0.8"}
         await until(lambda: "http://10.0.0.8:8100" in names)
         assert "http://10.0.0.7:8100" not in names
+    finally:
+        await names.close()
+
+
+@pytest.mark.asyncio
+async def test_peers_when_dns_hangs_then_stay_and_no_thread_of_the_event_loop_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_loop_threads()
+    fake = FakeDns(monkeypatch, prefill=["10.0.0.7"])
+    names = PeerNames(["dns+http://prefill:8100"], interval_s=0.01)
+    names.start()
+    try:
+        await until(lambda: "http://10.0.0.7:8100" in names)
+        monkeypatch.setattr(dns, "RESOLVE_TIMEOUT_S", 0.01)
+        fake.hanging.add("prefill")
+        num_asked = len(fake.asked)
+        await until(lambda: len(fake.asked) > num_asked)
+        assert "http://10.0.0.7:8100" in names
+        fake.answers["prefill"] = ["10.0.0.8"]
+        fake.go_on.set()
+        await until(lambda: "http://10.0.0.8:8100" in names)
     finally:
         await names.close()
 

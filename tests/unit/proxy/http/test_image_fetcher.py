@@ -18,6 +18,7 @@ from common.images.rules import ImageLimits
 from common.images.source import ImageSource
 from common.openai.protocol import ChatRequest, parse_chat
 from proxy.http.image_fetcher import ImageFetcher, is_public
+from tests.support.fake_dns import FakeDns, refuse_loop_threads
 from tests.unit.images.test_security import encoded
 
 PICTURE = encoded(20, 10, "PNG")
@@ -231,6 +232,20 @@ async def test_domain_when_the_flag_takes_it_then_urls_of_that_host_match(word: 
             await fetcher.fetch(request(url), num_bytes=BODY_BYTES)
     finally:
         await fetcher.close()
+
+
+@pytest.mark.asyncio
+async def test_name_when_dns_fails_then_no_thread_of_the_event_loop_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are few and everybody's: names that hang, which anybody may send, would have all of them."""
+    refuse_loop_threads()
+    fake = FakeDns(monkeypatch, images_test=[])
+    fetcher = ImageFetcher(["images.test"], LIMITS, 30.0, max_body_bytes=MAX_BODY_BYTES)
+    try:
+        with pytest.raises(ImageRefusedError, match="could not be fetched"):
+            await fetcher.fetch(request("http://images.test/a"), num_bytes=BODY_BYTES)
+    finally:
+        await fetcher.close()
+    assert fake.asked == ["images.test"]
 
 
 @pytest.mark.asyncio

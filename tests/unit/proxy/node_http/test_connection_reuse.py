@@ -12,7 +12,8 @@ import pytest
 from proxy.node_http import client as node_client
 from proxy.node_http import connections as node_connections
 from proxy.node_http.connection import PAUSE_BYTES
-from proxy.node_http.errors import NodeBrokenError
+from proxy.node_http.errors import NodeBrokenError, NodeRefusedError
+from tests.support.fake_dns import FakeDns, refuse_loop_threads
 from tests.unit.proxy.node_http.rig import (
     LARGE_BODY,
     LONG_S,
@@ -220,3 +221,46 @@ def test_post_when_its_connection_ends_at_any_byte_of_the_answer_then_sent_again
                 assert num_requests == (2 if num_bytes else 3)
 
     run(scenario)
+
+
+async def answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await read_request(reader)
+    writer.write(OK)
+    await writer.drain()
+
+
+def test_connection_when_the_url_has_an_address_then_nothing_is_looked_up(run: Callable[[Scenario], None]) -> None:
+    """A lookup takes a thread, and those of the event loop may all be busy."""
+
+    async def scenario() -> None:
+        refuse_loop_threads()
+        async with node(answer_one) as url, client_of(url) as client:
+            assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_connection_when_the_name_is_no_longer_resolved_then_goes_to_the_address_known_before(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr(node_connections, "DNS_CACHE_S", -1.0)
+    monkeypatch.setattr(node_connections, "LATE_SHARE", 0.0 if hangs else 1.0)
+    fake = FakeDns(monkeypatch, node_test=["127.0.0.1"])
+
+    async def scenario() -> None:
+        refuse_loop_threads()
+        async with node(answer_one) as url, client_of(url.replace("127.0.0.1", "node.test")) as client:
+            assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
+            fake.answers["node.test"] = []
+            if hangs:
+                fake.hanging.add("node.test")
+            for _ in range(3):
+                assert (await client.request("GET", "/", timeout_s=LONG_S)).body == b"ok"
+        async with client_of("http://node.test:1") as other:  # of which nothing is known
+            fake.go_on.set()
+            with pytest.raises(NodeRefusedError, match="Temporary failure"):
+                await other.request("GET", "/", timeout_s=LONG_S)
+
+    run(scenario)
+    assert len(fake.asked) == (3 if hangs else 5)
