@@ -30,6 +30,7 @@ from common.node.peers.names import PeerNames
 from common.telemetry.context import current_request_id
 from common.transfer.regions import Peer
 from common.wire.headers import CLUSTER_KEY_HEADER, LEG_FAILED, LEG_HEADER, REQUEST_ID_HEADER
+from common.wire.json_text import dump_json
 from common.wire.routes import TRANSFER_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -147,19 +148,22 @@ class PeerDirectory:
             raise TransferError(f"POST {url}{path}: {type(exc).__name__}: {exc}", code="peer_unreachable") from exc
         return answer if isinstance(answer, dict) else {}
 
-    async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def query(self, url: str, path: str, body: dict[str, Any] | bytes, timeout_s: float) -> dict[str, Any]:
         """POST a query for the request that the caller works for, which may be answered late; it is sent once more when
-        the connection breaks under it.
+        the connection breaks under it. ``body``: an object, or its JSON, which callers make off the event loop where it
+        may be long.
 
         Raises:
             TransferError: no answer, or another one than a JSON object with status 200.
             PrefillLegFailedError: the leg that the query is about has failed; PrefillLegRejectedError when its client
                 should hear why, PrefillLegAbortedError when its caller left.
         """
-        timeout, headers = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S), _headers(current_request_id())
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        headers = {**_headers(current_request_id()), "content-type": "application/json"}
+        content = body if isinstance(body, bytes) else dump_json(body)
         for attempt in range(2):
             try:
-                response = await self._http.post(url + path, json=body, headers=headers, timeout=timeout)
+                response = await self._http.post(url + path, content=content, headers=headers, timeout=timeout)
                 break
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
                 if attempt:

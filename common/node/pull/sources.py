@@ -32,7 +32,7 @@ from common.node.pull.manifest_stream import FixedManifestStream, ReadablePrefix
 from common.node.pull.pull_task import RemotePrefix
 from common.node.pull.remote_leases import RemoteLeases
 from common.wire.manifest import Manifest, ManifestShape
-from common.wire.pull import ContentQuery, read_answer
+from common.wire.pull import ContentQuery, read_answer, with_id
 from common.wire.pull_sources import PullSource
 from common.wire.routes import PULL_ROUTE
 
@@ -130,16 +130,29 @@ class PrefixSources:
             return None
         if keys.num_tokens - num_local < min_missing:
             return None
+        content = await asyncio.to_thread(self._content, keys, cache_salt, num_local)
         for source in sources:
-            prefix, result = await self._query(source, keys, cache_salt, num_local)
+            prefix, result = await self._query(source, content, keys, num_local)
             self._metrics.inc("source_queries_total", result=result)
             if prefix is not None:
                 logger.info("prefix found url=%s tokens=%d of %d", source.url, prefix.num_tokens, keys.num_tokens)
                 return prefix
         return None
 
+    def _content(self, keys: PrefixKeys, cache_salt: str | None, num_local: int) -> bytes:
+        """The query to all sources, each of which gets it under an id of its own."""
+        return ContentQuery(
+            id="",
+            prompt_token_ids=tuple(keys.token_ids(0, keys.num_tokens)),
+            cache_salt=cache_salt,
+            fingerprint=self._fingerprint,
+            prefix_key=keys.key_at(keys.num_tokens),
+            have=num_local,
+            images=keys.images,
+        ).to_json()
+
     async def _query(
-        self, source: PullSource, keys: PrefixKeys, cache_salt: str | None, num_local: int
+        self, source: PullSource, content: bytes, keys: PrefixKeys, num_local: int
     ) -> tuple[RemotePrefix | None, str]:
         """What one source has, leased, and how it went: hit, miss, refused, timeout, failed, mismatch."""
         try:
@@ -148,25 +161,17 @@ class PrefixSources:
         except TandemError as exc:
             logger.warning("source not asked: %s", exc.message)
             return None, "refused"
-        query = ContentQuery(
-            id=source.lease_id or f"content-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(keys.token_ids(0, keys.num_tokens)),
-            cache_salt=cache_salt,
-            fingerprint=self._fingerprint,
-            prefix_key=keys.key_at(keys.num_tokens),
-            have=num_local,
-            images=keys.images,
-        )
+        query_id = source.lease_id or f"content-{uuid.uuid4().hex}"
         prefix, may_be_leased = None, source.lease_id is None
         timeout_s = self._timeout_s(source, keys.num_tokens - num_local)
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._peers.query(source.url, PULL_ROUTE, query.to_body(), timeout_s)
+                answer = await self._peers.query(source.url, PULL_ROUTE, with_id(content, query_id), timeout_s)
             manifest = read_answer(answer, shape=self._shape)
             if manifest is None:
                 may_be_leased = False
                 return None, "miss"
-            prefix = self._accept(manifest, source, query, keys, num_local)
+            prefix = self._accept(manifest, source, query_id, keys, num_local)
             return prefix, "hit"
         except (TimeoutError, TransferError) as exc:
             logger.info("source gave nothing url=%s: %s", source.url, str(exc) or type(exc).__name__)
@@ -178,7 +183,7 @@ class PrefixSources:
             return None, "mismatch"
         finally:
             if prefix is None and may_be_leased:
-                self._leases.call_off(query.id, source.url)
+                self._leases.call_off(query_id, source.url)
 
     def _timeout_s(self, source: PullSource, num_missing: int) -> float:
         if source.lease_id is not None:  # it has it, and waits for no step
@@ -188,7 +193,7 @@ class PrefixSources:
         return min(max(WAIT_SHARE * saved_s, MIN_QUERY_TIMEOUT_S), MAX_QUERY_TIMEOUT_S)
 
     def _accept(
-        self, manifest: object, source: PullSource, query: ContentQuery, keys: PrefixKeys, num_local: int
+        self, manifest: object, source: PullSource, query_id: str, keys: PrefixKeys, num_local: int
     ) -> RemotePrefix:
         """Raises InvalidRequestError naming what of the answer is not what was asked for."""
         if not isinstance(manifest, Manifest):
@@ -199,21 +204,21 @@ class PrefixSources:
                 f"remote_num_tokens must be above {num_local} and at most {keys.num_tokens}, got {num_tokens}"
             )
         for name, value, expected in (
-            ("tandem_lease_id", manifest.lease_id, query.id),
+            ("tandem_lease_id", manifest.lease_id, query_id),
             ("tandem_epoch", manifest.epoch, source.epoch),
             ("tandem_block_size", manifest.block_size, keys.block_size),
-            ("tandem_fingerprint", manifest.fingerprint, query.fingerprint),
+            ("tandem_fingerprint", manifest.fingerprint, self._fingerprint),
             ("tandem_prefix_key", manifest.prefix_key.hex(), keys.key_at(num_tokens).hex()),
         ):
             if value != expected:
                 raise InvalidRequestError(f"{name} must be {expected}, got {value}")
         prefix = ReadablePrefix.of(manifest, self._loaded)
-        self._leases.hold(query.id, source.url, manifest.lease_seconds)
+        self._leases.hold(query_id, source.url, manifest.lease_seconds)
         return RemotePrefix(
             url=source.url,
-            lease_id=query.id,
+            lease_id=query_id,
             prefix_key=manifest.prefix_key,
             num_tokens=num_tokens,
             keys=keys,
-            manifests=FixedManifestStream(prefix, self._leases, query.id),
+            manifests=FixedManifestStream(prefix, self._leases, query_id),
         )

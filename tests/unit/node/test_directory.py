@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -87,6 +88,24 @@ async def test_calls_when_the_address_is_no_url_then_typed_transfer_errors(direc
         with pytest.raises(TransferError) as caught:
             await call
         assert caught.value.code == "peer_unreachable"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("body", [{"id": "a"}, b'{"id":"a"}'])
+async def test_query_when_it_is_an_object_or_its_json_then_is_sent_as_json(
+    directory: PeerDirectory, body: dict[str, str] | bytes
+) -> None:
+    sent: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(200, json={"final": True})
+
+    await directory._http.aclose()
+    directory._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    assert await directory.query("http://127.0.0.1:1", "/x", body, 1.0) == {"final": True}
+    assert sent[0].content == b'{"id":"a"}'
+    assert sent[0].headers["content-type"] == "application/json"
 
 
 @pytest.mark.asyncio

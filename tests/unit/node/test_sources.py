@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from common.engine.rates import Line
 from common.errors import DeadlineExceededError, FingerprintMismatchError, InvalidRequestError, TransferError
+from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.pools.generations import content_tag
 from common.node.lend.manifest_builder import ManifestBuilder
@@ -114,10 +117,10 @@ class FakeNode:
         if url in self.refused:
             raise InvalidRequestError(f"{url} is not a peer")
 
-    async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def query(self, url: str, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
         self.asked.append(url)
         assert self.answer is not None
-        query = parse_query(body, vocab_size=100)
+        query = parse_query(orjson.loads(body), vocab_size=100)
         assert isinstance(query, ContentQuery)
         return await self.answer(url, query)
 
@@ -242,13 +245,39 @@ def test_source_when_computing_takes_longer_then_has_longer_to_answer(token_s: f
     limits: list[float] = []
 
     class Asking(FakeNode):
-        async def query(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        async def query(self, url: str, path: str, body: bytes, timeout_s: float) -> dict[str, Any]:
             limits.append(timeout_s)
             return miss_answer()
 
     line = None if token_s is None else Line(0.01, token_s, 1.0)
     find(Asking(step_model=SimpleNamespace(prompt_line=line)), (FIRST, replace(SECOND, lease_id="stream-1")))
     assert limits == [pytest.approx(limit_s), 2.0]
+
+
+def test_query_when_two_sources_get_it_then_is_made_once_and_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a million tokens it took a quarter of a second, in which the node sends no token and no beat."""
+    threads: list[threading.Thread] = []
+    queries: list[ContentQuery] = []
+    token_ids = PrefixKeys.token_ids
+
+    def recorded(keys: PrefixKeys, start: int, end: int) -> list[int]:
+        if end - start == len(PROMPT):
+            threads.append(threading.current_thread())
+        return token_ids(keys, start, end)
+
+    async def answer(url: str, query: ContentQuery) -> dict[str, Any]:
+        queries.append(query)
+        return miss_answer()
+
+    monkeypatch.setattr(PrefixKeys, "token_ids", recorded)
+    find(FakeNode(answer), (LEASED, SECOND))
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+    assert queries[0] == replace(query_of(FakeNode()), id="stream-1")
+    assert queries[1] == replace(queries[0], id=queries[1].id)
+    assert queries[1].id.startswith("content-")
 
 
 LEASED = replace(FIRST, lease_id="stream-1")

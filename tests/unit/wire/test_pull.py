@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
 from common.errors import InvalidRequestError
@@ -17,6 +18,7 @@ from common.wire.pull import (
     nothing_new_answer,
     parse_query,
     read_answer,
+    with_id,
 )
 
 PART = PartialManifest("engine", 2**64 - 1, "00ff", 4, 8, ((3, 9),), ((2**64 - 1, 2**53 + 1),), 30.0)
@@ -32,6 +34,8 @@ def test_queries_survive_their_bodies() -> None:
     query = RendezvousQuery("abc", 32, 2.5, have=16)
     assert parse_query(query.to_body(), vocab_size=10) == query
     assert parse_query(CONTENT.to_body(), vocab_size=10) == CONTENT
+    assert parse_query(orjson.loads(CONTENT.to_json()), vocab_size=10) == CONTENT
+    assert parse_query(orjson.loads(with_id(CONTENT.to_json(), "b")), vocab_size=10) == replace(CONTENT, id="b")
     assert parse_query({"id": "abc"}, vocab_size=10) == RendezvousQuery("abc", 0, 10.0)
 
 
