@@ -108,11 +108,17 @@ class CostChooser:
         self._last_turn: dict[str, int] = {}
 
     def choose(
-        self, prompts: Sequence[Prompt], options: Options, estimator: Estimator, *, bonus_s: Mapping[str, float]
+        self,
+        weighed: Sequence[Prompt],
+        num_prompts: int,
+        options: Options,
+        estimator: Estimator,
+        *,
+        bonus_s: Mapping[str, float],
     ) -> Choice:
-        """``bonus_s``: by decode node's URL, what a preference for it is worth."""
-        weighed = prompts[:MAX_WEIGHED_PROMPTS]
-        scale = len(prompts) / len(weighed)
+        """``weighed``: the first of the request's ``num_prompts``, ``MAX_WEIGHED_PROMPTS`` at most. ``bonus_s``: by
+        decode node's URL, what a preference for it is worth."""
+        scale = num_prompts / len(weighed)
         bids = self._bids(weighed, options, estimator)
         ways: list[_Way] = []
         for decode in options.decode:
@@ -138,9 +144,9 @@ class CostChooser:
             known = _known(weighed, way.fills)
             charges = [(way.decode, charge)]
             return Choice(way.decode, (), sources, way.ttft_s, charges, known, way.crosses, way.wait_s)
-        chosen = way.bids if len(prompts) > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
+        chosen = way.bids if num_prompts > 1 else [self._bid_in_turn(way.bids[0], bids[0])]
         # What was not weighed is spread like what was.
-        chosen = [chosen[index % len(chosen)] for index in range(len(prompts))]
+        chosen = [chosen[index % len(chosen)] for index in range(num_prompts)]
         charges = [(bid.node, Charge(bid.fill.num_computed, bid.fill.compute_s)) for bid in chosen]
         charges.append((way.decode, Charge(0, 0.0, is_stream=True)))
         prefill, fills = [bid.node for bid in chosen], [bid.fill for bid in chosen]

@@ -26,7 +26,7 @@ from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.nodes.rates import RateTable
-from proxy.placement.cost import Choice, CostChooser, Options
+from proxy.placement.cost import MAX_WEIGHED_PROMPTS, Choice, CostChooser, Options
 from proxy.placement.estimate import MAX_SOURCES, Estimator, Prompt, Targets
 from proxy.placement.guests import LOOK_S, MIN_LEFT_TOKENS, Guests
 from proxy.placement.in_progress import Claim, PromptsInProgress
@@ -53,7 +53,7 @@ class _Open:
 
     request: PlacementRequest  # held, so that its id stays its own
     placement: Placement
-    keys: Sequence[PromptKeys | TextKeys]
+    keys: Sequence[PromptKeys | TextKeys]  # of the prompts that were weighed
     charges: Sequence[tuple[Node, Charge]]
     claims: Sequence[Claim]
     placed_s: float
@@ -146,7 +146,8 @@ class Placer:
         session_url = self._sessions.get(request.session_id)
         bonus_s = {session_url: self._config.session_affinity_seconds} if session_url is not None else {}
         estimator = self._estimator(nodes, targets, request.max_answer_tokens, now)
-        choice = self._chooser.choose(prompts, options, estimator, bonus_s=bonus_s)
+        num_prompts = len(request.prompts)
+        choice = self._chooser.choose(prompts, num_prompts, options, estimator, bonus_s=bonus_s)
         sources = self._sources(request, choice, prompts, decode)
         late_s = self._late_s(choice, request.targets.ttft_s, targets.ttft_s, now)
         crosses = choice.crosses or choice.decode.role is NodeRole.PREFILL
@@ -154,7 +155,7 @@ class Placer:
         for node, charge in choice.charges:
             node.load.charge(charge, now)
         claims = self._claims(placement, keys, choice)
-        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts) * num_prompts // len(prompts)
         number = next(self._numbers)
         self._open[id(request)] = _Open(request, placement, keys, choice.charges, claims, now, num_tokens, number)
         if not request.is_stream:
@@ -296,10 +297,12 @@ class Placer:
     # --- who has what
 
     def _keys(self, request: PlacementRequest) -> list[PromptKeys | TextKeys]:
-        known = request.prompt_keys or [None] * len(request.prompts)
+        """Of the prompts that are weighed."""
+        weighed = request.prompts[:MAX_WEIGHED_PROMPTS]
+        known = request.prompt_keys[:MAX_WEIGHED_PROMPTS] or [None] * len(weighed)
         return [
             keys if keys is not None else TextKeys.of(request.body, prompt)
-            for keys, prompt in zip(known, request.prompts, strict=True)
+            for keys, prompt in zip(known, weighed, strict=True)
         ]
 
     def _prompt(self, keys: PromptKeys | TextKeys, pullable: Sequence[Node]) -> Prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 
 from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -33,7 +34,6 @@ class AssumedCache:
             del self._ends_s[key]
 
     def coverage(self, keys: PromptKeys, now_s: float) -> Coverage:
-        get = self._ends_s.get
-        blocks = itertools.islice(keys.truncated_keys, 1, None)
-        run = sum(1 for _ in itertools.takewhile(lambda key: get(key, 0.0) > now_s, blocks))
+        ends_s = map(self._ends_s.get, itertools.islice(keys.truncated_keys, 1, None), itertools.repeat(0.0))
+        run = len(list(itertools.takewhile(bool, map(operator.gt, ends_s, itertools.repeat(now_s)))))
         return Coverage(run * self.block_size, run * self.block_size)

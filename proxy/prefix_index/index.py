@@ -47,15 +47,12 @@ class PrefixIndex:
     def lookup(self, keys: PromptKeys) -> dict[str, Coverage]:
         """Coverage by node URL; nodes that have nothing of the prompt are left out."""
         found: dict[str, Coverage] = {}
-        touches = self._num_entries > self.max_entries // 2
         for url, cache in self._reported.items():
             if cache.block_size != keys.block_size:
                 continue
             coverage = cache.coverage(keys)
             if coverage != NO_COVERAGE:
                 found[url] = coverage
-                if touches:
-                    cache.touch(keys.truncated_keys[1 : coverage.attention_tokens // keys.block_size + 1])
         if self._assumed:
             now_s = self._clock()
             for url, assumed in self._assumed.items():
@@ -66,8 +63,12 @@ class PrefixIndex:
         return found
 
     def observe(self, url: str, keys: PromptKeys) -> None:
-        """A node computes this prompt now. Of a node that sends events, only its events count."""
-        if url in self._reported:
+        """A node computes this prompt now. Of a node that sends events, only they say what it has; what it has of the
+        prompt is used."""
+        cache = self._reported.get(url)
+        if cache is not None:
+            if self._num_entries > self.max_entries // 2 and cache.block_size == keys.block_size:
+                cache.touch(keys.truncated_keys[1:])
             return
         assumed = self._assumed.get(url)
         if assumed is None or assumed.block_size != keys.block_size:

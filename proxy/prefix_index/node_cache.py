@@ -76,10 +76,10 @@ class NodeCache:
         for checkpoints in (self._checkpoints, *self._tiers.values()):
             num_left -= checkpoints.forget(num_left)
 
-    def touch(self, truncated: Iterable[bytes]) -> None:
-        """These blocks were used; the deepest is the last one."""
+    def touch(self, truncated: Sequence[bytes]) -> None:
+        """These blocks were used; the deepest is the last one. Those that are not here are ignored."""
         blocks = self._blocks
-        for key in reversed(list(truncated)):
+        for key in reversed(truncated):
             bits = blocks.pop(key, None)
             if bits is not None:
                 blocks[key] = bits
@@ -136,12 +136,8 @@ class NodeCache:
         wanted, get = self._full_bits, self._blocks.get
         if len(self._bit_of) == 1:
             return len(list(itertools.takewhile(self._blocks.__contains__, itertools.islice(truncated, 1, None))))
-        run = 0
-        for key in itertools.islice(truncated, 1, None):
-            if get(key, 0) & wanted != wanted:
-                break
-            run += 1
-        return run
+        held = map(wanted.__and__, map(get, itertools.islice(truncated, 1, None), itertools.repeat(0)))
+        return len(list(itertools.takewhile(wanted.__eq__, held)))
 
 
 class _Checkpoints:
@@ -177,9 +173,16 @@ class _Checkpoints:
     def of(self, keys: PromptKeys, num_blocks: int, least: int = 0) -> Iterable[tuple[int, int, bool]]:
         """(position, full blocks below it, has a row) of this prompt's checkpoints behind its first ``num_blocks``
         blocks, down to ``least``; the deepest first."""
-        get, truncated = self._behind.get, keys.truncated_keys
-        for number in range(num_blocks, least - 1, -1):
-            checkpoints = get(truncated[number])
+        truncated, behind = keys.truncated_keys, self._behind
+        numbers: Sequence[int] = range(num_blocks, least - 1, -1)
+        if len(behind) < len(numbers):
+            # Most boundaries of a long prompt have none, at each node and tier: those that have are found from the
+            # shorter side. 8,192 blocks take 0.02 ms beside 500 checkpoints, instead of 0.7.
+            shared = keys.boundary_set().intersection(behind)
+            of_shared = {position // self._block_size for key in shared for position, _ in behind[key].values()}
+            numbers = sorted((number for number in of_shared if least <= number <= num_blocks), reverse=True)
+        for number in numbers:
+            checkpoints = behind.get(truncated[number])
             if checkpoints is None:
                 continue
             places = sorted(((position, row, key) for key, (position, row) in checkpoints.items()), reverse=True)

@@ -44,8 +44,10 @@ class PromptKeys:
     token_ids: array[int] = field(repr=False)
     images: tuple[ImageSpan, ...] = ()
     truncated_keys: tuple[bytes, ...] = field(init=False, repr=False)
+    _boundary_set: frozenset[bytes] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_boundary_set", frozenset())
         object.__setattr__(self, "truncated_keys", tuple(map(truncate_key, self.boundary_keys)))
 
     @classmethod
@@ -76,6 +78,12 @@ class PromptKeys:
     @property
     def num_blocks(self) -> int:
         return len(self.boundary_keys) - 1
+
+    def boundary_set(self) -> frozenset[bytes]:
+        """``truncated_keys``, in no order; made when it is first needed, for it has as much memory as they."""
+        if not self._boundary_set:
+            object.__setattr__(self, "_boundary_set", frozenset(self.truncated_keys))
+        return self._boundary_set
 
     def key_at(self, position: int) -> bytes:
         """Key of the first ``position`` tokens, on a boundary or not. ``position`` is at most ``num_tokens``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.wire.cache_events import TIER_PREFIX, CacheChange, truncate_key
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.pool import NodePool
 from proxy.placement.placer import Placer
-from proxy.placement.request import Avoided, Placement, PlacementHeader
+from proxy.placement.request import Avoided, Placement, PlacementHeader, PlacementRequest
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
 from proxy.prefix_index.prompt_keys import PromptKeys
@@ -487,6 +488,54 @@ def test_started_when_it_is_a_stream_then_the_estimate_is_compared_once() -> Non
     rig.placer.place(refused, NOBODY)
     rig.placer.started(refused, is_answer=False)
     assert len(rig.started) == 1
+
+
+def test_place_when_there_are_thousands_of_prompts_then_only_those_that_are_weighed_are_read() -> None:
+    class Read(str):
+        num_read = 0
+
+        def encode(self, *args: Any, **kwargs: Any) -> bytes:
+            Read.num_read += 1
+            return super().encode(*args, **kwargs)
+
+    def long_list(count: int) -> PlacementRequest:
+        prompts = [Read(f"{number:03}" * 1000) for number in range(count)]
+        return make_request([], body={"prompt": prompts}, prompts=prompts, prompt_keys=())
+
+    rig, same = Rig(3), Rig(3)
+    job = long_list(2048)
+    placement = rig.placer.place(job, NOBODY)
+    first = same.placer.place(long_list(16), NOBODY)
+    names = [node.name for node in first.prefill]
+    assert [node.name for node in placement.prefill] == names * 128  # what was not weighed, as what was
+    assert Read.num_read == 2 * 16
+    assert sum(node.load.num_placed for node in rig.prefill) == 2048
+    rig.placer.started(job, is_answer=True)
+    assert len(rig.placer._history._sent) == 16 * (3000 // 512)
+    rig.placer.finished(job)
+    assert not any(node.load.num_charges for node in rig.pool.nodes)
+
+
+def test_placer_when_the_index_is_full_then_a_prompt_counts_as_used_on_those_that_were_chosen_alone() -> None:
+    class Touched(NodeCache):
+        num_touched = 0
+
+        def touch(self, truncated: Sequence[bytes]) -> None:
+            self.num_touched += len(truncated)
+            super().touch(truncated)
+
+    rig, prompt = Rig(4, 4), tokens(1640)
+    caches = {node.url: Touched(BLOCK_SIZE, ("full",), True) for node in rig.pool.nodes}
+    for url, cache in caches.items():
+        if "prefill" in url:
+            store(cache, keys_of(prompt), 1600)
+        rig.index.start(url, cache)
+    rig.index.max_entries = sum(map(len, caches.values()))
+    placement = rig.serve(prompt)
+    assert {url for url, cache in caches.items() if cache.num_touched} == {
+        placement.decode.url,
+        placement.prefill[0].url,
+    }
 
 
 # --- prompts that could not be tokenised

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.kv_cache.manager import KVCacheManager
 from common.node.routes.event_route import changes_of, snapshot_changes
-from common.wire.cache_events import TRUNCATED_KEY_BYTES, CacheChange, CacheNews
+from common.wire.cache_events import CHECKPOINT, TIER_PREFIX, TRUNCATED_KEY_BYTES, CacheChange, CacheNews
 from proxy.prefix_index.coverage import Coverage
 from proxy.prefix_index.index import PrefixIndex
 from proxy.prefix_index.node_cache import NodeCache
@@ -153,9 +153,104 @@ def test_index_when_it_is_full_then_unused_prompts_go_and_of_the_others_the_tail
         index.apply(URL, stored(keys))
         assert index.num_entries(URL) <= 1000
         if number >= 5:
-            assert index.lookup(prompts[0])[URL].attention_tokens > 200  # used all the time
+            assert index.lookup(prompts[0])[URL].attention_tokens > 200
+            index.observe(URL, prompts[0])  # used all the time
     assert index.lookup(prompts[-1]) == {URL: Coverage(400, 400)}
     assert URL not in index.lookup(prompts[20])
+
+
+def test_index_when_a_prompt_is_used_at_one_node_then_it_is_forgotten_where_it_is_only_looked_up() -> None:
+    index, shared = PrefixIndex(1000), prompt_keys([7] * 401)
+    urls = ["http://used", "http://idle"]
+    for url in urls:
+        index.start(url, NodeCache(4, ["attention"], has_state=False))
+        index.apply(url, stored(shared))
+    for number in range(20):
+        for url in urls:
+            index.apply(url, stored(prompt_keys([number + 10] * 201)))
+            index.lookup(shared)
+        index.observe("http://used", shared)
+    assert index.lookup(shared) == {"http://used": Coverage(400, 400)}
+    assert index.num_entries("http://used") > 100  # the prompt, and others
+
+
+def test_index_when_a_prompt_of_another_block_size_is_used_at_a_node_then_nothing_happens() -> None:
+    index = PrefixIndex(100)
+    index.start(URL, NodeCache(4, ["attention"], has_state=False))
+    index.apply(URL, stored(prompt_keys([1] * 401)))
+    index.observe(URL, prompt_keys([1] * 401, 8))
+    assert index.num_entries(URL) == 100
+
+
+class _Counted(dict[bytes, Any]):
+    """Counts the keys that are looked for, one by one."""
+
+    num_looks = 0
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.num_looks += 1
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(key)
+
+
+def checkpoint(keys: PromptKeys, position: int, group: str = CHECKPOINT, *, has_row: bool = False) -> CacheChange:
+    key, boundary = keys.key_at(position), keys.truncated_keys[position // keys.block_size]
+    return CacheChange(True, group, (key[:TRUNCATED_KEY_BYTES],), boundary, position, has_row)
+
+
+def test_lookup_when_a_long_prompt_has_one_state_near_its_start_then_its_blocks_are_not_gone_over_for_states() -> None:
+    cache, keys = NodeCache(4, ["attention"], has_state=True), prompt_keys(list(range(40_001)))
+    cache.apply(stored(keys))
+    for group in (CHECKPOINT, f"{TIER_PREFIX}host", f"{TIER_PREFIX}disk"):
+        cache.apply(checkpoint(keys, 70, group))
+    every = [cache._checkpoints, *cache._tiers.values()]
+    for checkpoints in every:
+        checkpoints._behind = _Counted(checkpoints._behind)
+    assert cache.coverage(keys) == Coverage(40_000, 70)
+    looks = [checkpoints._behind.num_looks for checkpoints in every if isinstance(checkpoints._behind, _Counted)]
+    assert len(looks) == 3
+    assert max(looks) <= 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lookup_when_there_are_few_or_many_states_then_the_deepest_that_goes_on_is_found(seed: int) -> None:
+    """Against all positions in turn: prompts that share beginnings, states at and between boundaries, with and without
+    the last row, in memory and in tiers, fewer and more of them than the prompt has blocks."""
+    draw = random.Random(seed)
+    cache, num_found = NodeCache(4, ["attention"], has_state=True), 0
+    shared = [draw.randrange(9) for _ in range(100)]
+    prompts = []
+    for _ in range(8):
+        length = draw.randrange(1, 100)
+        prompts.append(prompt_keys(shared[:length] + [draw.randrange(9) for _ in range(draw.randrange(1, 60))]))
+    held: dict[str, dict[bytes, bool]] = {CHECKPOINT: {}, f"{TIER_PREFIX}disk": {}}
+    for _ in range(draw.choice((3, 20, 200))):
+        keys, group = draw.choice(prompts), draw.choice(list(held))
+        position, has_row = draw.randint(1, keys.num_tokens), draw.random() < 0.5
+        if draw.random() < 0.3:
+            position = keys.num_tokens
+        change = checkpoint(keys, position, group, has_row=has_row)
+        cache.apply(change)
+        held[group][change.keys[0]] = has_row
+    for keys in prompts:
+        run = draw.randint(0, keys.num_blocks)
+        fresh = NodeCache(4, ["attention"], has_state=True)
+        fresh._checkpoints, fresh._tiers = cache._checkpoints, cache._tiers
+        fresh.apply(CacheChange(True, "attention", keys.truncated_keys[1 : run + 1]))
+        deepest = {}
+        for group, rows in held.items():
+            last = min(keys.num_tokens, 4 * run + 3) if group == CHECKPOINT else keys.num_tokens
+            named = [(at, keys.key_at(at)[:TRUNCATED_KEY_BYTES]) for at in range(last, 0, -1)]
+            goes_on = (at for at, key in named if key in rows and (at < keys.num_tokens or rows[key]))
+            deepest[group] = next(goes_on, 0)
+        found = fresh.coverage(keys)
+        state, tier = deepest.values()
+        assert (found.state_tokens, found.tier_tokens) == (state, tier if tier > state else 0)
+        num_found += bool(state) + bool(tier)
+    assert num_found
 
 
 def test_index_when_one_node_is_large_then_small_ones_keep_theirs() -> None:
