@@ -80,13 +80,13 @@ class Charge:
     """What a request was charged: ``settle`` or ``give_back``, once. As ``with``: the request is in flight for as long
     as the block runs."""
 
-    __slots__ = ("_is_settled", "_num_answers", "_num_tokens", "_use")
+    __slots__ = ("_has_begun", "_is_settled", "_num_answers", "_num_tokens", "_use")
 
     def __init__(self, use: _Use, num_answers: int, num_tokens: int) -> None:
         self._use = use
         self._num_answers = num_answers
         self._num_tokens = num_tokens
-        self._is_settled = False
+        self._is_settled = self._has_begun = False
 
     def __enter__(self) -> Charge:
         self._use.num_open += self._num_answers
@@ -101,9 +101,13 @@ class Charge:
             self._use.tokens.take(num_tokens - self._num_tokens)
             self._is_settled = True
 
+    def begin(self) -> None:
+        """Something is spent on the request, whatever comes of it: it stays one of its minute."""
+        self._has_begun = True
+
     def give_back(self) -> None:
-        """Nothing was spent on the request."""
-        if not self._is_settled:
+        """The request came to nothing."""
+        if not self._is_settled and not self._has_begun:
             self._use.requests.take(-self._num_answers)
         self.settle(0)
 

@@ -1,6 +1,7 @@
 """Who may begin now, who waits, who is turned away.
 
-Life of a request here: 1 its API key's limits (``proxy.admission.key_limits``), 2 a place of ``max_running`` for each
+Life of a request here: 1 its API key's limits (``proxy.admission.key_limits``), within which its grammar is tried, 2 a
+place of ``max_running`` for each
 of its answers (all of them, for one that has more): it begins; else 3 it waits, the lower its ``priority`` the earlier,
 in order of arrival within one, and all the earlier the longer it has waited (``aging_s`` of waiting count as one level;
 nobody overtakes whoever is first and needs more places than are free), 4 it begins when its turn comes, or is dropped.
@@ -79,15 +80,23 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def admitted(self, request: AdmissionRequest) -> Admitted:
-        """``async with``: the block runs when the request's turn has come, and its end gives the place on. It is to
-        settle the charge that it gets.
+    def charged(self, request: AdmissionRequest) -> Charge:
+        """As ``with``, round all that is done for the request: its key's limits hold. The block settles the charge.
 
         Raises:
-            RequestDroppedError: it is turned away; nothing of the block has run.
+            RequestDroppedError: it is turned away.
             InvalidRequestError: its key may never ask for so much.
         """
-        return Admitted(self, request)
+        return self._counted(lambda: self._limits.hold(request))
+
+    def admitted(self, request: AdmissionRequest, charge: Charge) -> Admitted:
+        """``async with``, within ``charge``: the block runs when the request's turn has come, and its end gives the
+        place on.
+
+        Raises:
+            RequestDroppedError: it is turned away; nothing of the block has run, the charge is given back.
+        """
+        return Admitted(self, request, charge)
 
     def unanswered(self, key: str | None) -> Charge:
         """As ``with``, round a request of ``key`` that generates nothing: its limits hold, it needs no place.
@@ -95,30 +104,26 @@ class AdmissionQueue:
         Raises:
             RequestDroppedError: it is turned away.
         """
+        return self._counted(lambda: self._limits.hold_unanswered(key))
+
+    def _counted(self, hold: Callable[[], Charge]) -> Charge:
         try:
-            return self._limits.hold_unanswered(key)
+            return hold()
         except RequestDroppedError as exc:
             self._on_drop(str(exc.dropped))
             raise
 
-    async def enter(self, request: AdmissionRequest) -> Charge:
-        """As ``admitted``; the charge's block is begun."""
+    async def enter(self, request: AdmissionRequest, charge: Charge) -> None:
+        """As ``admitted``."""
         try:
-            charge = self._limits.hold(request).__enter__()
-            try:
-                await self._take_place(request)
-            except BaseException:
-                charge.give_back()  # nothing was spent on it
-                charge.__exit__()
-                raise
-        except RequestDroppedError as exc:
-            self._on_drop(str(exc.dropped))
+            await self._take_place(request)
+        except BaseException as exc:
+            charge.give_back()
+            if isinstance(exc, RequestDroppedError):
+                self._on_drop(str(exc.dropped))
             raise
-        return charge
 
-    def leave(
-        self, request: AdmissionRequest, charge: Charge, seconds: float, error: BaseException | None = None
-    ) -> None:
+    def leave(self, request: AdmissionRequest, seconds: float, error: BaseException | None = None) -> None:
         """The end of what was let in, ``seconds`` later; ``error``: that it ended with, which may be a drop as well
         (its first token would be late)."""
         if isinstance(error, RequestDroppedError):
@@ -126,7 +131,6 @@ class AdmissionQueue:
         else:
             self._service_s.append(seconds)
         self._leave(request)
-        charge.__exit__()
 
     def evict_all(self, error: TandemError) -> None:
         """Nobody waits any more: whoever did gets ``error``."""
@@ -281,16 +285,16 @@ class AdmissionQueue:
 class Admitted:
     """One request's block (``AdmissionQueue.admitted``). A class: a generator costs several times as much."""
 
-    def __init__(self, queue: AdmissionQueue, request: AdmissionRequest) -> None:
+    def __init__(self, queue: AdmissionQueue, request: AdmissionRequest, charge: Charge) -> None:
         self._queue = queue
         self._request = request
+        self._charge = charge
 
-    async def __aenter__(self) -> Charge:
-        self._charge = await self._queue.enter(self._request)
+    async def __aenter__(self) -> None:
+        await self._queue.enter(self._request, self._charge)
         self._started_s = time.monotonic()
-        return self._charge
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._queue.leave(self._request, self._charge, time.monotonic() - self._started_s, error)
+        self._queue.leave(self._request, time.monotonic() - self._started_s, error)

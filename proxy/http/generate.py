@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that was found good. ``parsed`` is given up when its prompts are tokens: it is as long as the body, and
-    the answer may take long."""
+    """A request that was found good, but for its grammars: its ``parsed`` constraint's, and ``call_grammar`` of its
+    tools' schemas. What is as long as the body is given up when it was used: the answer may take long."""
 
     http: Request
     label: str
@@ -77,6 +77,7 @@ class _Asked:
     admission: AdmissionRequest
     parsed: GenerationRequest | None
     conversion: Conversion | None
+    call_grammar: str | None
 
 
 class GenerateService:
@@ -155,8 +156,10 @@ class GenerateService:
             session_id = session_from_header(request.headers.get(SESSION_HEADER))
             placement_header = PlacementHeader.from_header(request.headers.get(PLACEMENT_HEADER))
             targets = self._targets.targets(request.headers, parsed.priority)
-            with _in_words_of(read.conversion):
-                await self._check_grammars(request, parsed)
+            call_grammar = None
+            if isinstance(parsed, ChatRequest):
+                with _in_words_of(read.conversion):
+                    call_grammar = await run_for_body(request, CallRules.of(parsed).schemas)
             max_model_len = self._pool.max_model_len() if read.cost.max_answer_tokens is None else None
             admission_request = read_admission_request(request, parsed, read.cost, max_model_len, arrival_s)
         path = str(request.scope["path"])
@@ -176,32 +179,42 @@ class GenerateService:
             targets=targets,
             max_answer_tokens=read.cost.max_answer_tokens,
         )
-        asked = _Asked(request, label, job, admission_request, parsed, read.conversion)
+        asked = _Asked(request, label, job, admission_request, parsed, read.conversion, call_grammar)
         return RelayResponse(lambda client: self._run(asked, client))
 
-    async def _check_grammars(self, request: Request, parsed: GenerationRequest) -> None:
-        """Raises as ``GrammarChecker.check``."""
-        if parsed.constraint is not None:
-            constraint = await parsed.constraint.in_lark(self._grammars.lark)
-            await self._grammars.check(constraint.grammar(), param=constraint.param)
-        if isinstance(parsed, ChatRequest):
-            schemas = await run_for_body(request, CallRules.of(parsed).schemas)
-            if schemas is not None:
-                await self._grammars.check(schemas, param="tools")
+    async def _check_grammars(self, asked: _Asked, charge: Charge) -> None:
+        """A second of a processor each, which few do at once: on the account of ``charge``. Raises as
+        ``GrammarChecker.check``."""
+        assert asked.parsed is not None
+        constraint, call_grammar, asked.call_grammar = asked.parsed.constraint, asked.call_grammar, None
+        if constraint is None and call_grammar is None:
+            return
+        charge.begin()
+        try:
+            if constraint is not None:
+                constraint = await constraint.in_lark(self._grammars.lark)
+                await self._grammars.check(constraint.grammar(), param=constraint.param)
+            if call_grammar is not None:
+                await self._grammars.check(call_grammar, param="tools")
+        except BaseException:
+            charge.give_back()
+            raise
 
     async def _run(self, asked: _Asked, client: ClientStream) -> None:
         job, label, admission = asked.job, asked.label, asked.admission
         client.conversion = asked.conversion
         with self._metrics.track(label, job.arrival_s, client.record, job.span), self._follow(job, label, client):
             try:
-                async with self._admission.admitted(admission) as charge:
-                    # Round the limits: that a deadline has passed is an error out there, and a cancellation inside.
-                    with _settled(charge, job, client):
-                        async with self._limits.bounded(admission):
-                            job.admitted_s = time.monotonic()
-                            self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
-                            client.record.num_prompt_tokens = await self._tokenise(asked)
-                            await self._orchestrator.run(job, client)
+                with self._admission.charged(admission) as charge:
+                    await self._check_grammars(asked, charge)
+                    async with self._admission.admitted(admission, charge):
+                        # Round the limits: that a deadline has passed is an error out there, a cancellation inside.
+                        with _settled(charge, job, client):
+                            async with self._limits.bounded(admission):
+                                job.admitted_s = time.monotonic()
+                                self._metrics.observe_phase("queue", job.admitted_s - job.arrival_s)
+                                client.record.num_prompt_tokens = await self._tokenise(asked)
+                                await self._orchestrator.run(job, client)
             except RelayedAnswer as exc:
                 await client.send_whole(exc.status, exc.headers, exc.body, outcome_of(exc.error))
             except Exception as exc:  # noqa: BLE001 - the app's error handlers only know whole answers

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DeadlineExceededError, GrammarError
+from common.grammar.checker import GrammarChecker
 from proxy.admission.key_limits import read_key_limits
 from tests.support.http_server import wait_for
 from tests.unit.proxy.conftest import Cluster, StartCluster
@@ -253,6 +257,92 @@ def test_text_when_it_is_tokenised_then_is_one_of_its_keys_requests_and_none_of_
     assert refused.headers["x-tandem-dropped"] == "rejected-rate-limit"
     assert "requests_per_minute of 2" in refused.json()["error"]["message"]
     assert cluster.metric("tandem_requests_dropped_total", reason="rejected-rate-limit") == 1
+
+
+class SlowChecker(GrammarChecker):
+    """Grammars that name one of these words take until it is ended, or end so. ``asked``: those that were asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: list[str] = []
+        self.is_over = False
+
+    async def check(self, grammar: str, *, param: str) -> None:
+        self.asked.append(grammar)
+        while "slow" in grammar and not self.is_over:
+            await asyncio.sleep(0.01)
+        if "bad" in grammar:
+            raise GrammarError("it is bad", param=param)
+        if "late" in grammar:
+            raise DeadlineExceededError("it was not checked", param=param)
+
+
+@dataclass
+class Tenants:
+    """Key A may have one request at once, and three a minute."""
+
+    cluster: Cluster
+    checker: SlowChecker
+
+    def post(self, key: str, *choices: str, timeout_s: float = 20) -> httpx.Response:
+        body = {**BODY, "guided_choice": list(choices)} if choices else BODY
+        headers = {"Authorization": f"Bearer {key}"}
+        return self.cluster.client.post("/v1/completions", json=body, headers=headers, timeout=timeout_s)
+
+
+@pytest.fixture
+def tenants(start_cluster: StartCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tenants:
+    checkers: list[SlowChecker] = []
+
+    def create(*args: Any, **kwargs: Any) -> SlowChecker:
+        checkers.append(SlowChecker(*args, **kwargs))
+        return checkers[-1]
+
+    monkeypatch.setattr("proxy.app.GrammarChecker", create)
+    keys, limits = tmp_path / "keys", tmp_path / "limits.json"
+    keys.write_text("A\nB\n")
+    limits.write_text(json.dumps({"keys": {"A": {"max_concurrency": 1, "requests_per_minute": 3}}}))
+    cluster = start_cluster(0, api_key_file=str(keys), api_key_limits_file=str(limits))
+    [checker] = checkers
+    return Tenants(cluster, checker)
+
+
+def test_grammars_when_a_key_has_all_it_may_have_being_checked_then_no_more_of_its_own_are(tenants: Tenants) -> None:
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(tenants.post("A", "slow")))
+    thread.start()
+    wait_for(lambda: len(tenants.checker.asked) == 1, "the check to begin")
+    for number in range(5):
+        refused = tenants.post("A", f"slow {number}")
+        assert refused.status_code == 429
+        assert refused.headers["x-tandem-dropped"] == "rejected-concurrency"
+    assert len(tenants.checker.asked) == 1
+    assert tenants.post("B", "x", "y").status_code == 200
+    tenants.checker.is_over = True
+    thread.join()
+    assert [answer.status_code for answer in answers] == [200]
+    assert tenants.post("A").status_code == 200
+    assert tenants.cluster.metric("tandem_requests_dropped_total", reason="rejected-concurrency") == 5
+
+
+@pytest.mark.parametrize(("word", "status", "param"), [("bad", 400, "guided_choice"), ("late", 504, "guided_choice")])
+def test_grammar_when_it_is_refused_then_its_key_has_its_place_again_and_one_request_less(
+    tenants: Tenants, word: str, status: int, param: str
+) -> None:
+    for number in range(3):
+        refused = tenants.post("A", f"{word} {number}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert tenants.post("A", f"{word} 3").headers["x-tandem-dropped"] == "rejected-rate-limit"
+    assert len(tenants.checker.asked) == 3
+    assert tenants.post("B", "x").status_code == 200
+
+
+def test_grammar_when_its_client_leaves_while_it_is_checked_then_its_key_has_its_place_again(tenants: Tenants) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        tenants.post("A", "slow", timeout_s=0.3)
+    wait_for(lambda: tenants.cluster.metric("tandem_requests_total", outcome="abort") == 1, "the client's leaving")
+    assert tenants.post("A").status_code == 200
+    assert tenants.cluster.decode[0].bodies[-1].get("guided_choice") is None
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from common.errors import InvalidRequestError, NodeUnavailableError, RequestDroppedError
-from proxy.admission.key_limits import Bucket, KeyLimits, Limits
+from proxy.admission.key_limits import Bucket, Charge, KeyLimits, Limits
 from proxy.admission.queue import AdmissionQueue, AdmissionRequest
 
 
@@ -28,6 +28,13 @@ def admission_request(priority: int = 0, deadline_s: float | None = None, **more
     now_s = time.monotonic()
     more.setdefault("arrival_s", now_s)
     return AdmissionRequest(priority=priority, deadline_s=None if deadline_s is None else now_s + deadline_s, **more)
+
+
+@contextlib.asynccontextmanager
+async def admitted(admission: AdmissionQueue, wanted: AdmissionRequest) -> AsyncIterator[Charge]:
+    with admission.charged(wanted) as charge:
+        async with admission.admitted(wanted, charge):
+            yield charge
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Line:
 
     async def _run(self, name: str, wanted: AdmissionRequest) -> None:
         try:
-            async with self.admission.admitted(wanted):
+            async with admitted(self.admission, wanted):
                 self.began.append(name)
                 await self.ends[name].wait()
         except RequestDroppedError as exc:
@@ -143,7 +150,9 @@ def test_prediction_when_a_request_was_dropped_in_its_turn_then_is_of_those_that
             dropped = RequestDroppedError("it would be late", dropped="rejected-late")
             for seconds, error in ((4.0, None), (0.0, dropped), (6.0, ValueError("a mistake")), (0.0, dropped)):
                 asked = admission_request()
-                queue.leave(asked, await queue.enter(asked), seconds, error)
+                with queue.charged(asked) as charge:
+                    await queue.enter(asked, charge)
+                    queue.leave(asked, seconds, error)
             assert queue.predicted_wait_s(0) == 5.0
             assert requests.drops == ["rejected-late"] * 2
 
@@ -199,7 +208,7 @@ def test_deadline_when_it_passes_just_before_the_turn_comes_then_evicted_and_the
             end = asyncio.Event()
 
             async def hold_up() -> None:
-                async with requests.admission.admitted(admission_request()):
+                async with admitted(requests.admission, admission_request()):
                     await end.wait()
                     time.sleep(0.15)  # noqa: ASYNC251 - the loop stands still: no timer tells that a deadline passed
 
@@ -267,8 +276,8 @@ def test_waiting_when_longer_than_allowed_then_evicted() -> None:
 def test_everybody_when_evicted_then_each_gets_the_error() -> None:
     async def work() -> None:
         admission = AdmissionQueue(max_running=1, max_waiting=4, max_wait_s=10, aging_s=0)
-        async with admission.admitted(admission_request()):
-            waiting = [asyncio.create_task(admission.admitted(admission_request()).__aenter__()) for _ in range(3)]
+        async with admitted(admission, admission_request()):
+            waiting = [asyncio.create_task(admitted(admission, admission_request()).__aenter__()) for _ in range(3)]
             await settle()
             admission.evict_all(NodeUnavailableError("the end"))
             results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -385,7 +394,7 @@ def test_queue_when_a_tenant_asks_for_a_better_priority_then_nobody_elses_reques
             await requests.send("running", admission_request(key="a"))
             await requests.send("waiting", admission_request(key="a"))
             with pytest.raises(InvalidRequestError):
-                await requests.admission.admitted(admission_request(-1, key="b")).__aenter__()
+                requests.admission.charged(admission_request(-1, key="b"))
             assert requests.dropped == {}
             await requests.end("running")
             assert requests.began == ["running", "waiting"]
@@ -440,6 +449,17 @@ def test_key_when_its_request_is_dropped_from_the_queue_then_it_was_charged_noth
             assert {error.dropped for error in requests.dropped.values()} == {"rejected-queue-full"}
 
     run(work)
+
+
+def test_key_when_something_was_spent_on_a_request_that_came_to_nothing_then_it_stays_one_of_its_minute() -> None:
+    limits = KeyLimits(Limits(max_concurrency=1, requests_per_minute=2, tokens_per_minute=100))
+    wanted = admission_request(key="key", num_prompt_tokens=60)
+    for _ in range(2):  # neither its tokens nor its place are kept
+        with limits.hold(wanted) as charge:
+            charge.begin()
+            charge.give_back()
+    with pytest.raises(RequestDroppedError, match="requests_per_minute of 2"):
+        limits.hold(wanted)
 
 
 def test_bucket_when_time_passes_then_it_refills_to_its_size_only() -> None:
