@@ -102,11 +102,16 @@ def parse_json(raw: bytes, bounds: JsonBounds, what: str = "the body") -> object
 
 
 def dump_json(value: object) -> bytes:
-    """``value``, which was parsed here, as compact JSON."""
+    """``value``, which was parsed here, as compact JSON. ``orjson.Fragment`` s in it are JSON already."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:  # a whole number beyond 64 bits, which only short texts have
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_value_of_fragment).encode()
+
+
+def _value_of_fragment(fragment: object) -> object:
+    value: object = orjson.loads(orjson.dumps(fragment))
+    return value
 
 
 def _parse_long(raw: bytes, what: str) -> object:

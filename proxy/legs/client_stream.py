@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from common.metrics.outcomes import Outcome, outcome_of
 from common.server.disconnect import why_gone
 from common.wire.headers import LEG_HEADER, REPORT_HEADER, REQUEST_ID_HEADER
+from common.wire.json_text import LONG_BYTES
 from proxy.dialects.conversion import Conversion
 from proxy.metrics.proxy_metrics import RequestRecord
 from proxy.metrics.recent_requests import RecentRequest
@@ -67,7 +68,11 @@ class ClientStream:
         self.entry.answered(status, headers)
         own: dict[str, str] = {}
         if self.conversion is not None and body:
-            body, own = self.conversion.whole(status, body), {"content-type": "application/json"}
+            own = {"content-type": "application/json"}
+            if len(body) > LONG_BYTES:  # log-probabilities are megabytes
+                body = await asyncio.to_thread(self.conversion.whole, status, body)
+            else:
+                body = self.conversion.whole(status, body)
         await self._start(status, {**relayed_headers(headers), **own, "content-length": str(len(body))})
         await self._finish(body, outcome)
 
@@ -81,15 +86,15 @@ class ClientStream:
             self.on_start(self.status)
 
     async def send_chunk(self, chunk: bytes) -> None:
-        if self.conversion is not None:
-            chunk = self.conversion.feed(chunk)
-        if chunk:
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        for piece in self.conversion.pieces(chunk) if self.conversion is not None else (chunk,):
+            if piece:
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def finish(self, outcome: Outcome, last: bytes = b"") -> None:
         """``last``: the stream's last chunk."""
         if last and self.conversion is not None:
-            last = self.conversion.feed(last)
+            await self.send_chunk(last)
+            last = b""
         await self._finish(last, outcome)
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

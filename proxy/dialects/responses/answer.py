@@ -156,7 +156,7 @@ class ResponsesConversion(Conversion):
         text = "" if is_begun else part.text
         if part.kind is PartKind.REASONING:
             return {"type": "summary_text" if self._echo.shows_summary else "reasoning_text", "text": text}
-        logprobs = part.logprobs if self._echo.has_logprobs and not is_begun else []
+        logprobs = part.logprobs_json if self._echo.has_logprobs and not is_begun else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     # --- events
@@ -174,7 +174,7 @@ class ResponsesConversion(Conversion):
     def add(self, step: Step) -> Iterator[Event]:
         part = step.part
         if part.kind is PartKind.TEXT:
-            logprobs = list(step.logprobs) if self._echo.has_logprobs else []
+            logprobs = step.logprobs_json if self._echo.has_logprobs else []
             yield self._part_event("text.delta", part, delta=step.text, logprobs=logprobs)
         else:
             yield self._part_event("text.delta", part, delta=step.text)

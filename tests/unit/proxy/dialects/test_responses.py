@@ -3,11 +3,14 @@ client's own types are the measure."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+import tracemalloc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
@@ -17,6 +20,7 @@ from common.errors import ContextLengthError, ContextOverflow, InvalidRequestErr
 from common.openai.errors import error_body
 from common.openai.protocol import parse_chat
 from common.openai.responses import SSE_AT_WORK
+from proxy.dialects.conversion import _read_whole
 from proxy.dialects.dialect import convert_responses
 from proxy.dialects.responses.answer import ECHO_BYTES, Echo, ResponsesConversion
 from proxy.dialects.responses.body import read_responses_body
@@ -439,6 +443,117 @@ def test_text_logprobs_when_a_server_names_tokens_otherwise_than_their_text_then
     found = [logprobs.add([given], text, None) for text, given in chunks]
     assert found == [[given] for _, given in chunks]
     assert logprobs.end() == []
+
+
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+def with_others(text: str, num_others: int = 20) -> dict[str, Any]:
+    others = [{"token": f'"{number}\\}}]}},{{', "logprob": -2.5, "bytes": [number]} for number in range(num_others)]
+    return {"token": text, "logprob": -0.25, "bytes": list(text.encode()), "top_logprobs": others}
+
+
+def of_tokens(num_tokens: int) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Entries, and the stream's events up to [DONE]."""
+    entries = [with_others(f" w{number}") for number in range(num_tokens)]
+    chunk = json.loads(Chat(content="a").events()[1].removeprefix(b"data: "))
+    events = []
+    for entry in entries:
+        choice = {"index": 0, "delta": {"content": entry["token"]}, "logprobs": {"content": [entry]}}
+        events.append(b"data: " + json.dumps({**chunk, "choices": [choice]}).encode() + b"\n\n")
+    return entries, events
+
+
+def test_stream_when_it_has_many_logprobs_then_long_events_are_pieces_by_themselves_made_as_they_are_taken() -> None:
+    entries, events = of_tokens(100)
+    converted, expected = conversion(**WITH_LOGPROBS), conversion(**WITH_LOGPROBS)
+    for event in events:
+        [piece] = converted.pieces(event)
+        assert piece == expected.feed(event)
+    last = converted.pieces(DONE)
+    first = next(last)
+    converted.clock = lambda: 1_900_000_000
+    pieces = [first, *last]
+    told = [read_events(piece) for piece in pieces]
+    assert [len(each) for each in told] == [1, 1, 1, 1]
+    assert [each[0].get("logprobs") for each in told[:1]] == [entries]
+    assert told[3][0]["response"]["output"] == [told[2][0]["item"]]
+    assert told[2][0]["item"]["content"] == [told[1][0]["part"]]
+    assert told[1][0]["part"]["logprobs"] == entries
+    assert told[3][0]["response"]["completed_at"] == 1_900_000_000  # not before the others were taken
+    assert [event["sequence_number"] for event in read_events(expected.feed(DONE))] == [
+        each[0]["sequence_number"] for each in told
+    ]
+
+
+def test_stream_when_it_has_logprobs_then_keeps_no_more_of_them_than_their_json() -> None:
+    entries, events = of_tokens(400)
+    converted = conversion(**WITH_LOGPROBS)
+    converted.feed(events[0])
+    tracemalloc.start()
+    try:
+        for event in events:
+            converted.feed(event)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1.5 * len(json.dumps(entries))  # as objects seven times as much
+
+
+def test_whole_answer_when_it_has_many_logprobs_then_no_call_reads_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries, _ = of_tokens(200)
+    chat = Chat(content="".join(entry["token"] for entry in entries), logprobs=entries)
+    body, lengths, loads = orjson.dumps(json.loads(chat.whole())), [], orjson.loads
+
+    def counted(data: bytes) -> Any:
+        lengths.append(len(data))
+        return loads(data)
+
+    monkeypatch.setattr("proxy.dialects.conversion.orjson.loads", counted)
+    whole = json.loads(conversion(**WITH_LOGPROBS).whole(200, body))
+    assert whole["output"][0]["content"][0]["logprobs"] == entries
+    assert len(lengths) == len(entries)
+    assert max(lengths) < len(body) / 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda answer: answer,
+        lambda answer: answer["choices"][0]["logprobs"]["content"].reverse(),
+        lambda answer: answer["choices"][0]["logprobs"]["content"].__delitem__(slice(1, None)),
+        lambda answer: [each.update(top_logprobs=[]) for each in answer["choices"][0]["logprobs"]["content"]],
+        lambda answer: [each.update(bytes=None) for each in answer["choices"][0]["logprobs"]["content"]],
+        lambda answer: [each.update(more={"a": [1]}) for each in answer["choices"][0]["logprobs"]["content"][::2]],
+        lambda answer: answer["choices"].append(copy.deepcopy(answer["choices"][0])),
+        lambda answer: answer["choices"].insert(0, {**answer["choices"][0], "logprobs": None}),
+        lambda answer: answer["choices"][0].update(logprobs={"content": None}),
+        lambda answer: answer.update(other=answer["choices"][0].pop("logprobs")),
+        lambda answer: answer.update(logprobs=answer["choices"][0]["logprobs"]),
+        lambda answer: answer["choices"][0].update(prompt_logprobs=answer["choices"][0]["logprobs"]),
+        lambda answer: answer["choices"][0]["message"].update(content='"logprobs":{"content":[{"token":}]},{"token":'),
+        lambda answer: answer.pop("choices"),
+    ],
+)
+def test_whole_answer_when_logprobs_are_anywhere_in_it_then_is_read_as_json(change: Callable[[Any], object]) -> None:
+    entries, _ = of_tokens(5)
+    answer = json.loads(Chat(content="abc", logprobs=entries).whole())
+    change(answer)
+    for body in (orjson.dumps(answer), json.dumps(answer).encode(), json.dumps(answer, separators=(",", ":")).encode()):
+        assert _read_whole(body) == answer
+    for cut_at in range(0, len(body) - 1, 97):
+        with pytest.raises(orjson.JSONDecodeError):
+            _read_whole(body[:cut_at])
+
+
+def test_logprobs_when_the_answer_says_a_number_beyond_64_bits_too_then_both_are_told() -> None:
+    asked = {**WITH_LOGPROBS, "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 2**70}}]}
+    chat = Chat(content="a", logprobs=LOGPROBS)
+    for answer in (streamed(chat, **asked)[-1]["response"], json.loads(conversion(**asked).whole(200, chat.whole()))):
+        assert answer["tools"][0]["parameters"] == {"maximum": 2**70}
+        assert answer["output"][0]["content"][0]["logprobs"] == LOGPROBS
 
 
 def test_text_logprobs_when_nobody_asked_for_them_then_keep_nothing_of_the_text() -> None:
