@@ -23,6 +23,7 @@ from tests.support.client import (
     complete,
     completion_body,
     computed_prompt_tokens,
+    metric,
     post,
     together,
 )
@@ -33,6 +34,7 @@ from tests.support.service import Service
 
 NUM_REQUESTS = 6
 SHARED, OWN = 960, 20
+NUM_BRANCHES, HISTORY, NEW = 4, 500, 400
 BLOCK_SIZE = 16
 SMALL = 3 * BLOCK_SIZE
 """A prompt's own tokens, and what blocks and templates add."""
@@ -113,24 +115,49 @@ def test_requests_when_they_begin_alike_and_come_together_then_no_node_computes_
     wait_until(is_known, "the index to know what was computed")
 
 
+def ask(service: Service, prompt: list[int], num_tokens: int = 4) -> Answer:
+    """Of the pair, whose prefill node computes the prompt."""
+    body, headers = completion_body(prompt, num_tokens), {**TRACE_HEADERS, PLACEMENT_HEADER: "remote"}
+    response = httpx.post(service.url + COMPLETIONS_ROUTE, json=body, headers=headers, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    answer = Answer(response.json())
+    assert answer.trace["placement"] == "remote"
+    return answer
+
+
+def check_right(prompts: list[list[int]], answers: list[Answer], reference: Reference) -> None:
+    reference.generate(prompts, 4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        greedy = reference.greedy(prompt, 4)
+        assert greedy.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None
+
+
 def test_requests_when_they_begin_alike_and_come_together_then_the_beginning_is_moved_once(
     service: Service, reference: Reference
 ) -> None:
     shared = random_tokens(SHARED, seed=9460)
     prompts = [shared + random_tokens(OWN, seed=9470 + number) for number in range(NUM_REQUESTS)]
-    headers = {**TRACE_HEADERS, PLACEMENT_HEADER: "remote"}
-
-    def ask(prompt: list[int]) -> Answer:
-        body = completion_body(prompt, 4)
-        response = httpx.post(service.url + COMPLETIONS_ROUTE, json=body, headers=headers, timeout=REQUEST_TIMEOUT_S)
-        assert response.status_code == 200, response.text
-        return Answer(response.json())
-
-    answers = together([partial(ask, prompt) for prompt in prompts])
+    answers = together([partial(ask, service, prompt) for prompt in prompts])
     moved = [answer.trace["transferred_blocks"] for answer in answers]
-    assert [answer.trace["placement"] for answer in answers] == ["remote"] * NUM_REQUESTS
     assert SHARED // BLOCK_SIZE <= sum(moved) <= (SHARED + NUM_REQUESTS * SMALL) // BLOCK_SIZE, moved
-    reference.generate(prompts, 4)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        greedy = reference.greedy(prompt, 4)
-        assert greedy.mismatch(answer.token_ids(), answer.logprobs(), reference.tolerance) is None
+    check_right(prompts, answers, reference)
+
+
+def test_branches_when_they_come_together_then_their_history_is_not_computed_again_and_what_is_new_is_once(
+    service: Service, reference: Reference
+) -> None:
+    """The history ends with an answer, so that its state is on the decode node alone."""
+    [decode] = service.decode
+
+    def num_known() -> float:
+        return metric(service.proxy, "prefix_index_entries", node=decode.url)
+
+    first, known = random_tokens(100, seed=9480), num_known()
+    history = [*first, *ask(service, first, HISTORY).token_ids()]
+    wait_until(lambda: num_known() - known >= HISTORY // BLOCK_SIZE, "the index to know of the answer")
+    turn = history + random_tokens(NEW, seed=9481)
+    prompts = [turn + random_tokens(OWN, seed=9490 + number) for number in range(NUM_BRANCHES)]
+    before = num_computed(service)
+    answers = together([partial(ask, service, prompt) for prompt in prompts])
+    assert NEW <= num_computed(service) - before <= NEW + NUM_BRANCHES * SMALL
+    check_right(prompts, answers, reference)
