@@ -5,13 +5,12 @@ A flag that both a node and the proxy know (keys, log level, body limit) is give
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.command_line import add_flags, read_values
+from common.config.command_line import CommandParser, add_flags, read_values
 from common.config.flag import Flag, check_fields, flag, flags_of, int_flag, seconds_flag
 from common.config.node import NodeConfig
 from common.config.proxy import ProxyConfig
@@ -101,7 +100,7 @@ def proxy_flags() -> list[Flag]:
 def parse_up(argv: Sequence[str], environ: Mapping[str, str]) -> UpConfig:
     """Read ``tandem up``'s flags. Exits with status 2 on an unknown flag; raises ConfigError on a bad value."""
     description = (UpConfig.__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="tandem up", description=description, allow_abbrev=False)
+    parser = CommandParser(prog="tandem up", description=description, allow_abbrev=False)
     own, for_nodes, for_proxy = flags_of(UpConfig), node_flags(), proxy_flags()
     known = {each.name for each in for_nodes}
     add_flags(parser, own)

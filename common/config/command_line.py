@@ -13,12 +13,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from common.config.flag import Flag, flags_of
 
 ConfigT = TypeVar("ConfigT")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command's flags. What is wrong with a command line is one line, with status 2: all flags before it would push
+    it out of sight."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` lists flags\n")
+
+
+def word_of(each: Flag) -> Callable[[str], Any]:
+    """``type`` of an argument that takes what ``each`` takes. It raises ConfigError with flag, value and bound."""
+    return lambda word: each.read(word, each.option)
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag]) -> None:
@@ -57,7 +70,7 @@ def parse_config(
     ``defaults`` override the class's own, for what depends on the role (the port). Exits with status 2 on an unknown
     flag, as argparse does; raises ConfigError on a bad value.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=_first_line(config_class), allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=_first_line(config_class), allow_abbrev=False)
     flags = [
         dataclasses.replace(each, default=(defaults or {}).get(each.name, each.default))
         for each in flags_of(config_class)

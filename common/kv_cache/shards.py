@@ -171,7 +171,7 @@ def check_parts(where: str, parts: Sequence[ShardPart], tp: int) -> None:
 
 
 def _refusal(why: str, tp: int) -> ConfigError:
-    return ConfigError(f"tensor parallel size {tp}: {why}", param="--tensor-parallel-size")
+    return ConfigError(f"--tensor-parallel-size {tp}: {why}", param="--tensor-parallel-size")
 
 
 def _num_held(part: ShardPart, tp: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -165,8 +166,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
     except OSError as exc:
         if sock is not None:
             sock.close()
-        option = "--host" if isinstance(exc, socket.gaierror) else "--port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}", param=option) from exc
+        is_host = isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL
+        option, value = ("--host", host) if is_host else ("--port", port)
+        raise ConfigError(f"{option} {value}: cannot listen on {host}:{port}: {exc.strerror}", param=option) from exc
     return sock
 
 

@@ -140,7 +140,7 @@ def test_model_when_its_heads_cannot_be_dealt_out_then_is_refused_by_name(family
     with pytest.raises(ConfigError, match=what) as refusal:
         check_rules(engine_model(family, ops="torch").geometry, size)
     assert refusal.value.param == "--tensor-parallel-size"
-    assert f"tensor parallel size {size}" in refusal.value.message
+    assert f"--tensor-parallel-size {size}" in refusal.value.message
 
 
 def test_mixer_without_a_rule_when_divided_then_is_refused_by_name() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.config.command_line import CommandParser
 from common.config.key_file import read_key_file
 from common.config.values import parse_url
 from common.errors import ConfigError
@@ -120,7 +121,7 @@ def parse_settings(argv: Sequence[str]) -> BenchSettings:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tandem bench",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -57,7 +57,7 @@ def _slice_experts(slicer: Slicer, experts: Any) -> None:
     kind = type(experts).__name__
     if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
         raise ConfigError(
-            f"tensor parallel size {slicer.group.size}: no rule for the weights of {kind}",
+            f"--tensor-parallel-size {slicer.group.size}: no rule for the weights of {kind}",
             param="--tensor-parallel-size",
         )
     part = ShardPart("intermediate columns", experts.down_proj.shape[2])

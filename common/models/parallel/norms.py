@@ -73,6 +73,6 @@ def slice_norm(slicer: Slicer, parent: Any, name: str, part: ShardPart) -> None:
     else:
         why = "is of no kind that is known" if variant is None else f"has groups of {variant.group} channels"
         raise ConfigError(
-            f"tensor parallel size {ranks.size}: {kind} of {part.num_rows} channels {why}",
+            f"--tensor-parallel-size {ranks.size}: {kind} of {part.num_rows} channels {why}",
             param="--tensor-parallel-size",
         )

@@ -36,7 +36,8 @@ def check_rules(geometry: ModelGeometry, tp: int) -> None:
     unknown = sorted({layer.mixer for layer in geometry.state_layers} - MIXERS.keys())
     if unknown:
         raise ConfigError(
-            f"tensor parallel size {tp}: no rule to divide the mixers of {geometry.model_type} ({', '.join(unknown)})",
+            f"--tensor-parallel-size {tp}: no rule to divide the mixers of {geometry.model_type}"
+            f" ({', '.join(unknown)})",
             param="--tensor-parallel-size",
         )
 
@@ -70,7 +71,7 @@ def shard_model(model: Any, family: Family, geometry: ModelGeometry, group: Rank
         attentions += 1
     if bool(attentions) != bool(geometry.attention_layers):
         raise ConfigError(
-            f"tensor parallel size {group.size}: no rule for the attention of {geometry.model_type}",
+            f"--tensor-parallel-size {group.size}: no rule for the attention of {geometry.model_type}",
             param="--tensor-parallel-size",
         )
     mlps = slice_mlps(slicer, model)

@@ -158,7 +158,10 @@ def test_argv_when_a_flag_is_unknown_then_refused(argv: list[str], capsys: pytes
     with pytest.raises(SystemExit) as exit_info:
         node(*argv)
     assert exit_info.value.code == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: unrecognized arguments" in said
+    assert said.endswith("--help` lists flags\n")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

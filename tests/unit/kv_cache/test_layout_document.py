@@ -123,7 +123,7 @@ def test_check_when_the_tensor_parallel_size_is_none_then_refused_with_the_bound
 
 
 def test_check_when_the_two_sizes_cannot_be_mapped_then_refused_with_tensor_and_heads() -> None:
-    with pytest.raises(ConfigError, match="tensor parallel size 5: attention of layer 1: 4 heads of 'kv_heads' cannot"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 5: attention of layer 1: 4 heads of 'kv_heads'"):
         NodeLayout(geometry(), BLOCK_SIZE, 5)
     with pytest.raises(LayoutMismatchError, match=r"tensor_parallel_size is 5, this node's is 1: .* 4 heads of 'kv_h"):
         OWN.check({**over_the_wire(OWN), "tensor_parallel_size": 5})

@@ -243,7 +243,7 @@ def test_sizes_when_they_cannot_divide_a_model_then_refused_with_the_tensor_and_
         for local, remote in ((1, tp), (tp, 1)):
             with pytest.raises(ConfigError) as caught:
                 unit_slices(geometry, BLOCK_SIZE, 0, local, remote)
-            assert f"tensor parallel size {tp}: " in caught.value.message
+            assert f"--tensor-parallel-size {tp}: " in caught.value.message
             assert named in caught.value.message
             assert "cannot be dealt out evenly" in caught.value.message
         with pytest.raises(LayoutMismatchError, match="tensor_parallel_size") as refused:
@@ -322,7 +322,7 @@ def test_control_when_copies_in_units_are_counted_by_modulo_then_seen(
 def test_check_when_heads_cannot_be_dealt_out_then_names_tensor_part_and_sizes() -> None:
     geometry = geometry_of("granite-4.0-h-tiny")
     check_tensor_parallel(geometry, 4)
-    with pytest.raises(ConfigError, match="tensor parallel size 5: attention of layer 1: 4 heads of 'kv_heads' cannot"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 5: attention of layer 1: 4 heads of 'kv_heads'"):
         check_tensor_parallel(geometry, 5)
 
 

@@ -86,6 +86,17 @@ def test_certificate_when_unusable_then_the_flag_and_the_reason_are_named(tmp_pa
     certificate.check()
 
 
+def test_port_when_it_is_taken_or_the_host_is_not_here_then_error_names_the_flag() -> None:
+    with bind_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        for host, said in (("127.0.0.1", f"--port {port}"), ("203.0.113.7", "--host 203.0.113.7")):
+            with pytest.raises(ConfigError) as refused:
+                bind_socket(host, port)
+            assert refused.value.message.startswith(f"{said}: cannot listen on {host}:{port}: ")
+            assert refused.value.param == said.split()[0]
+
+
 @pytest.mark.parametrize("error", [ConfigError("--x 1: at most 0"), ValueError("a mistake of ours")])
 def test_app_when_its_start_fails_then_an_error_of_ours_is_raised_and_any_other_printed_with_its_place(
     error: Exception, caplog: pytest.LogCaptureFixture
