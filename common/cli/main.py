@@ -7,7 +7,6 @@ hand, by ``tandem up`` or by a container is the same program. Nothing heavy is i
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from common.config.command_line import CommandParser
 from common.errors import ConfigError, TandemError, how_to_install
 
 DISTRIBUTION = "tandem-serve"
@@ -80,11 +80,13 @@ def _up(argv: Sequence[str]) -> int:
 
 def _simulate(argv: Sequence[str]) -> int:
     simulate = importlib.import_module("common.simulate.simulate")
-    parser = argparse.ArgumentParser(prog="tandem simulate", allow_abbrev=False)
+    parser = CommandParser(prog="tandem simulate", allow_abbrev=False)
     simulate.add_arguments(parser)
     cluster = importlib.import_module("proxy.simulation.run")
     cluster.add_arguments(parser)
     args = parser.parse_args(argv)
+    if not args.cluster:
+        cluster.check_none(args)
     status: int | None = (cluster if args.cluster else simulate).run(args)
     return status or 0
 

@@ -134,7 +134,8 @@ def plan_cache(
     needed_bytes = null_bytes + min_blocks * all_block_bytes + running_slots * layout.slot_bytes
     if kv_cache_memory_bytes < needed_bytes:
         each = _per_rank(geometry.num_ranks)
-        shorter = f", and less with a --max-model-len below {max_model_len}" if groups else ""
+        # A node's least is 2, and a replay of a trace plans for 1.
+        shorter = f", and less with a --max-model-len below {max_model_len}" if groups and max_model_len > 2 else ""
         raise ConfigError(
             f"--kv-cache-memory {kv_cache_memory_bytes}{each} is too small: one sequence of {max_model_len} tokens"
             f" needs {min_blocks} blocks of {all_block_bytes} bytes, {max_num_seqs} sequences need {running_slots}"
@@ -271,7 +272,7 @@ def _validate_shares(block_size: int, retention_interval: int | None, slot_share
         )
     if slot_share is not None and not 0 < slot_share < 1:
         flag = "--state-memory-share"
-        raise ConfigError(f"{flag} {slot_share} must be between 0 and 1", param=flag)
+        raise ConfigError(f"{flag} {slot_share} must be above 0 and below 1", param=flag)
 
 
 def _per_rank(num_ranks: int) -> str:

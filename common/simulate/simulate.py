@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.node import MAX_RANKS
+from common.config.command_line import word_of
+from common.config.flag import Flag, flags_of
+from common.config.node import MAX_RANKS, NodeConfig
 from common.config.tiers import parse_tier
-from common.config.values import parse_share, parse_size
+from common.config.values import parse_int, parse_share, parse_size
 from common.errors import ConfigError
 from common.geometry.geometry import model_geometry
 from common.kv_cache.eviction.base import EVICTION_POLICIES
@@ -213,7 +215,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         raw_config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"--model-config {file}: {exc}", param="--model-config") from exc
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"--model-config {file}: {why}", param="--model-config") from exc
     if not isinstance(raw_config, dict):
         raise ConfigError(f"--model-config {file}: not a JSON object", param="--model-config")
     return raw_config
@@ -229,17 +232,18 @@ def _model_dtype(raw_config: dict[str, Any], dtype: str) -> str:
     return "float32"  # as a node
 
 
-def parse_bytes(text: str) -> int:
-    """As a node's flag is read. Raises ArgumentTypeError."""
-    try:
-        return parse_size(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is {exc}") from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Numbers are read as a node reads its flags: ``parse_args`` raises ConfigError with flag, value and bound."""
+    node_flags = {each.name: each for each in flags_of(NodeConfig)}
+
+    def as_node(name: str) -> Callable[[str], Any]:
+        return word_of(node_flags[name])
+
+    def count(name: str) -> Callable[[str], Any]:
+        return word_of(Flag("", name, parse=parse_int, minimum=1))
+
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, one request each")
-    parser.add_argument("--limit", type=int, default=None, help="replay only the first N requests")
+    parser.add_argument("--limit", type=count("limit"), default=None, help="replay only the first N requests")
     parser.add_argument("--model-config", type=Path, required=True, help="model folder or its config.json")
     parser.add_argument("--dtype", choices=["auto", *DTYPE_BYTES], default="auto")
     parser.add_argument(
@@ -248,21 +252,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = parser.add_argument_group("cache flags", "Several values of a flag give a table over all combinations.")
     several.add_argument(
         "--kv-cache-memory",
-        type=parse_bytes,
+        type=as_node("kv_cache_memory"),
         nargs="+",
         default=[8 << 30],
         help="bytes of cache per rank, e.g. 8GiB",
     )
-    several.add_argument("--block-size", type=int, nargs="+", default=[16], help="tokens per block")
+    several.add_argument("--block-size", type=as_node("block_size"), nargs="+", default=[16], help="tokens per block")
     several.add_argument("--mamba-cache-mode", choices=MAMBA_CACHE_MODES, nargs="+", default=[MAMBA_CACHE_MODES[0]])
     several.add_argument(
-        "--prefix-cache-retention-interval", type=int, nargs="+", default=[None], help="tokens between kept states"
+        "--prefix-cache-retention-interval",
+        type=as_node("prefix_cache_retention_interval"),
+        nargs="+",
+        default=[None],
+        help="tokens between kept states",
     )
     several.add_argument("--eviction-policy", choices=EVICTION_POLICIES, nargs="+", default=[EVICTION_POLICIES[0]])
     several.add_argument(
-        "--state-memory-share", type=float, nargs="+", default=[None], help="part of the memory for states, 0 to 1"
+        "--state-memory-share",
+        type=as_node("state_memory_share"),
+        nargs="+",
+        default=[None],
+        help="part of the memory for states, 0.01 to 0.99",
     )
-    several.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks of each node")
+    several.add_argument(
+        "--tensor-parallel-size",
+        type=as_node("tensor_parallel_size"),
+        nargs="+",
+        default=[1],
+        help="ranks of each node",
+    )
 
     below = parser.add_argument_group("tiers below the cache")
     below.add_argument(
@@ -270,9 +288,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     below.add_argument("--kv-tier-min-return", default=str(MIN_RETURN), help="least probability of a return to write")
     below.add_argument("--kv-tier-write-rate", default=None, help="bytes per second of the trace's time, e.g. 300MB")
-    below.add_argument("--nodes", type=int, default=1, help="nodes with that cache each, asked in turn")
+    below.add_argument("--nodes", type=count("nodes"), default=1, help="nodes with that cache each, asked in turn")
     below.add_argument(
-        "--stop-at", type=int, default=None, help="end all nodes after N requests; tiers but host memory survive"
+        "--stop-at", type=count("stop_at"), help="end all nodes after N requests; tiers but host memory survive"
     )
 
 

@@ -37,7 +37,8 @@ class TraceRequest:
 
 
 def read_trace(trace_path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The first ``limit`` requests; empty lines are none. Raises ConfigError naming the line that cannot be used."""
+    """The first ``limit`` requests; empty lines are none. Raises ConfigError naming the line that cannot be used, and
+    where there is no request at all."""
     reader = _LineReader()
     num_requests = 0
     try:
@@ -55,6 +56,8 @@ def read_trace(trace_path: Path, limit: int | None = None) -> Iterator[TraceRequ
                 yield request
     except OSError as exc:
         raise ConfigError(f"--trace {trace_path}: {exc.strerror}", param="--trace") from exc
+    if not num_requests:
+        raise ConfigError(f"--trace {trace_path} holds no requests", param="--trace")
 
 
 class _LineReader:

@@ -15,6 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.config.command_line import word_of
+from common.config.flag import Flag, flags_of
+from common.config.proxy import ProxyConfig
+from common.config.values import parse_share
 from common.errors import ConfigError
 from common.kv_cache.spec import KVCacheConfig
 from common.simulate.simulate import CACHE_FLAGS, read_plan
@@ -26,6 +30,10 @@ from proxy.simulation.speeds import Speeds, read_speeds
 
 MAX_NODES = 256
 """Of one cluster: more is a mistake and not a long run."""
+
+
+ATTAINMENT = 0.9
+"""The usual part of the requests that is to keep its targets."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,27 +50,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rates", type=Path, default=None, help="JSON file with what GET /internal/v1/load of a node answers"
     )
-    group.add_argument("--ttft-target-ms", type=int, default=None, help="target of each request's first token")
-    group.add_argument("--itl-target-ms", type=int, default=None, help="target of the mean time between its tokens")
-    group.add_argument("--attainment", type=float, default=0.9, help="part of the requests that is to keep both")
+    proxy_flags = {each.name: each for each in flags_of(ProxyConfig)}
+    for name, of in (("ttft", "each request's first token"), ("itl", "the mean time between its tokens")):
+        each = proxy_flags[f"{name}_target_ms"]
+        group.add_argument(each.option, type=word_of(each), help=f"target of {of}")
     group.add_argument(
-        "--arrivals", type=float, default=1.0, help="how many times as fast as in the trace requests come"
+        "--attainment",
+        type=word_of(Flag("", "attainment", parse=parse_share)),
+        help=f"part of the requests that is to keep both [{ATTAINMENT}]",
     )
-    group.add_argument("--shed-late", action=argparse.BooleanOptionalAction, default=True, help="as of tandem proxy")
-    group.add_argument("--elastic", action=argparse.BooleanOptionalAction, default=True, help="as of tandem proxy")
+    group.add_argument(
+        "--arrivals",
+        type=word_of(Flag("", "arrivals", parse=parse_share)),
+        help="how many times as fast as in the trace requests come [1]",
+    )
+    group.add_argument("--shed-late", action=argparse.BooleanOptionalAction, help="as of tandem proxy [on]")
+    group.add_argument("--elastic", action=argparse.BooleanOptionalAction, help="as of tandem proxy [on]")
+
+
+def check_none(args: argparse.Namespace) -> None:
+    """Without ``--cluster``. Raises ConfigError naming a flag that acts with it alone."""
+    for name in ("rates", "ttft_target_ms", "itl_target_ms", "attainment", "arrivals", "shed_late", "elastic"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} acts with --cluster only", param=option)
 
 
 def run(args: argparse.Namespace) -> int:
     clusters = [each for word in args.cluster for each in parse_cluster(word)]
     speeds = _read_speeds(args.rates)
     cache = _read_cache(args, max(each.max_num_seqs for each in speeds.values()))
-    targets = Targets(
-        _seconds("--ttft-target-ms", args.ttft_target_ms), _seconds("--itl-target-ms", args.itl_target_ms)
-    )
-    if not 0 < args.attainment <= 1:
-        raise ConfigError(f"--attainment {args.attainment} is not above 0 and at most 1", param="--attainment")
-    if not 0 < args.arrivals < float("inf"):
-        raise ConfigError(f"--arrivals {args.arrivals} is not above 0", param="--arrivals")
+    targets = Targets(_seconds(args.ttft_target_ms), _seconds(args.itl_target_ms))
+    attainment = ATTAINMENT if args.attainment is None else args.attainment
+    if not 0 < attainment <= 1:
+        raise ConfigError(f"--attainment {attainment} is not above 0 and at most 1", param="--attainment")
+    arrivals = 1.0 if args.arrivals is None else args.arrivals
+    if not arrivals > 0:
+        raise ConfigError(f"--arrivals {arrivals} is not above 0", param="--arrivals")
     trace = [each for each in read_trace(args.trace, args.limit) if each.prompt_token_ids]
     rows = [
         simulate_cluster(
@@ -72,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
             cache=cache,
             speeds=speeds,
             targets=targets,
-            arrivals=args.arrivals,
-            elastic=args.elastic,
-            shed_late=args.shed_late,
+            arrivals=arrivals,
+            elastic=args.elastic is not False,
+            shed_late=args.shed_late is not False,
         )
         for num_prefill, num_decode in clusters
     ]
-    best = choose(rows, args.attainment)
+    best = choose(rows, attainment)
     if args.json:
         for row in rows:
             row["is_best"] = row is best
@@ -196,9 +220,7 @@ def _percentile(values: Sequence[float], part: float) -> float:
     return sorted(values or (0.0,))[min(max(0, len(values) - 1), int(part * len(values)))]
 
 
-def _seconds(flag: str, milliseconds: int | None) -> float | None:
-    if milliseconds is not None and milliseconds < 1:
-        raise ConfigError(f"{flag} {milliseconds} is below its minimum of 1", param=flag)
+def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 

@@ -63,7 +63,8 @@ def read_speeds(path: Path) -> dict[NodeRole, Speeds]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"--rates {path}: {exc}", param="--rates") from exc
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"--rates {path}: {why}", param="--rates") from exc
     roles = body.get("roles") if isinstance(body, Mapping) else None
     if roles is not None and not isinstance(roles, Mapping):
         raise ConfigError(f"--rates {path}: roles must be an object with prefill and decode", param="--rates")

@@ -77,6 +77,14 @@ def test_proxy_when_key_file_is_missing_then_one_line_and_status_1(tmp_path: Pat
     assert f"--api-key-file {missing}: No such file" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["simulate", pytest.param("bench", marks=pytest.mark.full)])
+def test_command_when_a_flag_is_unknown_then_its_last_line_and_only_one_says_so(command: str) -> None:
+    done = run("common.cli", command, "--trace", "t", "--model-config", "m", "--no-such-flag")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tandem {command}: error: unrecognized arguments: ")
+    assert done.stderr.endswith(f"--no-such-flag; `tandem {command} --help` lists flags\n")
+
+
 def test_bench_when_a_count_is_bad_then_error_names_it() -> None:
     done = run("common.cli", "bench", "--requests", "0")
     assert done.returncode == 1

@@ -223,7 +223,7 @@ def test_node_of_ranks_when_planned_then_each_has_its_share_and_a_transfer_moves
 ) -> None:
     """Latents and K/V heads of which there are fewer than ranks are moved by each rank that reads them."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
-    (tmp_path / "trace.jsonl").write_text("")
+    (tmp_path / "trace.jsonl").write_text('{"prompt_token_ids": [1]}')
     whole = model_geometry(MODELS[name], "bfloat16")
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28, "block_size": 16}
     plan = read_plan(tmp_path, "bfloat16", tensor_parallel_size=size, **settings)
@@ -254,8 +254,8 @@ def test_node_of_ranks_when_planned_then_each_has_its_share_and_a_transfer_moves
 @pytest.mark.parametrize(
     ("model", "size", "options", "said"),
     [
-        (MODELS["zamba-7b-v1"], 4, {}, r"tensor parallel size 4: conv state of layer 0 \(mamba1\): 2 heads of 'x'"),
-        (MODELS["olmo-hybrid (defaults)"], 4, {}, r"tensor parallel size 4: .*: 30 heads of 'kv_heads'"),
+        (MODELS["zamba-7b-v1"], 4, {}, r"--tensor-parallel-size 4: conv state of layer 0 \(mamba1\): 2 heads of 'x'"),
+        (MODELS["olmo-hybrid (defaults)"], 4, {}, r"--tensor-parallel-size 4: .*: 30 heads of 'kv_heads'"),
         (HYBRID, 0, {}, "--tensor-parallel-size 0 is not between 1 and 64"),
         (HYBRID, 65, {}, "--tensor-parallel-size 65 is not between 1 and 64"),
         (HYBRID, 2, {"tiers": [replay_settings("host", 1 << 20, 0.1, None)]}, "2 does not go with --kv-tier"),
@@ -286,12 +286,45 @@ def test_memory_when_written_as_for_a_node_then_bytes(text: str, num_bytes: int)
     assert given.kv_cache_memory == [num_bytes]
 
 
-def test_memory_when_it_is_no_size_then_error_names_flag_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "word", "said"),
+    [
+        ("--kv-cache-memory", "8 apples", "'8 apples' is not a size such as 512MiB, 2GiB or 1000000"),
+        ("--block-size", "abc", "'abc' is not a whole number"),
+        ("--block-size", "0", "0 is below its minimum of 1"),
+        ("--state-memory-share", "0", "0.0 is below its minimum of 0.01"),
+        ("--tensor-parallel-size", "65", "65 is above its maximum of 64"),
+        ("--limit", "0", "0 is below its minimum of 1"),
+    ],
+)
+def test_flag_when_its_value_does_not_fit_then_error_is_that_of_a_node(option: str, word: str, said: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--trace", "t", "--model-config", "m", "--kv-cache-memory", "8 apples"])
-    assert "--kv-cache-memory: '8 apples' is not a size such as 512MiB, 2GiB or 1000000" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        parser.parse_args(["--trace", "t", "--model-config", "m", option, word])
+    assert (refused.value.message, refused.value.param) == (f"{option} {said}", option)
+
+
+def test_trace_when_it_has_no_request_then_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n")
+    with pytest.raises(ConfigError) as refused:
+        simulate(trace, model_config_path=tmp_path, kv_cache_memory_bytes=1 << 28)
+    assert refused.value.message == f"--trace {trace} holds no requests"
+
+
+def test_model_config_when_it_is_not_there_then_error_has_its_path_once(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError) as refused:
+        simulate(tmp_path / "t", model_config_path=missing, kv_cache_memory_bytes=1 << 28)
+    assert refused.value.message == f"--model-config {missing}: No such file or directory"
+
+
+def test_memory_when_it_holds_no_sequence_of_one_token_then_a_shorter_one_is_no_advice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    with pytest.raises(ConfigError, match=r"the smallest value that works is \d+$"):
+        read_plan(tmp_path, "auto", kv_cache_memory_bytes=1, block_size=16)
 
 
 def test_import_when_simulating_then_torch_stays_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -22,6 +23,7 @@ from proxy.nodes.contention import Contention
 from proxy.nodes.load import Measured
 from proxy.nodes.node import NodeRole
 from proxy.placement.estimate import HANDOFF_S, OVERLAP, Targets
+from proxy.simulation import run
 from proxy.simulation.cluster import Cluster
 from proxy.simulation.run import choose, figures, parse_cluster
 from proxy.simulation.speeds import read_speeds
@@ -386,21 +388,35 @@ def test_command_when_requests_do_not_fit_then_the_table_says_how_many(tmp_path:
     assert "0.0%" in table.stdout
 
 
+@pytest.mark.parametrize("word", ["--rates=r", "--itl-target-ms=9", "--attainment=1", "--arrivals=2", "--no-elastic"])
+def test_flags_when_there_is_no_cluster_then_those_that_act_with_one_only_are_refused(word: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(cluster=[])
+    run.add_arguments(parser)
+    run.check_none(parser.parse_args([]))
+    with pytest.raises(ConfigError, match="acts with --cluster only") as refused:
+        run.check_none(parser.parse_args([word]))
+    assert refused.value.param in ("--elastic", word.partition("=")[0])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--cluster", "2+x", "--rates", "rates.json"), "--cluster '2+x' is neither"),
         (("--cluster", "1+1"), "--cluster needs --rates"),
+        (("--cluster", "1+1", "--rates", "gone.json"), "--rates gone.json: No such file or directory"),
+        (("--ttft-target-ms", "100"), "--ttft-target-ms acts with --cluster only"),
         ((*GOOD, "--ttft-target-ms", "0"), "--ttft-target-ms 0 is below"),
         ((*GOOD, "--kv-tier", "disk:/x?size=1GiB"), "--kv-tier goes with one cache"),
         *(
             pytest.param((*GOOD, *flags), said, marks=pytest.mark.full)
             for flags, said in (
                 (("--attainment", "1.5"), "--attainment 1.5 is not"),
+                (("--attainment", "most"), "--attainment 'most' is not a number"),
                 (("--arrivals", "0"), "--arrivals 0.0 is not"),
                 (("--block-size", "16", "32"), "--block-size has several values"),
                 (("--nodes", "2"), "--nodes goes with one cache"),
-                (("--tensor-parallel-size", "3"), "tensor parallel size 3: attention of layer 1: 4 heads"),
+                (("--tensor-parallel-size", "3"), "--tensor-parallel-size 3: attention of layer 1: 4 heads"),
             )
         ),
     ],
