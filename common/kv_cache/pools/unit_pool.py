@@ -16,7 +16,7 @@ from common.kv_cache.eviction.base import EvictionOrder
 from common.kv_cache.pools.generations import GenerationTables
 
 UNIT_STATES = ("free", "cached", "held", "leased", "quarantined")
-"""As metrics and the internal routes name them."""
+"""As the internal routes name them; in metrics ``held`` is ``used``."""
 
 
 class UnitPool:
