@@ -3,6 +3,12 @@
 #
 #   bash deploy/secrets.sh [FILE]
 set -euo pipefail
+case "${1:-}" in
+    -*)
+        echo "usage: bash deploy/secrets.sh [FILE]" >&2
+        exit 2
+        ;;
+esac
 file=${1:-"$(dirname "${BASH_SOURCE[0]}")/secrets/cluster_key"}
 if [ -s "$file" ]; then
     echo "$file is there already; to make another, remove it and start everything again"

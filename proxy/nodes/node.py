@@ -221,6 +221,13 @@ class Node:
         """It finishes what it has: it says so itself, or the proxy has decided it."""
         self._enter(NodeState.DRAINING, reason)
 
+    def take_back(self) -> None:
+        """The proxy holds no work from it any more: it is ready at once where nothing else spoke against it."""
+        was_held = self.state is NodeState.DRAINING and self.reason == self.hold_reason
+        self.hold_reason, self.is_leaving = None, False
+        if was_held:
+            self._enter(NodeState.READY, "")
+
     def mark_suspect(self, reason: str) -> None:
         # Every node starts like this: one that was never ready stays new, with the reason.
         self._enter(NodeState.NEW if self.state is NodeState.NEW else NodeState.SUSPECT, reason)

@@ -160,7 +160,7 @@ class NodePool:
             return node
         if node.role is not role:
             raise InvalidRequestError(f"role {role.value}: {url} is a {node.role.value} node already", param="role")
-        node.hold_reason, node.is_leaving = None, False
+        node.take_back()
         node.poll_now.set()
         return node
 

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from common.cli.bench.client import Sample
 from common.cli.bench.progress import Progress
-from common.cli.bench.report import summarize, summarize_traces
+from common.cli.bench.report import as_text, summarize, summarize_traces
 from common.cli.bench.run import run_bench
 from common.cli.bench.settings import parse_settings
 from common.cli.bench.workload import conversations
@@ -382,3 +382,15 @@ def test_report_when_answers_were_drafted_then_says_how_much_was_right() -> None
     traces = [{"draft_tokens": 10, "accepted_tokens": 7}, {"draft_tokens": 4, "accepted_tokens": 0}, {}]
     placement = summarize_traces(traces)
     assert (placement["draft_tokens"], placement["accepted_tokens"]) == (14, 7)
+
+
+@pytest.mark.parametrize("error", [None, "refused"])
+def test_report_when_the_client_was_late_then_warns_only_where_it_has_latencies(error: str | None) -> None:
+    report = {
+        "version": None,
+        "settings": parse_settings([]).shown(),
+        "interrupted": False,
+        "client_lag_seconds": {"p99": 1.0},
+        "figures": summarize([Sample(error=error)], 1.0),
+    }
+    assert ("this client was late itself" in as_text(report)) is (error is None)

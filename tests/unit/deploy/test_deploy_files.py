@@ -192,6 +192,13 @@ def test_secrets_when_made_then_are_a_key_and_made_once(tmp_path: Path) -> None:
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_secrets_when_asked_for_help_then_usage_and_no_file(tmp_path: Path) -> None:
+    command = ["bash", str(DEPLOY / "secrets.sh"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (2, "usage: bash deploy/secrets.sh [FILE]\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_secrets_when_made_in_a_folder_that_is_there_then_its_mode_stays_and_a_note_says_who_can_read_them(
     tmp_path: Path,
 ) -> None:

@@ -146,6 +146,12 @@ def test_node_when_drained_and_added_again_then_used_again() -> None:
                 await asyncio.sleep(5 * FAST_S)  # its own 200 does not bring it back
                 assert record.state is NodeState.DRAINING
                 assert pool.add(server.url, NodeRole.DECODE) is record
+                assert (record.state, record.reason) == (NodeState.READY, "")
+                node.is_draining = True
+                await until(lambda: record.state is NodeState.DRAINING)
+                pool.add(server.url, NodeRole.DECODE)  # what the node says of itself stays
+                assert record.state is NodeState.DRAINING
+                node.is_draining = False
                 await until(lambda: record.is_usable)
                 with pytest.raises(InvalidRequestError, match="is a decode node already"):
                     pool.add(server.url, NodeRole.PREFILL)
