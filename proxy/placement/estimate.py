@@ -20,6 +20,7 @@ from common.engine.pacing.shares import (
     TARGET_SHARE,
     USUAL_ANSWER_TOKENS,
 )
+from common.wire.pull_sources import MAX_SOURCES as MAX_SOURCES
 from proxy.nodes.load import Charge
 from proxy.nodes.node import Node, NodeRole
 from proxy.nodes.rates import Rates
@@ -27,16 +28,14 @@ from proxy.placement.in_progress import NOTHING_EXPECTED
 from proxy.prefix_index.coverage import NO_COVERAGE, Coverage
 
 MIN_GAIN_TOKENS = 32
-"""Tokens that a pull must save to be worth its lease: two blocks, below which nodes do not pull
-(``common.node.pull.sources``)."""
+"""Tokens that a pull must save to be worth its lease: two blocks of the usual 16 tokens. Nodes, which know their block
+size, do not pull below two of theirs (``common.node.pull.sources``)."""
 FIND_S = 0.003
 """Seconds that it takes a node to find a prefix at another node and to get a lease on it."""
 HANDOFF_S = 0.005
 """Seconds that a second leg adds: its HTTP, the rendezvous, and the wait for the decode node's running step."""
 OVERLAP = 0.8
 """Share of the time of computing a prompt in which its finished blocks already travel to the decode node."""
-MAX_SOURCES = 2
-"""Pull sources that a reader is told of: the best one, and another in case it has evicted the prefix."""
 WASTE_PRICE = 2.0
 """Price of computing what another node has already computed, in multiples of the time it takes and beside that time:
 whoever comes next waits for the node meanwhile."""

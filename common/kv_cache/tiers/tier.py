@@ -19,9 +19,6 @@ from common.kv_cache.tiers.write_budget import WriteBudget
 
 MIN_RETURN = 0.1
 """Probability of a return from which a write pays: production chat trace, 640 GiB, docs/tiers.md."""
-SKIP_REASONS = ("late", "value", "rate", "full")
-"""Not written because: evicted before it was looked at; unlikely to return; no budget; worth less than what would have
-to go."""
 
 
 @dataclass(frozen=True, slots=True)
