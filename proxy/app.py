@@ -97,6 +97,7 @@ class Service:
     """What the routes use; made by the lifespan."""
 
     pool: NodePool
+    placer: Placer
     metrics: ProxyMetrics
     generate: GenerateService
     admission: AdmissionQueue
@@ -177,7 +178,7 @@ def create_app(config: ProxyConfig, *, resolve: Resolver | None = None) -> FastA
         generate = GenerateService(
             pool, tokenizer, orchestrator, metrics, admission, drain, tracer, recent, grammars, targets
         )
-        app.state.service = Service(pool, metrics, generate, admission, board, index, drain, node_headers)
+        app.state.service = Service(pool, placer, metrics, generate, admission, board, index, drain, node_headers)
         lag = LoopLag(metrics.observe_lag)
         lag.start()
         pool.start()
@@ -293,9 +294,12 @@ def _add_operator_routes(app: FastAPI) -> None:
         reasons = service.pool.reasons()
         if service.drain.is_draining:
             return _not_ready(draining.STATUS, [draining.STATUS])
-        if reasons:
-            return _not_ready("not_ready", reasons)
-        return JSONResponse({"status": "ready"})
+        if not reasons:
+            return JSONResponse({"status": "ready"})
+        if request.query_params.get("degraded") == "ok" and service.placer.generators():
+            # Whoever is left does the other role's work: a balancer must not take that from clients.
+            return JSONResponse({"status": "ready", "degraded": reasons})
+        return _not_ready("not_ready", reasons)
 
     @app.get(METRICS_ROUTE)
     async def metrics(request: Request) -> Response:

@@ -160,10 +160,11 @@ class Text(Answer):
 
 
 class Status(Answer):
-    """``ok`` or ``ready``, or why not."""
+    """``ok`` or ``ready``, or why not. ``degraded``, of a proxy that is ready all the same: why a role has no node."""
 
     status: str
     reason: str | None = None
+    degraded: list[str] | None = None
 
 
 class Versions(Answer):

@@ -224,7 +224,8 @@ def test_kubernetes_workloads_when_read_then_probes_ports_and_roles_are_those_of
         paths = {
             probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")
         }
-        assert paths == {"startupProbe": "/health", "readinessProbe": "/ready", "livenessProbe": "/health"}
+        is_ready = "/ready?degraded=ok" if name == "proxy" else "/ready"
+        assert paths == {"startupProbe": "/health", "readinessProbe": is_ready, "livenessProbe": "/health"}
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.http_server import AppServer, wait_for
 from tests.unit.proxy.conftest import StartCluster
 from tests.unit.proxy.fake_node import FakeNode
@@ -16,6 +18,25 @@ def test_node_when_not_ready_then_reason_says_so_and_it_recovers(start_cluster: 
     assert "loading" in reason
     cluster.decode[0].is_ready = True
     wait_for(lambda: cluster.client.get("/ready").status_code == 200, "the node to be seen as ready")
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ready_when_a_role_has_no_node_then_may_be_degraded_as_long_as_anybody_may_generate(
+    start_cluster: StartCluster, role: str, elastic: bool
+) -> None:
+    cluster = start_cluster(1, 1, pull=True, policy="cost", elastic=elastic)
+    lost = cluster.prefill[0] if role == "prefill" else cluster.decode[0]
+    cluster.stop_node(lost)
+    url = cluster.servers[lost.name].url
+    wait_for(lambda: cluster.metric("tandem_node_up", node=url) == 0, "the node to be seen as gone")
+    whole, degraded = cluster.client.get("/ready"), cluster.client.get("/ready?degraded=ok")
+    serves = role == "prefill" or elastic
+    [reason] = whole.json()["reasons"]
+    assert reason.startswith(f"no {role} node is ready ({url}: ")
+    assert (whole.status_code, degraded.status_code) == (503, 200 if serves else 503)
+    assert degraded.json() == ({"status": "ready", "degraded": [reason]} if serves else whole.json())
+    assert cluster.client.post("/v1/completions", json={"prompt": [1, 2, 3]}).status_code == degraded.status_code
 
 
 def test_node_when_restarted_on_its_port_then_it_is_used_again(start_cluster: StartCluster) -> None:
