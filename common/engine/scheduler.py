@@ -38,7 +38,6 @@ from common.engine.scheduling.shared_prefixes import (
 from common.engine.scheduling.suspects import Suspects
 from common.engine.sequence import Sequence, SequenceStatus
 from common.engine.speculation import Speculation
-from common.kv_cache.checkpoints.save_policy import want_junction
 from common.kv_cache.keys import PrefixKeys
 from common.kv_cache.manager import KVCacheManager
 from common.kv_cache.prefix.hits import PrefixHit
@@ -343,7 +342,7 @@ class Scheduler:
         hit = PrefixHit()
         if sequence.is_prompt_done or not sequence.request.skip_prefix_lookup:
             hit = self._manager.lookup(sequence.keys, sequence.num_tokens)
-            if self._manager.config.caches_states and has_to_wait(sequence, hit.num_tokens, self.running):
+            if self._has_to_wait(sequence, hit.num_tokens):
                 return 0
             below = self._find_below(sequence, hit)
             if below is not None:
@@ -368,9 +367,13 @@ class Scheduler:
             if not self._begins_later(schedule, sequence):
                 schedule.row_only.append(sequence)
         else:
-            num_tokens = self._cut(sequence, hit.num_tokens, num_tokens)  # it is known now where others part from it
             self._add_segment(schedule, sequence, num_tokens)
         return num_tokens
+
+    def _has_to_wait(self, sequence: Sequence, num_found: int) -> bool:
+        config = self._manager.config
+        longest_chunk = self._config.max_num_batched_tokens if config.keeps_ends_of_chunks else 1
+        return config.caches_states and has_to_wait(sequence, num_found, self.running, longest_chunk)
 
     def _begin(self, sequence: Sequence, hit: PrefixHit) -> None:
         """The sequence was admitted, and goes on from ``hit``."""
@@ -395,22 +398,19 @@ class Scheduler:
             return
         others = chain(islice(self.transferring.values(), MAX_COMPARED), self.waiting[:MAX_COMPARED])
         for position in junctions_with(sequence, others):
-            want_junction(sequence.save_positions, position)
+            sequence.save_positions.setdefault(position, "junction")
 
     def _chunk_size(self, schedule: Schedule, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens to compute next, of a prompt that ends soon after ``budget`` all. Of an answer that is told the last
+        """Tokens to compute next, of a prompt that ends soon after ``budget`` all; the cache manager may want a chunk
+        to end at a block's boundary, and an image that is not processed yet ends it. Of an answer that is told the last
         token is not run."""
         num_left = sequence.num_tokens - (sequence.finish_reason is not None) - start
         if budget < num_left <= budget + budget // REST_SHARE:
             num_planned = sum(segment.num_tokens for segment in schedule.plan.segments)
             budget = min(num_left, self._config.max_num_batched_tokens - num_planned)
-        return self._cut(sequence, start, max(0, min(num_left, budget)))
-
-    def _cut(self, sequence: Sequence, start: int, num_tokens: int) -> int:
-        """Of the ``num_tokens`` from ``start`` on, those of one chunk: the cache manager may want it to end before, and
-        an image that is not processed yet ends it."""
+        num_tokens = max(0, min(num_left, budget))
         if num_tokens > 1:
-            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens, sequence.save_positions)
+            num_tokens = self._manager.chunk_size(start, num_tokens, sequence.num_tokens)
         return self._images.end(sequence.request, start, start + num_tokens) - start
 
     def _find_below(self, sequence: Sequence, hit: PrefixHit) -> TierPrefix | None:

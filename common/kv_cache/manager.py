@@ -196,12 +196,10 @@ class KVCacheManager:
         resume, junction = (hit.num_tokens, hit.junction) if hit is not None else (0, None)
         return self._save_policy.prompt_positions(num_prompt_tokens, resume, junction, boundaries)
 
-    def chunk_size(
-        self, start: int, num_tokens: int, num_known_tokens: int, wanted: Mapping[int, str] | None = None
-    ) -> int:
+    def chunk_size(self, start: int, num_tokens: int, num_known_tokens: int) -> int:
         """How many of the next ``num_tokens`` tokens (at least 1) to run in one step of a sequence that has
-        ``num_known_tokens``, and of which states are ``wanted``: fewer in mode ``align``, never 0."""
-        return self._save_policy.chunk_size(start, num_tokens, num_known_tokens, wanted)
+        ``num_known_tokens``: fewer in mode ``align``, never 0."""
+        return self._save_policy.chunk_size(start, num_tokens, num_known_tokens)
 
     def plan_saves(
         self, seq_id: str, start: int, end: int, wanted: Mapping[int, str] | Collection[int]

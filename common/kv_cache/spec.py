@@ -198,6 +198,11 @@ class KVCacheConfig:
         return self.has_state and self.caches_states and self.mamba_cache_mode == "auto"
 
     @property
+    def keeps_ends_of_chunks(self) -> bool:
+        """Whether a prompt's states are kept at the ends of its chunks only."""
+        return self.has_state and self.mamba_cache_mode == "align"
+
+    @property
     def pool_sizes(self) -> dict[str, int]:
         """Pool name -> units, the null entry included."""
         names = [group.pool_name for group in self.geometry.attention_groups]

@@ -71,12 +71,12 @@ def is_computing(sequence: Sequence) -> bool:
     return not sequence.is_prompt_done and sequence.num_prompt_tokens - sequence.num_computed_tokens > 0
 
 
-def has_to_wait(sequence: Sequence, num_found: int, running: Iterable[Sequence]) -> bool:
-    """Whether a running prompt will soon have computed much more of this one than the ``num_found`` tokens that the
-    cache has of it."""
+def has_to_wait(sequence: Sequence, num_found: int, running: Iterable[Sequence], longest_chunk: int) -> bool:
+    """Whether a running prompt will soon have computed, and kept, much more of this one than the ``num_found`` tokens
+    that the cache has of it. ``longest_chunk``: 1, or more where states are kept at the ends of chunks only."""
     least = num_found + MIN_SHARED_BLOCKS * sequence.keys.block_size
     return any(
-        max(least, other.num_computed_tokens + 1) <= junction(other, sequence)
+        max(least, other.num_computed_tokens + longest_chunk) <= junction(other, sequence)
         for other in running
         if other is not sequence and is_computing(other)
     )

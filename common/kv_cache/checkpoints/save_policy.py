@@ -21,12 +21,6 @@ MAX_SEMANTIC_SAVES = 8
 new."""
 
 
-def want_junction(wanted: dict[int, str], position: int) -> None:
-    """Others part there, whatever grid it is on."""
-    if wanted.get(position, "grid") == "grid":
-        wanted[position] = "junction"
-
-
 class SavePolicy:
     def __init__(self, config: KVCacheConfig) -> None:
         self._mode = config.mamba_cache_mode
@@ -73,7 +67,7 @@ class SavePolicy:
             wanted.update(dict.fromkeys(inside[:MAX_SEMANTIC_SAVES], "semantic"))
             wanted[num_prompt_tokens] = "prompt_end"
         if junction is not None:
-            want_junction(wanted, junction)
+            wanted.setdefault(junction, "junction")
         return {position: origin for position, origin in wanted.items() if position > resume}
 
     def step_positions(
@@ -96,20 +90,17 @@ class SavePolicy:
                 positions = {position: origin for position, origin in positions.items() if position == aligned}
         return dict(sorted(positions.items(), reverse=True))
 
-    def chunk_size(
-        self, start: int, num_tokens: int, num_known_tokens: int, wanted: Mapping[int, str] | None = None
-    ) -> int:
-        """How many of the next ``num_tokens`` tokens to run in one step, when ``num_known_tokens`` are there to run and
-        states are ``wanted``; at least 1.
+    def chunk_size(self, start: int, num_tokens: int, num_known_tokens: int) -> int:
+        """How many of the next ``num_tokens`` tokens to run in one step, when ``num_known_tokens`` are there to run;
+        at least 1.
 
         ``align``: every chunk but the last ends on a multiple of the block size, the one before the last at the replay
-        boundary, and one at each junction. A budget that reaches no boundary is used as it is (a prompt never waits for
-        a larger budget); that chunk leaves no state, and the next one ends on a boundary again. Other modes never cut.
+        boundary. A budget that reaches no boundary is used as it is (a prompt never waits for a larger budget); that
+        chunk leaves no state, and the next one ends on a boundary again. Other modes never cut.
         """
         if self._mode != "align" or not self._saves_states:
             return num_tokens
         end = min(start + num_tokens, num_known_tokens)
-        end = min((at for at, why in (wanted or {}).items() if why == "junction" and start < at < end), default=end)
         replay = self.replay_boundary(num_known_tokens)
         if end == num_known_tokens:
             return (replay if start < replay else end) - start

@@ -181,9 +181,17 @@ def test_tier_reads_when_prompts_begin_alike_then_the_shared_blocks_are_read_onc
 
 
 @pytest.mark.parametrize("mode", ["auto", "align"])
-def test_prompts_when_they_begin_alike_then_are_computed_once_from_there_on(mode: str) -> None:
-    rig = Rig(mode=mode, num_blocks=128, num_slots=64)
+def test_prompts_when_they_begin_alike_for_longer_than_a_chunk_then_that_is_computed_once(mode: str) -> None:
+    rig = Rig(mode=mode, num_blocks=256, num_slots=64, max_num_batched_tokens=16)
+    shared = words(1, 64)
     for number in range(4):
-        rig.add(f"r{number}", SHARED + words(10 + number, 2 * BLOCK + 1), max_tokens=1)
+        rig.add(f"r{number}", shared + words(10 + number, 9), max_tokens=1)
     computed = sum(count for step in rig.run() for _, _, count in planned(step))
-    assert computed == len(SHARED) + 4 * (2 * BLOCK + 1)
+    assert computed == len(shared) + 4 * 9
+
+
+def test_prompts_when_states_are_kept_at_ends_of_chunks_and_they_part_within_one_then_nobody_waits() -> None:
+    rig = Rig(mode="align", num_blocks=128, num_slots=64, max_num_batched_tokens=256)
+    for number in range(4):
+        rig.add(f"r{number}", SHARED + words(10 + number, 9), max_tokens=1)
+    assert [name for name, start, _ in planned(rig.step()) if not start] == ["r0", "r1", "r2", "r3"]
