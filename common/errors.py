@@ -6,6 +6,7 @@ Errors carry numbers and names: the field or flag, the value, the bound.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -69,14 +70,34 @@ class InvalidRequestError(TandemError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """``what`` does not fit into the model's context. The text begins as OpenAI's and vLLM's: clients look for that."""
+    """``subject`` (a field) does not fit into the model's context, or not with the ``answer_field`` that it asks for.
+    The text begins as OpenAI's and vLLM's: clients look for that. ``about``: why the number of its tokens is not
+    known."""
 
     code = "context_length_exceeded"
+    _TEXT = re.compile(
+        r"This model's maximum context length is (\d+) tokens\. However, \S+ has (?:at least )?(\d+) tokens"
+        r"(?:[^.]* asks for (\d+) more)?"
+    )
 
-    def __init__(self, what: str, overflow: ContextOverflow, *, param: str) -> None:
+    def __init__(
+        self, subject: str, overflow: ContextOverflow, *, about: str = "", answer_field: str | None = None
+    ) -> None:
         bound = f"This model's maximum context length is {overflow.max_model_len} tokens."
-        super().__init__(f"{bound} However, {what}.", param=param)
+        what = f"{subject} has {'at least ' if about else ''}{overflow.num_prompt_tokens} tokens{about}"
+        if overflow.max_tokens is not None:
+            what += f", and {answer_field or 'an answer'} asks for {overflow.max_tokens} more"
+        super().__init__(f"{bound} However, {what}.", param=answer_field or subject)
         self.overflow = overflow
+
+    @classmethod
+    def read(cls, message: str) -> ContextOverflow | None:
+        """The numbers of such an error's text, which is all that comes of it from another process."""
+        found = cls._TEXT.match(message)
+        if found is None:
+            return None
+        most, prompt, answer = found.groups()
+        return ContextOverflow(int(most), int(prompt), None if answer is None else int(answer))
 
 
 class ImageRefusedError(InvalidRequestError):

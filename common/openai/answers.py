@@ -128,20 +128,11 @@ class ModelList(Answer):
     data: list[Model]
 
 
-class Overflow(Answer):
-    """Of a request that the context does not hold; ``max_tokens`` is null where the prompt is too long by itself."""
-
-    max_model_len: int
-    num_prompt_tokens: int
-    max_tokens: int | None
-
-
 class ErrorBody(Answer):
     message: str
     type: str
     param: str | None
     code: str
-    overflow: Overflow | None = None
 
 
 class Error(Answer):

@@ -1,5 +1,4 @@
-"""Every failure of an app as one shape: ``{"error": {"message", "type", "param", "code"}}``; of a request that
-the model's context does not hold also ``overflow``, its numbers.
+"""Every failure of an app as one shape: ``{"error": {"message", "type", "param", "code"}}``.
 
 ``install_error_handlers`` is called once per app. Errors of our own tree carry their status and text; third parties'
 (an unknown route, a validation error of the framework) are translated here; anything else is a 500 that tells the
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -22,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from common.errors import (
     AuthenticationError,
     BodyEncodingError,
-    ContextOverflow,
+    ContextLengthError,
     DrainingError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -37,7 +35,6 @@ from common.wire.headers import DROPPED_HEADER, LEG_FAILED, LEG_HEADER, REQUEST_
 logger = logging.getLogger(__name__)
 
 INTERNAL_MESSAGE = "internal error"
-OVERFLOW_KEY = "overflow"
 
 # Status -> (type, code) of errors that frameworks raise.
 _HTTP_KINDS: Mapping[int, tuple[str, str]] = {
@@ -63,10 +60,7 @@ MAX_FOREIGN_CHARS = 2000
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON body of ``error``; one that is not ours says nothing about itself."""
     if isinstance(error, TandemError):
-        body = _body(error.message, error.type, error.param, error.code)
-        if error.overflow is not None:
-            body["error"][OVERFLOW_KEY] = asdict(error.overflow)
-        return body
+        return _body(error.message, error.type, error.param, error.code)
     return _body(INTERNAL_MESSAGE, TandemError.type, None, TandemError.code)
 
 
@@ -84,9 +78,8 @@ def read_error(body: object, status: int | None = None) -> TandemError:
     for name in ("type", "code", "param"):
         if isinstance(value.get(name), str):
             setattr(error, name, value[name])
-    match value.get(OVERFLOW_KEY):
-        case {"max_model_len": int(most), "num_prompt_tokens": int(prompt), "max_tokens": int() | None as answer}:
-            error.overflow = ContextOverflow(most, prompt, answer)
+    if error.code == ContextLengthError.code:
+        error.overflow = ContextLengthError.read(error.message)
     error.status = _STATUSES.get(error.type, TandemError.status) if status is None else status
     return error
 

@@ -440,30 +440,18 @@ def to_sampling_params(
         raise InvalidRequestError(f"{prompt_field} must not be empty, got 0 tokens", param=prompt_field)
     room = max_model_len - num_prompt_tokens
     if room < 0:
-        raise ContextLengthError(
-            f"{prompt_field} has {num_prompt_tokens} tokens",
-            ContextOverflow(max_model_len, num_prompt_tokens),
-            param=prompt_field,
-        )
+        raise ContextLengthError(prompt_field, ContextOverflow(max_model_len, num_prompt_tokens))
     if request.transfer_mode is TransferMode.REMOTE_DECODE:
         return replace(common, max_tokens=1)
     sampling = request.sampling
     max_tokens = sampling.max_tokens
     if max_tokens is None:
         if room == 0:
-            raise ContextLengthError(
-                f"{prompt_field} has {num_prompt_tokens} tokens, which leaves no room to generate",
-                ContextOverflow(max_model_len, num_prompt_tokens, max_tokens=1),
-                param=prompt_field,
-            )
+            raise ContextLengthError(prompt_field, ContextOverflow(max_model_len, num_prompt_tokens, max_tokens=1))
         max_tokens = room if is_chat else min(DEFAULT_COMPLETION_TOKENS, room)
     elif max_tokens > room:
-        raise ContextLengthError(
-            f"{num_prompt_tokens} prompt tokens and {sampling.max_tokens_field} {max_tokens} make "
-            f"{num_prompt_tokens + max_tokens}",
-            ContextOverflow(max_model_len, num_prompt_tokens, max_tokens),
-            param=sampling.max_tokens_field,
-        )
+        overflow = ContextOverflow(max_model_len, num_prompt_tokens, max_tokens)
+        raise ContextLengthError(prompt_field, overflow, answer_field=sampling.max_tokens_field)
     if defaults.max_tokens is not None:
         max_tokens = min(max_tokens, defaults.max_tokens)
     if sampling.min_tokens > max_tokens:

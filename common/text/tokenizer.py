@@ -315,22 +315,16 @@ class TextCodec:
             return
         if len(text) > self._max_model_len * MAX_CHARS_PER_TOKEN:
             num_tokens = math.ceil(len(text) / MAX_CHARS_PER_TOKEN)
-            raise ContextLengthError(
-                f"{name} has {len(text)} characters, more than {MAX_CHARS_PER_TOKEN} for each of these tokens",
-                ContextOverflow(self._max_model_len, num_tokens),
-                param=name,
-            )
+            about = f" ({len(text)} characters, at most {MAX_CHARS_PER_TOKEN} in each)"
+            raise ContextLengthError(name, ContextOverflow(self._max_model_len, num_tokens), about=about)
         if is_cut or len(text) <= max(PIECE_CHARS, self._max_model_len * USUAL_CHARS_PER_TOKEN):
             return
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)) - CUT_TOKENS
             if num_tokens > self._max_model_len:
-                raise ContextLengthError(
-                    f"{name} has more than {num_tokens} tokens",
-                    ContextOverflow(self._max_model_len, num_tokens),
-                    param=name,
-                )
+                about = " where it was counted no further"
+                raise ContextLengthError(name, ContextOverflow(self._max_model_len, num_tokens), about=about)
 
     def _dialogue(self, request: ChatRequest) -> Dialogue:
         """The request's, in roles that the template knows."""

@@ -158,7 +158,8 @@ def test_processes_when_configured_by_their_manifests_then_listen_and_are_probed
         assert config.host == "0.0.0.0"
         assert container["ports"] == [{"name": "http", "containerPort": config.port}]
         for probe, path in PROBES.items():
-            assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+            query = "?degraded=ok" if role == "proxy" and path == READY_ROUTE else ""
+            assert container[probe]["httpGet"] == {"path": path + query, "port": "http"}
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         for file in filter(None, (config.cluster_key_file, config.api_key_file)):
             assert any(file.startswith(mount + "/") for mount in mounts), file

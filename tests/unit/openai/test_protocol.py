@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.errors import ContextOverflow, InvalidRequestError, ModelNotFoundError
+from common.errors import ContextLengthError, ContextOverflow, InvalidRequestError, ModelNotFoundError
 from common.openai.messages import CacheMark
 from common.openai.protocol import (
     check_model,
@@ -270,10 +270,10 @@ def test_max_tokens_absent_is_16_for_completions_and_the_remaining_context_for_c
 @pytest.mark.parametrize(
     ("ask", "num_prompt_tokens", "param", "what", "max_tokens"),
     [
-        (completion, 10, "max_tokens", "10 prompt tokens and max_tokens 91 make 101", 91),
+        (completion, 10, "max_tokens", "prompt has 10 tokens, and max_tokens asks for 91 more", 91),
         (chat, 101, "messages", "messages has 101 tokens", None),
         (completion, 101, "prompt", "prompt has 101 tokens", None),
-        (lambda **_: chat(), 100, "messages", "messages has 100 tokens, which leaves no room to generate", 1),
+        (lambda **_: chat(), 100, "messages", "messages has 100 tokens, and an answer asks for 1 more", 1),
     ],
 )
 def test_request_when_over_the_context_then_is_told_in_openais_words_with_field_value_and_bound(
@@ -286,6 +286,7 @@ def test_request_when_over_the_context_then_is_told_in_openais_words_with_field_
     assert error.message == f"This model's maximum context length is 100 tokens. However, {what}."
     assert (error.param, error.code) == (param, "context_length_exceeded")
     assert error.overflow == ContextOverflow(100, num_prompt_tokens, max_tokens)
+    assert ContextLengthError.read(error.message) == error.overflow
 
 
 def test_prompt_without_tokens_is_refused() -> None:
@@ -314,7 +315,7 @@ def test_max_tokens_when_it_is_wrong_then_the_field_that_was_given_is_named(name
         with pytest.raises(InvalidRequestError, match=f"^{name} ") as caught:
             ask(**{name: 0})
         assert caught.value.param == name
-        with pytest.raises(InvalidRequestError, match=f"prompt tokens and {name} 91 make 101") as caught:
+        with pytest.raises(InvalidRequestError, match=f"has 10 tokens, and {name} asks for 91 more") as caught:
             params(ask(**{name: 91}))
         assert caught.value.param == name
         with pytest.raises(InvalidRequestError, match=f"at most {name} 3,"):

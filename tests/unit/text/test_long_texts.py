@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequestError
+from common.errors import ContextLengthError, InvalidRequestError
 from common.openai.bodies import values
 from common.openai.protocol import parse_chat, parse_completion
 from common.text.tokenizer import MAX_CHARS_PER_TOKEN, PIECE_CHARS, TextCodec
@@ -25,18 +25,19 @@ def test_text_when_it_has_too_many_characters_for_the_context_then_refused_untok
     assert codec.encode_prompt(most)
     chat = parse_chat({"messages": [{"role": "user", "content": most}]})
     for ask, param, num_chars in (
-        (lambda: codec.encode_prompt(most + "a"), "prompt", r"321"),
+        (lambda: codec.encode_prompt(most + "a"), "prompt", "321"),
         (lambda: codec.encode_chat(chat), "messages", r"\d+"),
     ):
         words = (
             r"This model's maximum context length is 10 tokens\. However, "
-            rf"{param} has {num_chars} characters, more than 32 for each of these tokens\."
+            rf"{param} has at least \d+ tokens \({num_chars} characters, at most 32 in each\)\."
         )
         with pytest.raises(InvalidRequestError, match=words) as refused:
             ask()
         assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
         assert refused.value.overflow is not None
         assert refused.value.overflow.num_prompt_tokens > 10
+        assert ContextLengthError.read(str(refused.value)) == refused.value.overflow
 
 
 def test_text_when_its_tokens_pass_the_context_then_no_more_of_it_is_tokenised_than_shows_it(
@@ -51,12 +52,13 @@ def test_text_when_its_tokens_pass_the_context_then_no_more_of_it_is_tokenised_t
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(TextCodec, "encode", watched)
-    words = r"This model's maximum context length is 50000 tokens\. However, prompt has more than (\d+) tokens\."
+    words = r"This model's maximum context length is 50000 tokens\. However, prompt has at least (\d+) tokens where "
     with pytest.raises(InvalidRequestError, match=words) as refused:
         codec.encode_prompt("zq" * (8 * PIECE_CHARS))
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.overflow is not None
     assert refused.value.overflow.num_prompt_tokens > refused.value.overflow.max_model_len == 50_000
+    assert ContextLengthError.read(str(refused.value)) == refused.value.overflow
     assert seen == [PIECE_CHARS]
 
 

@@ -257,7 +257,7 @@ def test_bad_field_when_sent_then_is_refused_by_the_name_that_the_client_gave(
 
 
 def test_nodes_error_about_messages_when_told_then_names_the_input() -> None:
-    error = ContextLengthError("messages has 900 tokens", ContextOverflow(800, 900), param="messages")
+    error = ContextLengthError("messages", ContextOverflow(800, 900))
     told = json.loads(conversion().whole(400, json.dumps(error_body(error)).encode()))["error"]
     words = "This model's maximum context length is 800 tokens. However, input has 900 tokens."
     assert (told["param"], told["code"], told["message"]) == ("input", "context_length_exceeded", words)

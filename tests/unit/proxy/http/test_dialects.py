@@ -135,8 +135,7 @@ def test_nodes_refusal_when_passed_on_then_names_the_fields_of_the_api(
 def test_nodes_refusal_of_what_the_context_does_not_hold_when_passed_on_then_each_client_finds_its_words(
     claude: anthropic.Anthropic, client: openai.OpenAI, node: ScriptedNode, stream: bool
 ) -> None:
-    what = "700 prompt tokens and max_completion_tokens 200 make 900"
-    node.error = ContextLengthError(what, ContextOverflow(800, 700, 200), param="max_completion_tokens")
+    node.error = ContextLengthError("messages", ContextOverflow(800, 700, 200), answer_field="max_completion_tokens")
     words = r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)"  # as Claude Code looks for
     with pytest.raises(anthropic.BadRequestError, match=words):
         claude.messages.create(model=MODEL, max_tokens=200, messages=HELLO, stream=stream)
