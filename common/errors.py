@@ -86,7 +86,8 @@ class ContextLengthError(InvalidRequestError):
         bound = f"This model's maximum context length is {overflow.max_model_len} tokens."
         what = f"{subject} has {'at least ' if about else ''}{overflow.num_prompt_tokens} tokens{about}"
         if overflow.max_tokens is not None:
-            what += f", and {answer_field or 'an answer'} asks for {overflow.max_tokens} more"
+            together = overflow.num_prompt_tokens + overflow.max_tokens
+            what += f", and {answer_field or 'an answer'} asks for {overflow.max_tokens} more: {together} together"
         super().__init__(f"{bound} However, {what}.", param=answer_field or subject)
         self.overflow = overflow
 

@@ -270,10 +270,16 @@ def test_max_tokens_absent_is_16_for_completions_and_the_remaining_context_for_c
 @pytest.mark.parametrize(
     ("ask", "num_prompt_tokens", "param", "what", "max_tokens"),
     [
-        (completion, 10, "max_tokens", "prompt has 10 tokens, and max_tokens asks for 91 more", 91),
+        (completion, 10, "max_tokens", "prompt has 10 tokens, and max_tokens asks for 91 more: 101 together", 91),
         (chat, 101, "messages", "messages has 101 tokens", None),
         (completion, 101, "prompt", "prompt has 101 tokens", None),
-        (lambda **_: chat(), 100, "messages", "messages has 100 tokens, and an answer asks for 1 more", 1),
+        (
+            lambda **_: chat(),
+            100,
+            "messages",
+            "messages has 100 tokens, and an answer asks for 1 more: 101 together",
+            1,
+        ),
     ],
 )
 def test_request_when_over_the_context_then_is_told_in_openais_words_with_field_value_and_bound(
