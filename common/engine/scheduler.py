@@ -30,10 +30,11 @@ from common.engine.scheduling.shared_prefixes import (
     MAX_COMPARED,
     MovedPrefix,
     has_to_wait,
-    is_being_pulled,
-    is_being_read,
     is_computing,
     junctions_with,
+    still_waits,
+    who_pulls,
+    who_reads,
 )
 from common.engine.scheduling.suspects import Suspects
 from common.engine.sequence import Sequence, SequenceStatus
@@ -304,21 +305,27 @@ class Scheduler:
         wait for what a running prompt is computing, or another's pull brings, let others pass; those for which this
         step has no tokens left let pulls pass that are as urgent, which need none: a transfer does not wait for
         another's prompt."""
-        num_passed = 0  # sequences at the front of the queue that stay there
+        num_passed = num_compared = 0  # sequences at the front of the queue that stay there; those with tokens to hash
         least_urgent: int | None = None
-        while num_passed < min(len(self.waiting), MAX_COMPARED) and self.has_room():
+        while num_passed < len(self.waiting) and num_compared < MAX_COMPARED and self.has_room():
             sequence = self.waiting[num_passed]
             if least_urgent is not None and sequence.request.priority > least_urgent:
                 return
+            if still_waits(sequence):
+                num_passed += 1
+                continue
             if sequence.remote is None and budget <= 0:
                 least_urgent = sequence.request.priority
                 num_passed += 1
+                num_compared += 1
                 continue
             num_tokens = self._try_to_admit(schedule, sequence, budget)
             if num_tokens is None:
                 return
             budget -= num_tokens
-            num_passed += sequence.status is SequenceStatus.WAITING
+            if sequence.status is SequenceStatus.WAITING:
+                num_passed += 1
+                num_compared += sequence.remote is None
 
     def _try_to_admit(self, schedule: Schedule, sequence: Sequence, budget: int) -> int | None:
         try:
@@ -336,7 +343,8 @@ class Scheduler:
         want of the rest, start again and be preempted again, for as long as somebody's lease holds that memory.
         """
         if sequence.remote is not None:
-            if is_being_pulled(sequence, self.transferring.values()):
+            sequence.awaited = who_pulls(sequence, self.transferring.values())
+            if sequence.awaited is not None:
                 return 0
             return 0 if self._start_pull(schedule, sequence, sequence.remote) else None
         hit = PrefixHit()
@@ -420,7 +428,10 @@ class Scheduler:
 
     def _read_below(self, schedule: Schedule, sequence: Sequence, below: TierPrefix) -> int | None:
         """As ``_admit``."""
-        if below.is_being_read or is_being_read(sequence, below, self.transferring.values()):
+        if below.is_being_read:
+            return 0
+        sequence.awaited = who_reads(sequence, below, self.transferring.values())
+        if sequence.awaited is not None:
             return 0
         if not self._start_pull(schedule, sequence, below):
             return None

@@ -36,6 +36,7 @@ class Sequence:
             what comes after them is output.
         num_computed_tokens: how many of them are in the cache (blocks and running state).
         pull_plan: where the prefix that is pulled now goes.
+        awaited: another one, for which blocks come that this one would move too.
         tier_prefix: what is read now of a tier below this node's memory; ``num_tier_reads``: how many were begun since
             the sequence came, or lost its memory.
         pending_row: last hidden row [hidden] from which the next token can be sampled without a forward; set by an
@@ -73,6 +74,7 @@ class Sequence:
         self.pending_row: Any = None
         self.remote = request.remote
         self.pull_plan: PullPlan | None = None
+        self.awaited: Sequence | None = None
         self.tier_prefix: Any = None
         self.num_tier_reads = 0
         self.num_reported_tokens = -1

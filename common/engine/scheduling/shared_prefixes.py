@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from common.engine.sequence import Sequence
+from common.engine.sequence import Sequence, SequenceStatus
 from common.kv_cache.keys import PrefixKeys
 
 MIN_SHARED_BLOCKS = 4
@@ -101,28 +101,42 @@ def junctions_with(computing: Sequence, waiting: Iterable[Sequence]) -> list[int
     return positions
 
 
-def is_being_pulled(sequence: Sequence, transferring: Iterable[Sequence]) -> bool:
-    """Whether another sequence's pull brings blocks of the remote prefix of ``sequence`` from the same node. That node
+def who_pulls(sequence: Sequence, transferring: Iterable[Sequence]) -> Sequence | None:
+    """Another sequence whose pull brings blocks of the remote prefix of ``sequence`` from the same node. That node
     computes in the order in which prompts came, so waiting costs nothing. Where it does not (it has finished the prefix
     of ``sequence`` and not the other one) nobody waits: the other may want memory there that this one's lease keeps."""
     remote: RemotePrefix = sequence.remote
-    return any(
-        other.remote is not None
-        and other.request.priority <= sequence.request.priority
-        and _brings_part(other, other.remote, sequence.keys, remote)
-        and other.remote.url == remote.url
-        and (other.remote.is_final or not remote.is_final)
-        for other in transferring
-    )
+    for other in transferring:
+        if (
+            other.remote is not None
+            and other.request.priority <= sequence.request.priority
+            and _brings_part(other, other.remote, sequence.keys, remote)
+            and other.remote.url == remote.url
+            and (other.remote.is_final or not remote.is_final)
+        ):
+            return other
+    return None
 
 
-def is_being_read(sequence: Sequence, prefix: MovedPrefix, transferring: Iterable[Sequence]) -> bool:
-    """Whether what another sequence reads from a tier brings blocks of ``prefix``, which ``sequence`` would read
-    there."""
-    return any(
-        other.tier_prefix is not None and _brings_part(other, other.tier_prefix, sequence.keys, prefix)
-        for other in transferring
-    )
+def who_reads(sequence: Sequence, prefix: MovedPrefix, transferring: Iterable[Sequence]) -> Sequence | None:
+    """Another sequence for which blocks of ``prefix``, which ``sequence`` would read from a tier, are read there."""
+    for other in transferring:
+        if other.tier_prefix is not None and _brings_part(other, other.tier_prefix, sequence.keys, prefix):
+            return other
+    return None
+
+
+def still_waits(sequence: Sequence) -> bool:
+    """Whether ``sequence`` waits for the one that was found before. Takes next to no time, however many wait."""
+    other = sequence.awaited
+    if other is None:
+        return False
+    is_coming = other.status is SequenceStatus.TRANSFERRING and not other.aborted
+    if is_coming and sequence.remote is not None and other.remote is not None:
+        is_coming = other.remote.is_final or not sequence.remote.is_final
+    if not is_coming:
+        sequence.awaited = None
+    return is_coming
 
 
 def _brings_part(other: Sequence, moved: MovedPrefix, keys: PrefixKeys, prefix: MovedPrefix) -> bool:

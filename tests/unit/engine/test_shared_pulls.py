@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.engine.scheduling.shared_prefixes import MIN_SHARED_BLOCKS
+from common.engine.scheduling.shared_prefixes import MAX_COMPARED, MIN_SHARED_BLOCKS
 from common.engine.sequence import Sequence
-from tests.unit.engine.scheduling import BLOCK, Rig, planned, words
+from tests.unit.engine.scheduling import BLOCK, Rig, names, planned, words
 
 NUM_SHARED = 2 * MIN_SHARED_BLOCKS
 SHARED = words(1, NUM_SHARED * BLOCK)
@@ -110,6 +110,19 @@ def test_pulls_when_the_first_one_may_come_later_then_nobody_waits_for_it(
     assert list(pulls(rig)) == ["first"]
     add(rig, "second", SHARED + words(3, BLOCK), **second)
     assert pulls(rig) == {"second": list(range(NUM_SHARED + 1))}
+
+
+def test_pulls_when_many_wait_for_one_then_others_behind_them_begin() -> None:
+    rig = Rig(max_num_seqs=64, max_num_batched_tokens=256, num_blocks=2000, num_slots=200)
+    num_alike = 3 * MAX_COMPARED
+    alike = [add(rig, f"alike {n}", SHARED + words(10 + n, BLOCK), is_final=False) for n in range(num_alike)]
+    add(rig, "other", words(5, 2 * BLOCK), url="http://127.0.0.1:2")
+    rig.add("local", words(6, 2 * BLOCK))
+    step = rig.schedule()
+    assert (names([each for each, _ in step.pulls]), names(step.sequences)) == (["alike 0", "other"], ["local"])
+    assert rig.schedule().pulls == []
+    arrive(rig, alike[0])
+    assert list(pulls(rig)) == names(alike[1:])
 
 
 def test_pulls_when_both_are_being_computed_then_the_second_waits_until_it_is_finished_first() -> None:
